@@ -1,0 +1,31 @@
+"""moeblaze: plain Mixture-of-Experts layers in, fused index-only kernels out, through ``torch.compile``.
+
+Letters used in every tensor name of the project (``x_TD`` is a tensor of shape ``[T, D]``):
+
+    T  tokens
+    K  experts per token (``top_k``)
+    N  routed slots, ``T * K``; also the rows of everything in expert order
+    E  experts
+    D  model width
+    F  expert hidden width
+    G  2 for a gated expert (gate, up), 1 for an ungated one
+    B  rows of the block schedule, ``N // 128 + E + 1``
+
+A *slot* is ``t * K + k``: token ``t``'s k-th choice. A *row* is a position in expert order: rows
+``offsets_E1[e]`` to ``offsets_E1[e + 1]`` belong to expert ``e``.
+"""
+
+from pathlib import Path
+
+_checkout = Path(__file__).resolve().parent.parent
+if (_checkout / "pyproject.toml").is_file():
+    # In a checkout `kernels/` and `lowering/` are siblings of this package, not children.
+    __path__.append(str(_checkout))
+del _checkout, Path
+
+__version__ = "0.1.0"
+
+from moeblaze_ops.functional import moe  # noqa: E402
+from moeblaze_ops.module import MoE  # noqa: E402
+
+__all__ = ["MoE", "moe"]

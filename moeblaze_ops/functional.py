@@ -1,0 +1,99 @@
+"""``moe``: a whole expert layer as one function over the ops."""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops import weights as storage
+from moeblaze_ops.activations import ACTIVATIONS, is_gated
+from moeblaze_ops.dispatch import dispatch
+from moeblaze_ops.experts_down import expert_down
+from moeblaze_ops.experts_up import expert_up
+from moeblaze_ops.validation import require
+
+
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    w_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    activation: str = "swiglu",
+    interleaved: bool = False,
+    transposed: bool = False,
+    weight_on: str = "output",
+) -> Tensor:
+    """Each token's experts applied to it, weighted and summed; no token is dropped and none is padded.
+
+    ``out[t] = sum_k weights[t, k] * expert_{experts[t, k]}(x[t])`` with
+    ``expert_e(x) = act(x @ w_gate[e]^T + b_gate[e], x @ w_up[e]^T + b_up[e]) @ w_down[e]^T + b_down[e]``.
+
+    Args:
+        x: tokens. Shape [..., D], bf16, fp16, fp32, or fp64 on CPU. May be empty.
+        weights: routing weights. Shape [..., K], fp32 or the dtype of x.
+        experts: expert ids. Shape [..., K], int32 or int64; -1 marks an unused slot.
+        w_up: up weights as ``nn.Linear`` stores them, [E, F, D]; with a gated activation and no ``w_gate``
+            gate and up packed in one, [E, 2F, D].
+        w_down: down weights, [E, D, F].
+        w_gate: gate weights [E, F, D], if not packed into ``w_up``.
+        b_up, b_gate, b_down: biases, [E, F] (packed [E, 2F]), [E, F] and [E, D].
+        activation: a gated (``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu``, ``swiglu_clamped``) or an ungated one
+            (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``).
+        interleaved: packed gate and up alternate row by row instead of standing one after the other.
+        transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
+        weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
+
+    Returns:
+        Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit.
+
+    Raises:
+        ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
+    """
+    require(activation in ACTIVATIONS, "moe", "activation", f"be one of {', '.join(ACTIVATIONS)}", repr(activation))
+    require(weight_on in ("output", "input"), "moe", "weight_on", "be 'output' or 'input'", repr(weight_on))
+    for name, tensor, dims in (("w_up", w_up, 3), ("w_down", w_down, 3), ("weights", weights, x.dim())):
+        require(tensor.dim() == dims, "moe", name, f"have {dims} dimensions", f"shape {list(tensor.shape)}")
+    require(weights.shape == experts.shape, "moe", "experts", f"have shape {list(weights.shape)} of weights", list(experts.shape))
+    require(weights.shape[:-1] == x.shape[:-1], "moe", "weights", f"have leading shape {list(x.shape[:-1])} of x", list(weights.shape))
+    w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, activation, interleaved, transposed)
+    w_down_list = [storage.down(w_down, transposed=transposed)]
+    b_down_list = [] if b_down is None else [b_down]
+
+    x_TD = x.reshape(-1, x.shape[-1])
+    weights_TK = weights.reshape(-1, weights.shape[-1])
+    routing = dispatch(experts.reshape(-1, experts.shape[-1]), w_down.shape[0])
+    on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
+    h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
+    out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
+    return out_TD.view(x.shape)
+
+
+def _up_storage(
+    w_up: Tensor,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_gate: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The stored up weights and biases as the ops take them."""
+    gated = is_gated(activation)
+    require(gated or w_gate is None, "moe", "w_gate", f"be None with the ungated activation {activation!r}", "a tensor")
+    require(b_gate is None or w_gate is not None, "moe", "b_gate", "come with w_gate (pack it into b_up otherwise)", "a tensor")
+    if w_gate is None:
+        if gated:
+            outputs = w_up.shape[2 if transposed else 1]
+            require(outputs % 2 == 0, "moe", "w_up", "pack gate and up in an even number of outputs", outputs)
+        packed = storage.packed_up(w_up, gated=gated, interleaved=interleaved, transposed=transposed)
+        biases = [] if b_up is None else [storage.packed_bias(b_up, gated=gated, interleaved=interleaved)]
+        return [packed], biases
+    require(not interleaved, "moe", "interleaved", "be False when w_gate is given", interleaved)
+    require((b_gate is None) == (b_up is None), "moe", "b_gate", "be given exactly when b_up is", b_gate is not None)
+    split = [storage.packed_up(w, gated=False, interleaved=False, transposed=transposed) for w in (w_gate, w_up)]
+    biases = [] if b_up is None else [storage.packed_bias(b, gated=False, interleaved=False) for b in (b_gate, b_up)]
+    return split, biases

@@ -1,0 +1,100 @@
+"""``moeblaze::expert_weight_grad`` and ``expert_bias_grad``: gradients of weights and biases, apart from input gradients.
+
+They are ops of their own so that memory planning frees buffers early, and so that with several GPUs the reduction of
+input gradients runs beside them.
+"""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops import cpu
+from moeblaze_ops.library import register_op
+from moeblaze_ops.validation import check_bias_grad, check_weight_grad
+
+
+def _expert_weight_grad_fake(
+    gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k
+) -> list[Tensor]:
+    check_weight_grad("expert_weight_grad", gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
+    return [torch.empty_like(w) for w in like]
+
+
+def _expert_weight_grad_cpu(*args) -> list[Tensor]:
+    check_weight_grad("expert_weight_grad", *args)
+    return cpu.expert_weight_grad(*args)
+
+
+def _expert_weight_grad_launcher():
+    from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad
+
+    def launch(*args) -> list[Tensor]:
+        check_weight_grad("expert_weight_grad", *args)
+        return launch_expert_weight_grad(*args)
+
+    return launch
+
+
+def _weight_grad_flops(gathered_shape, grouped_shape, *args, **kwargs) -> int:
+    N, G, F = grouped_shape
+    return 2 * N * G * F * gathered_shape[1]
+
+
+def _expert_bias_grad_fake(rows_NC, weights_TK, slots_N, offsets_E1, top_k, gathered) -> Tensor:
+    check_bias_grad("expert_bias_grad", rows_NC, weights_TK, slots_N, offsets_E1, top_k, gathered)
+    return rows_NC.new_empty((offsets_E1.shape[0] - 1, rows_NC.shape[1]))
+
+
+def _expert_bias_grad_cpu(*args) -> Tensor:
+    check_bias_grad("expert_bias_grad", *args)
+    return cpu.expert_bias_grad(*args)
+
+
+def _expert_bias_grad_launcher():
+    from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad
+
+    def launch(*args) -> Tensor:
+        check_bias_grad("expert_bias_grad", *args)
+        return launch_expert_bias_grad(*args)
+
+    return launch
+
+
+expert_weight_grad = register_op(
+    "expert_weight_grad",
+    "(Tensor gathered_TD, Tensor grouped_NGF, Tensor[] like, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
+    " SymInt top_k) -> Tensor[]",
+    fake=_expert_weight_grad_fake,
+    cpu=_expert_weight_grad_cpu,
+    launcher=_expert_weight_grad_launcher,
+    flops=_weight_grad_flops,
+)
+"""Weight gradient of one projection: ``dW[e, g, f, :] = sum_r s[r] * grouped[r, g, f] * gathered[token(r), :]``.
+
+Args:
+    gathered_TD: the side in token order, read by index: x for the up weights, dout for the down weight.
+    grouped_NGF: the side in expert order, [N, G, F]: dh for the up weights, wa as [N, 1, F] for the down weight.
+    like: the weights, for their shapes and strides: one [E, G, F, D] or [E, F, D] tensor, or gate and up.
+    weights_TK: routing weights s, or None for 1.
+    slots_N, offsets_E1: from ``dispatch``. top_k: K.
+
+Returns:
+    One gradient per tensor of ``like``, of its shape and dtype, with its strides if they are dense. Zero for an
+    expert without tokens. Accumulated in fp32 (fp64 for fp64); two runs agree bit for bit.
+"""
+
+expert_bias_grad = register_op(
+    "expert_bias_grad",
+    "(Tensor rows_NC, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1, SymInt top_k, bool gathered) -> Tensor",
+    fake=_expert_bias_grad_fake,
+    cpu=_expert_bias_grad_cpu,
+    launcher=_expert_bias_grad_launcher,
+)
+"""Bias gradient: the sum of each expert's rows, times the routing weight if given. Shape [E, C], dtype of the rows.
+
+Args:
+    rows_NC: rows in expert order [N, C], or with ``gathered`` in token order [T, C], read by index.
+    weights_TK: routing weights, or None for 1.
+    slots_N, offsets_E1: from ``dispatch``. top_k: K.
+
+Sums are taken in fp32 (fp64 for fp64); two runs agree bit for bit.
+"""

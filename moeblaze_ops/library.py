@@ -1,0 +1,102 @@
+"""The ``moeblaze`` operator namespace: one call that registers everything a first-class op needs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._library.triton import set_wrap_triton_enabled
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import register_flop_formula
+
+NAMESPACE = "moeblaze"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+
+def register_op(
+    name: str,
+    schema: str,
+    *,
+    fake: Callable,
+    cpu: Callable,
+    launcher: Callable[[], Callable],
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    autocast: tuple[int, ...] = (),
+    flops: Callable | None = None,
+) -> torch._ops.OpOverload:
+    """Define ``moeblaze::<name>`` and register all of its behaviour.
+
+    Args:
+        name: operator name inside the namespace.
+        schema: arguments and returns, in the dispatcher's schema language.
+        fake: metadata-only implementation; raises the same errors as the real ones.
+        cpu: eager implementation on CPU tensors.
+        launcher: returns the CUDA implementation; called at the first CUDA call, so that importing
+            this package does not import Triton.
+        backward: gradient formula; without one the op raises on backward (the ``*_backward`` ops).
+        setup_context: what ``backward`` keeps.
+        autocast: positions of the arguments that autocast casts. Routing weights are never cast.
+        flops: flop formula from the argument shapes.
+    """
+    # Without these tags Inductor may hand an op other strides than its fake implementation saw.
+    _library.define(f"{name}{schema}", tags=_TAGS)
+    qualname = f"{NAMESPACE}::{name}"
+    op = getattr(torch.ops.moeblaze, name).default
+    torch.library.register_fake(qualname, fake, lib=_library)
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, _cuda_implementation(launcher), "CUDA")
+    torch.library.register_autograd(
+        qualname, backward or _no_double_backward(name), setup_context=setup_context, lib=_library
+    )
+    if autocast:
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
+    torch.library.register_vmap(qualname, _no_vmap(name), lib=_library)
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.moeblaze, name))(flops)
+    return op
+
+
+def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:
+    def launch(*args):
+        with set_wrap_triton_enabled(False):
+            return launcher()(*args)
+
+    return launch
+
+
+def _autocast_implementation(op: torch._ops.OpOverload, device: str, positions: tuple[int, ...]) -> Callable:
+    """Cast the arguments at ``positions`` to the autocast dtype, then run the op with autocast off.
+
+    ``torch.library.register_autocast`` would cast every floating argument, routing weights included.
+    """
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+    def cast(value):
+        dtype = torch.get_autocast_dtype(device.lower())
+        eligible = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if eligible else value
+
+    def run(*args):
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(*(tree_map(cast, arg) if i in positions else arg for i, arg in enumerate(args)))
+
+    return run
+
+
+def _no_double_backward(name: str) -> Callable:
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            f"{name}: the gradient of a gradient is not available, differentiate once (create_graph=False)"
+        )
+
+    return backward
+
+
+def _no_vmap(name: str) -> Callable:
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError(f"{name}: vmap is not supported, fold the mapped axis into the tokens")
+
+    return vmap

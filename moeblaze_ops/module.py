@@ -1,0 +1,76 @@
+"""``MoE``: a plain module, router and experts, over ``moe``."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moeblaze_ops.activations import is_gated
+from moeblaze_ops.functional import moe
+
+
+class MoE(nn.Module):
+    """A router (linear, softmax, top-k) and E experts.
+
+    Args:
+        D: model width. F: hidden width of an expert. E: experts. K: experts per token.
+        activation: as in ``moe``; gated ones pack gate and up into one parameter.
+        bias: biases on both projections.
+        renormalize: scale the K weights of a token to sum to 1.
+    """
+
+    def __init__(
+        self,
+        D: int,
+        F: int,
+        E: int,
+        K: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        renormalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        outputs = 2 * F if is_gated(activation) else F
+        self.K = K
+        self.activation = activation
+        self.renormalize = renormalize
+        self.router = nn.Linear(D, E, bias=False, **options)
+        self.w_up = nn.Parameter(torch.empty(E, outputs, D, **options))
+        self.w_down = nn.Parameter(torch.empty(E, D, F, **options))
+        self.b_up = nn.Parameter(torch.empty(E, outputs, **options)) if bias else None
+        self.b_down = nn.Parameter(torch.empty(E, D, **options)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise each expert as two ``nn.Linear`` would."""
+        self.router.reset_parameters()
+        for weight, bias in ((self.w_up, self.b_up), (self.w_down, self.b_down)):
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape [..., D] to [..., D]."""
+        scores = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, experts = torch.topk(scores, self.K, dim=-1)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return moe(
+            x,
+            weights.to(x.dtype) if x.dtype == torch.float64 else weights,
+            experts,
+            self.w_up,
+            self.w_down,
+            b_up=self.b_up,
+            b_down=self.b_down,
+            activation=self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        E, _, D = self.w_up.shape
+        return f"D={D}, F={self.w_down.shape[2]}, E={E}, K={self.K}, activation={self.activation!r}"

@@ -1,0 +1,135 @@
+"""Plain oracles of the ops: a few differentiable lines of PyTorch each, right in fp64, never fast.
+
+They take the tensors of ``dispatch`` and the ops' logical weights (see ``weights``), so that an op and its oracle
+are called alike. Gradients come from autograd.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY
+from moeblaze_ops.weights import bias_halves, up_halves
+
+
+def activate(h_NGF: Tensor, activation: str) -> Tensor:
+    """a = act(h) in the dtype of h, from torch's own functions. Shape [N, F]."""
+    if activation == IDENTITY:
+        return h_NGF[:, 0]
+    if h_NGF.shape[1] == 1:
+        return _UNGATED[activation](h_NGF[:, 0])
+    g, u = h_NGF.unbind(1)
+    if activation == "swiglu_clamped":
+        g, u = g.clamp(max=CLAMP_LIMIT), u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (u + 1) * (g * torch.sigmoid(CLAMP_ALPHA * g))
+    return _GATES[activation](g) * u
+
+
+_UNGATED = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda h: F.relu(h) ** 2,
+}
+_GATES = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "reglu": F.relu,
+}
+
+
+def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The index tensors of ``moeblaze::dispatch``, by counting in Python."""
+    ids = experts_TK.reshape(-1).tolist()
+    rows = [[slot for slot, expert in enumerate(ids) if expert == e] for e in range(num_experts)]
+    slots = [slot for expert_slots in rows for slot in expert_slots]
+    offsets = [0]
+    blocks = []
+    for e, expert_slots in enumerate(rows):
+        blocks += [(e, offsets[-1] + first) for first in range(0, len(expert_slots), 128)]
+        offsets.append(offsets[-1] + len(expert_slots))
+    positions = [-1] * len(ids)
+    for row, slot in enumerate(slots):
+        positions[slot] = row
+    unused = len(ids) // 128 + num_experts - len(blocks)
+    schedule = [(len(blocks), 0), *blocks, *[(-1, 0)] * unused]
+    options = {"dtype": torch.int32, "device": experts_TK.device}
+    return (
+        torch.tensor(slots + [-1] * (len(ids) - len(slots)), **options),
+        torch.tensor(offsets, **options),
+        torch.tensor(positions, **options).view(experts_TK.shape),
+        torch.tensor(schedule, **options).view(-1, 2),
+    )
+
+
+def expert_up(
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """h and a of the used rows, [M, G, F] and [M, F]."""
+    h_rows = []
+    for e, slots in enumerate(_expert_slots(slots_N, offsets_E1)):
+        x_rows = x_TD[slots // positions_TK.shape[1]]
+        scale = 1 if weights_TK is None else weights_TK.reshape(-1)[slots].unsqueeze(1)
+        halves = [(x_rows @ half[e].t()) * scale for half in up_halves(w_up)]
+        biased = [h + b[e] for h, b in zip(halves, bias_halves(b_up))] if b_up else halves
+        h_rows.append(torch.stack(biased, dim=1))
+    h_NGF = torch.cat(h_rows)
+    return h_NGF, activate(h_NGF, activation)
+
+
+def expert_down(
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    activation: str,
+) -> Tensor:
+    """out_TD from the pre-activation of the used rows."""
+    (w_EFD,) = w_down
+    T, K = positions_TK.shape
+    out_TD = h_NGF.new_zeros(T, w_EFD.shape[2])
+    start = 0
+    for e, slots in enumerate(_expert_slots(slots_N, offsets_E1)):
+        y_rows = activate(h_NGF[start : start + len(slots)], activation) @ w_EFD[e]
+        start += len(slots)
+        if b_down:
+            y_rows = y_rows + b_down[0][e]
+        if weights_TK is not None:
+            y_rows = y_rows * weights_TK.reshape(-1)[slots].unsqueeze(1)
+        out_TD = out_TD.index_add(0, slots // K, y_rows)
+    return out_TD
+
+
+def moe(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w_up: list[Tensor],
+    w_down: list[Tensor],
+    b_up: list[Tensor] = (),
+    b_down: list[Tensor] = (),
+    activation: str = "swiglu",
+    weight_on: str = "output",
+) -> Tensor:
+    """A whole expert layer: the composition of the three oracles above."""
+    slots_N, offsets_E1, positions_TK, _ = dispatch(experts_TK, w_down[0].shape[0])
+    on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
+    h, _ = expert_up(x_TD, w_up, b_up, on_input, slots_N, offsets_E1, positions_TK, activation)
+    return expert_down(h, w_down, b_down, on_output, slots_N, offsets_E1, positions_TK, activation)
+
+
+def _expert_slots(slots_N: Tensor, offsets_E1: Tensor) -> list[Tensor]:
+    offsets = offsets_E1.tolist()
+    return [slots_N[start:end].long() for start, end in zip(offsets, offsets[1:])]

@@ -1,0 +1,288 @@
+"""Argument checks shared by the real and the fake implementation of every op.
+
+Each check raises ``<op>: <argument> must <rule>, got <value>``: ``ValueError`` for values, shapes and devices,
+``TypeError`` for types and dtypes.
+"""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.activations import ACTIVATIONS, IDENTITY, is_gated
+from moeblaze_ops.weights import UpShape, up_shape
+
+MAX_EXPERTS = 4096
+ROW_BLOCK = 128
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def schedule_rows(num_slots: int, num_experts: int) -> int:
+    """Rows B of ``blocks_B2``: an upper bound on the 128-row blocks of all experts, plus the count."""
+    return num_slots // ROW_BLOCK + num_experts + 1
+
+
+def require(condition: bool, op: str, argument: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{op}: {argument} must {rule}, got {value}")
+
+
+def require_dtype(condition: bool, op: str, argument: str, rule: str, value: object) -> None:
+    if not condition:
+        raise TypeError(f"{op}: {argument} must {rule}, got {value}")
+
+
+def check_dispatch(op: str, experts_TK: Tensor, num_experts: int) -> None:
+    require(experts_TK.dim() == 2, op, "experts_TK", "have 2 dimensions [T, K]", f"shape {_shape(experts_TK)}")
+    require_dtype(experts_TK.dtype in _ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
+    require(1 <= num_experts <= MAX_EXPERTS, op, "num_experts", f"be between 1 and {MAX_EXPERTS}", num_experts)
+    top_k = experts_TK.shape[1]
+    require(1 <= top_k <= num_experts, op, "experts_TK", f"have 1 to num_experts={num_experts} columns", top_k)
+
+
+def check_expert_up(
+    op: str,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> UpShape:
+    _check_float(op, "x_TD", x_TD)
+    require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {_shape(x_TD)}")
+    shape = check_up_weights(op, w_up, b_up, x_TD)
+    require(shape.D == x_TD.shape[1], op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
+    check_activation(op, activation, shape.G)
+    check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
+    check_routing_weights(op, weights_TK, x_TD, positions_TK)
+    return shape
+
+
+def check_up_weights(op: str, w_up: list[Tensor], b_up: list[Tensor], like: Tensor) -> UpShape:
+    require(len(w_up) in (1, 2), op, "w_up", "hold one tensor, or gate and up", f"{len(w_up)} tensors")
+    for w in w_up:
+        require(w.dim() == 4, op, "w_up", "have 4 dimensions [E, G, F, D]", f"shape {_shape(w)}")
+        _check_like(op, "w_up", w, like)
+    require(w_up[0].shape[1] in (1, 2), op, "w_up", "have G of 1 or 2 on axis 1", w_up[0].shape[1])
+    if len(w_up) == 2:
+        for w in w_up:
+            require(w.shape[1] == 1, op, "w_up", "have G = 1 when gate and up are two tensors", f"shape {_shape(w)}")
+        gate, up = w_up
+        require(gate.shape == up.shape, op, "w_up", f"have equal shapes, gate {_shape(gate)}", f"up {_shape(up)}")
+    shape = up_shape(w_up)
+    require(len(b_up) in (0, len(w_up)), op, "b_up", f"hold as many tensors as w_up ({len(w_up)}) or none", len(b_up))
+    for b, w in zip(b_up, w_up):
+        expected = list(w.shape[:3])
+        require(list(b.shape) == expected, op, "b_up", f"have shape {expected} of w_up", f"shape {_shape(b)}")
+        _check_like(op, "b_up", b, like)
+    return shape
+
+
+def check_expert_down(
+    op: str,
+    h_NGF: Tensor,
+    a_NF: Tensor | None,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> None:
+    _check_float(op, "h_NGF", h_NGF)
+    require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {_shape(h_NGF)}")
+    N, G, F = h_NGF.shape
+    check_activation(op, activation, G)
+    require(
+        activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {_shape(h_NGF)}"
+    )
+    if a_NF is not None:
+        expected = f"have shape [{N}, {F}] (rows and width of h_NGF)"
+        require(list(a_NF.shape) == [N, F], op, "a_NF", expected, f"shape {_shape(a_NF)}")
+        _check_like(op, "a_NF", a_NF, h_NGF)
+    check_down_weights(op, w_down, b_down, h_NGF)
+    require(w_down[0].shape[1] == F, op, "w_down", f"have size F={F} of h_NGF on axis 1", f"shape {_shape(w_down[0])}")
+    T = positions_TK.shape[0]
+    check_routing(op, h_NGF, w_down[0].shape[0], T, slots_N, offsets_E1, positions_TK, blocks_B2)
+    require(slots_N.shape[0] == N, op, "h_NGF", f"have {slots_N.shape[0]} rows, one per slot", N)
+    check_routing_weights(op, weights_TK, h_NGF, positions_TK)
+
+
+def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like: Tensor) -> None:
+    require(len(w_down) == 1, op, "w_down", "hold one tensor", f"{len(w_down)} tensors")
+    (w,) = w_down
+    require(w.dim() == 3, op, "w_down", "have 3 dimensions [E, F, D]", f"shape {_shape(w)}")
+    _check_like(op, "w_down", w, like)
+    require(len(b_down) <= 1, op, "b_down", "hold one tensor or none", f"{len(b_down)} tensors")
+    for b in b_down:
+        expected = [w.shape[0], w.shape[2]]
+        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {_shape(b)}")
+        _check_like(op, "b_down", b, like)
+
+
+def check_routing(
+    op: str,
+    like: Tensor,
+    num_experts: int,
+    num_tokens: int,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+) -> None:
+    """The four tensors of ``dispatch``: int32, on one device, and of sizes that agree with each other."""
+    routing = {"slots_N": slots_N, "offsets_E1": offsets_E1, "positions_TK": positions_TK, "blocks_B2": blocks_B2}
+    for name, tensor in routing.items():
+        require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
+        _check_device(op, name, tensor, like)
+    require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {_shape(positions_TK)}")
+    T, K = positions_TK.shape
+    require(T == num_tokens, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
+    require(
+        list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", _shape(slots_N)
+    )
+    require(
+        list(offsets_E1.shape) == [num_experts + 1],
+        op,
+        "offsets_E1",
+        f"have shape [{num_experts + 1}] (experts of the weights, plus one)",
+        _shape(offsets_E1),
+    )
+    expected = [schedule_rows(T * K, num_experts), 2]
+    require(list(blocks_B2.shape) == expected, op, "blocks_B2", f"have shape {expected}", _shape(blocks_B2))
+
+
+def check_routing_weights(op: str, weights_TK: Tensor | None, like: Tensor, positions_TK: Tensor) -> None:
+    if weights_TK is None:
+        return
+    expected = _shape(positions_TK)
+    require(
+        weights_TK.shape == positions_TK.shape,
+        op,
+        "weights_TK",
+        f"have shape {expected} of positions_TK",
+        f"shape {_shape(weights_TK)}",
+    )
+    allowed = (torch.float32, like.dtype)
+    require_dtype(weights_TK.dtype in allowed, op, "weights_TK", f"be float32 or {like.dtype}", weights_TK.dtype)
+    _check_device(op, "weights_TK", weights_TK, like)
+
+
+def check_activation(op: str, activation: str, G: int) -> None:
+    if activation == IDENTITY:
+        return
+    known = ", ".join((*ACTIVATIONS, IDENTITY))
+    require(activation in ACTIVATIONS, op, "activation", f"be one of {known}", repr(activation))
+    expected = 2 if is_gated(activation) else 1
+    require(G == expected, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation))
+
+
+def check_weight_grad(
+    op: str,
+    gathered_TD: Tensor,
+    grouped_NGF: Tensor,
+    like: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+) -> None:
+    require(gathered_TD.dim() == 2, op, "gathered_TD", "have 2 dimensions [T, D]", f"shape {_shape(gathered_TD)}")
+    require(grouped_NGF.dim() == 3, op, "grouped_NGF", "have 3 dimensions [N, G, F]", f"shape {_shape(grouped_NGF)}")
+    _check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
+    N, G, F = grouped_NGF.shape
+    E, D = offsets_E1.shape[0] - 1, gathered_TD.shape[1]
+    expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get((len(like), like[0].dim() if like else 0))
+    require(expected is not None, op, "like", "hold one [E, G, F, D] or [E, F, D] tensor, or gate and up", len(like))
+    for w in like:
+        require(list(w.shape) == expected, op, "like", f"have shape {expected}", f"shape {_shape(w)}")
+    require(N == gathered_TD.shape[0] * top_k, op, "grouped_NGF", f"have T*K={gathered_TD.shape[0] * top_k} rows", N)
+    require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", _shape(slots_N))
+    if weights_TK is not None:
+        require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
+
+
+def check_expert_up_backward(
+    op: str,
+    dh_NGF: Tensor,
+    x_TD: Tensor | None,
+    w_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+) -> UpShape:
+    shape = check_up_weights(op, w_up, [], dh_NGF)
+    expected = [slots_N.shape[0], shape.G, shape.F]
+    require(list(dh_NGF.shape) == expected, op, "dh_NGF", f"have shape {expected}", f"shape {_shape(dh_NGF)}")
+    T = positions_TK.shape[0]
+    check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
+    check_routing_weights(op, weights_TK, dh_NGF, positions_TK)
+    require((x_TD is None) == (weights_TK is None), op, "x_TD", "be given exactly when weights_TK is", x_TD)
+    if x_TD is not None:
+        require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {_shape(x_TD)}")
+    return shape
+
+
+def check_expert_down_backward(
+    op: str,
+    dout_TD: Tensor,
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> None:
+    check_expert_down(
+        op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+    )
+    expected = [positions_TK.shape[0], w_down[0].shape[2]]
+    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {_shape(dout_TD)}")
+    _check_like(op, "dout_TD", dout_TD, h_NGF)
+
+
+def check_bias_grad(
+    op: str,
+    rows_NC: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+    gathered: bool,
+) -> None:
+    require(rows_NC.dim() == 2, op, "rows_NC", "have 2 dimensions", f"shape {_shape(rows_NC)}")
+    N = slots_N.shape[0]
+    rows = rows_NC.shape[0] * (top_k if gathered else 1)
+    require(rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0])
+    if weights_TK is not None:
+        require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
+
+
+def _check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    require_dtype(tensor.dtype == like.dtype, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
+    _check_device(op, name, tensor, like)
+
+
+def _check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    require(tensor.device == like.device, op, name, f"be on {like.device} like the activations", tensor.device)
+
+
+def _check_float(op: str, name: str, tensor: Tensor) -> None:
+    rule = "be bfloat16, float16, float32 or (on CPU) float64"
+    allowed = tensor.dtype in _FLOAT_DTYPES and not (tensor.dtype == torch.float64 and tensor.is_cuda)
+    require_dtype(allowed, op, name, rule, f"{tensor.dtype} on {tensor.device}")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
