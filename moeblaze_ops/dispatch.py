@@ -39,7 +39,7 @@ def _check_ids(experts_TK: Tensor, num_experts: int) -> None:
     if not config.check_expert_ids or experts_TK.numel() == 0:
         return
     smallest, largest = (int(bound) for bound in torch.aminmax(experts_TK))
-    rule = f"hold expert ids below {num_experts}, or -1 for an unused slot"
+    rule = f"hold expert ids below num_experts={num_experts}, or -1 for an unused slot"
     require(smallest >= -1, "dispatch", "experts_TK", rule, smallest)
     require(largest < num_experts, "dispatch", "experts_TK", rule, largest)
 

@@ -61,7 +61,7 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     if any(ctx.needs_input_grad[2]):
         N, G, F = dh_NGF.shape
         db_EC = expert_bias_grad(dh_NGF.view(N, G * F), None, slots_N, offsets_E1, top_k, False)
-        db_up = list(db_EC.view(-1, G, F).chunk(ctx.num_b_up, dim=1))
+        db_up = [db.contiguous() for db in db_EC.view(-1, G, F).chunk(ctx.num_b_up, dim=1)]
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
         x_or_none = None if weights_TK is None else x_TD
         dx_TD, dscale_TK = expert_up_backward(
