@@ -5,6 +5,7 @@ fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -203,7 +204,7 @@ def expert_bias_grad(
 def _segments(offsets_E1: Tensor, with_empty: bool = False) -> Iterator[tuple[int, slice]]:
     """Each expert and the slice of rows it owns."""
     offsets = offsets_E1.tolist()
-    for expert, (start, end) in enumerate(zip(offsets, offsets[1:])):
+    for expert, (start, end) in enumerate(pairwise(offsets)):
         if with_empty or end > start:
             yield expert, slice(start, end)
 

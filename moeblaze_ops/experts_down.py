@@ -1,18 +1,19 @@
 """``moeblaze::expert_down`` and its backward: back to the model width, summed over each token's experts."""
 
-import torch
 from torch import Tensor
 
 from moeblaze_ops import cpu
+from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.gradients import expert_bias_grad, expert_weight_grad
 from moeblaze_ops.library import register_op
-from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.validation import check_expert_down, check_expert_down_backward
 
 _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2"
 
 
-def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation):
+def _expert_down_fake(
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+):
     check_expert_down(
         "expert_down", h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
     )

@@ -1,6 +1,5 @@
 """``moe``: a whole expert layer as one function over the ops."""
 
-import torch
 from torch import Tensor
 
 from moeblaze_ops import weights as storage
@@ -57,8 +56,20 @@ def moe(
     require(weight_on in ("output", "input"), "moe", "weight_on", "be 'output' or 'input'", repr(weight_on))
     for name, tensor, dims in (("w_up", w_up, 3), ("w_down", w_down, 3), ("weights", weights, x.dim())):
         require(tensor.dim() == dims, "moe", name, f"have {dims} dimensions", f"shape {list(tensor.shape)}")
-    require(weights.shape == experts.shape, "moe", "experts", f"have shape {list(weights.shape)} of weights", list(experts.shape))
-    require(weights.shape[:-1] == x.shape[:-1], "moe", "weights", f"have leading shape {list(x.shape[:-1])} of x", list(weights.shape))
+    require(
+        weights.shape == experts.shape,
+        "moe",
+        "experts",
+        f"have shape {list(weights.shape)} of weights",
+        list(experts.shape),
+    )
+    require(
+        weights.shape[:-1] == x.shape[:-1],
+        "moe",
+        "weights",
+        f"have leading shape {list(x.shape[:-1])} of x",
+        list(weights.shape),
+    )
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, activation, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -84,7 +95,13 @@ def _up_storage(
     """The stored up weights and biases as the ops take them."""
     gated = is_gated(activation)
     require(gated or w_gate is None, "moe", "w_gate", f"be None with the ungated activation {activation!r}", "a tensor")
-    require(b_gate is None or w_gate is not None, "moe", "b_gate", "come with w_gate (pack it into b_up otherwise)", "a tensor")
+    require(
+        b_gate is None or w_gate is not None,
+        "moe",
+        "b_gate",
+        "come with w_gate (pack it into b_up otherwise)",
+        "a tensor",
+    )
     if w_gate is None:
         if gated:
             outputs = w_up.shape[2 if transposed else 1]

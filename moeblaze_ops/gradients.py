@@ -12,9 +12,7 @@ from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_bias_grad, check_weight_grad
 
 
-def _expert_weight_grad_fake(
-    gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k
-) -> list[Tensor]:
+def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k) -> list[Tensor]:
     check_weight_grad("expert_weight_grad", gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
     return [torch.empty_like(w) for w in like]
 

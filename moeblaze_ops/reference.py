@@ -4,6 +4,8 @@ They take the tensors of ``dispatch`` and the ops' logical weights (see ``weight
 are called alike. Gradients come from autograd.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,7 +82,7 @@ def expert_up(
         x_rows = x_TD[slots // positions_TK.shape[1]]
         scale = 1 if weights_TK is None else weights_TK.reshape(-1)[slots].unsqueeze(1)
         halves = [(x_rows @ half[e].t()) * scale for half in up_halves(w_up)]
-        biased = [h + b[e] for h, b in zip(halves, bias_halves(b_up))] if b_up else halves
+        biased = [h + b[e] for h, b in zip(halves, bias_halves(b_up), strict=True)] if b_up else halves
         h_rows.append(torch.stack(biased, dim=1))
     h_NGF = torch.cat(h_rows)
     return h_NGF, activate(h_NGF, activation)
@@ -132,4 +134,4 @@ def moe(
 
 def _expert_slots(slots_N: Tensor, offsets_E1: Tensor) -> list[Tensor]:
     offsets = offsets_E1.tolist()
-    return [slots_N[start:end].long() for start, end in zip(offsets, offsets[1:])]
+    return [slots_N[start:end].long() for start, end in pairwise(offsets)]

@@ -55,7 +55,7 @@ def check_expert_up(
     _check_float(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {_shape(x_TD)}")
     shape = check_up_weights(op, w_up, b_up, x_TD)
-    require(shape.D == x_TD.shape[1], op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
+    require(x_TD.shape[1] == shape.D, op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
     check_activation(op, activation, shape.G)
     check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
     check_routing_weights(op, weights_TK, x_TD, positions_TK)
@@ -75,7 +75,7 @@ def check_up_weights(op: str, w_up: list[Tensor], b_up: list[Tensor], like: Tens
         require(gate.shape == up.shape, op, "w_up", f"have equal shapes, gate {_shape(gate)}", f"up {_shape(up)}")
     shape = up_shape(w_up)
     require(len(b_up) in (0, len(w_up)), op, "b_up", f"hold as many tensors as w_up ({len(w_up)}) or none", len(b_up))
-    for b, w in zip(b_up, w_up):
+    for b, w in zip(b_up, w_up, strict=False):
         expected = list(w.shape[:3])
         require(list(b.shape) == expected, op, "b_up", f"have shape {expected} of w_up", f"shape {_shape(b)}")
         _check_like(op, "b_up", b, like)
@@ -122,7 +122,9 @@ def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like
     require(len(b_down) <= 1, op, "b_down", "hold one tensor or none", f"{len(b_down)} tensors")
     for b in b_down:
         expected = [w.shape[0], w.shape[2]]
-        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {_shape(b)}")
+        require(
+            list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {_shape(b)}"
+        )
         _check_like(op, "b_down", b, like)
 
 
@@ -143,7 +145,7 @@ def check_routing(
         _check_device(op, name, tensor, like)
     require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {_shape(positions_TK)}")
     T, K = positions_TK.shape
-    require(T == num_tokens, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
+    require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
     require(
         list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", _shape(slots_N)
     )
@@ -180,7 +182,9 @@ def check_activation(op: str, activation: str, G: int) -> None:
     known = ", ".join((*ACTIVATIONS, IDENTITY))
     require(activation in ACTIVATIONS, op, "activation", f"be one of {known}", repr(activation))
     expected = 2 if is_gated(activation) else 1
-    require(G == expected, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation))
+    require(
+        expected == G, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation)
+    )
 
 
 def check_weight_grad(
@@ -198,11 +202,13 @@ def check_weight_grad(
     _check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
     N, G, F = grouped_NGF.shape
     E, D = offsets_E1.shape[0] - 1, gathered_TD.shape[1]
-    expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get((len(like), like[0].dim() if like else 0))
+    expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get(
+        (len(like), like[0].dim() if like else 0)
+    )
     require(expected is not None, op, "like", "hold one [E, G, F, D] or [E, F, D] tensor, or gate and up", len(like))
     for w in like:
         require(list(w.shape) == expected, op, "like", f"have shape {expected}", f"shape {_shape(w)}")
-    require(N == gathered_TD.shape[0] * top_k, op, "grouped_NGF", f"have T*K={gathered_TD.shape[0] * top_k} rows", N)
+    require(gathered_TD.shape[0] * top_k == N, op, "grouped_NGF", f"have T*K={gathered_TD.shape[0] * top_k} rows", N)
     require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", _shape(slots_N))
     if weights_TK is not None:
         require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
@@ -264,7 +270,9 @@ def check_bias_grad(
     require(rows_NC.dim() == 2, op, "rows_NC", "have 2 dimensions", f"shape {_shape(rows_NC)}")
     N = slots_N.shape[0]
     rows = rows_NC.shape[0] * (top_k if gathered else 1)
-    require(rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0])
+    require(
+        rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0]
+    )
     if weights_TK is not None:
         require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
 

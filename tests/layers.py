@@ -11,7 +11,15 @@ from moeblaze_ops.activations import is_gated
 
 E, K, D, F = 5, 2, 24, 12
 
-ROUTINGS = ("one_token", "empty_expert", "all_to_one_expert", "ragged_tail", "unused_slots", "repeated_expert", "zero_tokens")
+ROUTINGS = (
+    "one_token",
+    "empty_expert",
+    "all_to_one_expert",
+    "ragged_tail",
+    "unused_slots",
+    "repeated_expert",
+    "zero_tokens",
+)
 STORAGES = ("packed", "interleaved", "transposed", "transposed_interleaved", "split", "split_transposed")
 
 
@@ -108,7 +116,9 @@ def make_layer(
     stored.append(w_down.transpose(1, 2).contiguous() if "transposed" in stored_as else w_down)
     if bias:
         outputs = hidden * (2 if gated and not stored_as.startswith("split") else 1)
-        stored += [torch.randn(num_experts, outputs) for _ in range(len(stored) - 1)] + [torch.randn(num_experts, width)]
+        stored += [torch.randn(num_experts, outputs) for _ in range(len(stored) - 1)] + [
+            torch.randn(num_experts, width)
+        ]
     layer = _build([x_TD, weights_TK], stored, experts_TK, activation, stored_as, dtype, device)
     for leaf in layer.leaves:
         leaf.requires_grad_(requires_grad)

@@ -1,10 +1,10 @@
+import moeblaze_ops.kernels.configs as kernel_configs
 import pytest
 import torch
 from torch.library import opcheck
 
-import moeblaze_ops.kernels.configs as kernel_configs
-from tests.layers import ROUTINGS, E, K, routing
 from moeblaze_ops import config, reference, validation
+from tests.layers import ROUTINGS, E, K, routing
 
 dispatch = torch.ops.moeblaze.dispatch
 

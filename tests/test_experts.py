@@ -5,9 +5,9 @@ import torch
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
-from tests.layers import ROUTINGS, STORAGES, make_layer
 from moeblaze_ops import reference
 from moeblaze_ops.activations import ACTIVATIONS
+from tests.layers import ROUTINGS, STORAGES, make_layer
 
 ops = torch.ops.moeblaze
 
@@ -56,7 +56,10 @@ def test_experts_are_no_worse_than_eager_in_the_same_dtype(dtype, activation):
     def errors(run):
         out = run()
         results = (out, *torch.autograd.grad(out, low.leaves, dout.to(out.dtype)))
-        return [float((got.double() - want).detach().norm() / want.detach().norm()) for got, want in zip(results, truth, strict=True)]
+        return [
+            float((got.double() - want).detach().norm() / want.detach().norm())
+            for got, want in zip(results, truth, strict=True)
+        ]
 
     out = exact.oracle()
     truth = (out, *torch.autograd.grad(out, exact.leaves, dout))
@@ -93,9 +96,7 @@ def test_expert_up_matches_reference():
     torch.manual_seed(5)
     layer = make_layer("unused_slots", bias=True)
     h, a = ops.expert_up(layer.x_TD, layer.w_up, layer.b_up, None, *layer.routing, "swiglu")
-    expected_h, expected_a = reference.expert_up(
-        layer.x_TD, layer.w_up, layer.b_up, None, *layer.routing[:3], "swiglu"
-    )
+    expected_h, expected_a = reference.expert_up(layer.x_TD, layer.w_up, layer.b_up, None, *layer.routing[:3], "swiglu")
     num_used = expected_h.shape[0]
     torch.testing.assert_close(h[:num_used], expected_h)
     torch.testing.assert_close(a[:num_used], expected_a)
@@ -137,12 +138,36 @@ def op_arguments(name, layer):
     return {
         "expert_up": (x, layer.w_up, layer.b_up, None, *routing, layer.activation),
         "expert_up_weighted": (x, layer.w_up, layer.b_up, weights, *routing, layer.activation),
-        "expert_down": (h.requires_grad_(x.requires_grad), a, layer.w_down, layer.b_down, weights, *routing, layer.activation),
-        "expert_down_backward": (dout, h.detach(), layer.w_down, layer.b_down, weights.detach(), *routing, layer.activation),
+        "expert_down": (
+            h.requires_grad_(x.requires_grad),
+            a,
+            layer.w_down,
+            layer.b_down,
+            weights,
+            *routing,
+            layer.activation,
+        ),
+        "expert_down_backward": (
+            dout,
+            h.detach(),
+            layer.w_down,
+            layer.b_down,
+            weights.detach(),
+            *routing,
+            layer.activation,
+        ),
         "expert_up_backward": (h.detach(), None, layer.w_up, None, *routing),
         "expert_up_backward_weighted": (h.detach(), x.detach(), layer.w_up, weights.detach(), *routing),
         "expert_weight_grad": (x.detach(), h.detach(), layer.w_up, None, slots, offsets, positions.shape[1]),
-        "expert_weight_grad_down": (dout, a.unsqueeze(1), layer.w_down, weights.detach(), slots, offsets, positions.shape[1]),
+        "expert_weight_grad_down": (
+            dout,
+            a.unsqueeze(1),
+            layer.w_down,
+            weights.detach(),
+            slots,
+            offsets,
+            positions.shape[1],
+        ),
         "expert_bias_grad": (h.detach().flatten(1), None, slots, offsets, positions.shape[1], False),
         "expert_bias_grad_gathered": (dout, weights.detach(), slots, offsets, positions.shape[1], True),
     }[name]
@@ -217,11 +242,7 @@ def test_only_x_h_weights_and_indices_are_kept_for_backward(compiled):
     T, D = layer.x_TD.shape
     N, F = layer.weights_TK.numel(), layer.stored[-3].shape[2]
     parameters = {t.untyped_storage().data_ptr() for t in layer.stored}
-    sizes = {
-        (tuple(t.shape), t.dtype)
-        for t in kept
-        if t.untyped_storage().data_ptr() not in parameters
-    }
+    sizes = {(tuple(t.shape), t.dtype) for t in kept if t.untyped_storage().data_ptr() not in parameters}
     expected = {((T, D), torch.float32), ((N, 2, F), torch.float32), (tuple(layer.weights_TK.shape), torch.float32)}
     expected |= {(tuple(t.shape), torch.int32) for t in layer.routing}
     assert sizes == expected

@@ -79,12 +79,20 @@ def test_moe_takes_any_leading_shape():
         ({"w_up": torch.zeros(E, D)}, r"moe: w_up must have 3 dimensions, got shape \[4, 8\]"),
         ({"weights": torch.zeros(T, 3)}, r"moe: experts must have shape \[17, 3\] of weights, got \[17, 2\]"),
         ({"b_gate": torch.zeros(E, F)}, "moe: b_gate must come with w_gate"),
-        ({"activation": "relu", "w_gate": torch.zeros(E, F, D)}, "moe: w_gate must be None with the ungated activation"),
+        (
+            {"activation": "relu", "w_gate": torch.zeros(E, F, D)},
+            "moe: w_gate must be None with the ungated activation",
+        ),
     ],
 )
 def test_moe_rejects(change, message):
     x, weights, experts = torch.zeros(T, D), torch.zeros(T, K), torch.zeros(T, K, dtype=torch.int64)
-    arguments = {"weights": weights, "experts": experts, "w_up": torch.zeros(E, 2 * F, D), "w_down": torch.zeros(E, D, F)}
+    arguments = {
+        "weights": weights,
+        "experts": experts,
+        "w_up": torch.zeros(E, 2 * F, D),
+        "w_down": torch.zeros(E, D, F),
+    }
     with pytest.raises(ValueError, match=message):
         moeblaze_ops.moe(x, **(arguments | change))
 
