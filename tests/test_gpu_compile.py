@@ -1,0 +1,119 @@
+"""Compiled training on a GPU: plain models rewritten, equal to eager, with our kernels in the generated code."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import moeblaze_ops
+from moeblaze_ops import config
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    """A residual MoE block in the style of Mixtral, experts as stacked parameters, loop over experts."""
+
+    def __init__(self, width: int, hidden: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.norm = nn.RMSNorm(width)
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(num_experts, 2 * hidden, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, width, hidden) * hidden**-0.5)
+
+    def forward(self, x):
+        y = self.norm(x)
+        weights, experts = torch.topk(torch.softmax(self.router(y), -1, dtype=torch.float32), self.top_k)
+        out = torch.zeros_like(y)
+        for e in range(self.down.shape[0]):
+            token, choice = torch.where(experts == e)
+            gate, up = F.linear(y[token], self.gate_up[e]).chunk(2, dim=-1)
+            expert_out = F.linear(F.silu(gate) * up, self.down[e]) * weights[token, choice, None]
+            out.index_add_(0, token, expert_out.to(out.dtype))
+        return x + out
+
+
+def model(num_layers=4, dtype=torch.bfloat16, sizes=(256, 128, 8, 2)):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(*sizes) for _ in range(num_layers))).to("cuda", dtype)
+
+
+def train(run, parameters, x):
+    out = run(x)
+    out.float().square().mean().backward()
+    gradients = [p.grad.clone() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return [out.detach(), *gradients]
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def path(request, monkeypatch):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels need compute capability 9.0")
+    monkeypatch.setattr(config, "hopper_kernels", request.param == "hopper")
+    torch._dynamo.reset()
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_rewritten_model_trains_like_eager(path, dtype):
+    eager = model(dtype=dtype)
+    parameters = list(eager.parameters())
+    compiled = torch.compile(eager, backend="moeblaze")
+    for num_tokens in (300, 300, 77):
+        x = torch.randn(num_tokens, 256, device="cuda", dtype=dtype)
+        expected, got = train(eager, parameters, x), train(compiled, parameters, x)
+        for index, (want, have) in enumerate(zip(expected, got, strict=True)):
+            error = float((have.double() - want.double()).norm() / want.double().norm())
+            # Four residual layers in the same dtype: a few roundings each, in another order.
+            assert error < 30 * torch.finfo(dtype).eps, (index, error)
+
+
+def strip_comments(code: str) -> str:
+    return "\n".join(line.split("#", 1)[0] for line in code.splitlines())
+
+
+def test_generated_code_launches_our_kernels(path):
+    layers = model(num_layers=2)
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layers, backend="moeblaze")
+    _, codes = run_and_get_code(lambda: train(compiled, list(layers.parameters()), x))
+    code = strip_comments("\n".join(codes))
+    assert "torch.ops.moeblaze." not in code
+    assert ("torch.ops.moeblaze_hopper." in code) == (path == "hopper")
+    assert "_combine_kernel" in code
+
+
+def test_reduce_overhead_replays_cuda_graphs(path):
+    layers = model(num_layers=2)
+    parameters = list(layers.parameters())
+    compiled = torch.compile(layers, backend="moeblaze", mode="reduce-overhead")
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in train(compiled, parameters, x)]
+    expected = train(layers, parameters, x)
+    for have, want in zip(got, expected, strict=True):
+        assert (
+            float((have.double() - want.double()).norm() / want.double().norm()) < 30 * torch.finfo(torch.bfloat16).eps
+        )
+
+
+def test_bytes_kept_for_backward_are_x_h_and_indices(path):
+    T, D, H, E, K = 8192, 512, 256, 16, 4
+    layer = moeblaze_ops.MoE(D, H, E, K, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer)
+    x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        compiled(x).sum().backward()
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = compiled(x)
+    kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    h_bytes, router_bytes, index_bytes = T * K * 2 * H * 2, T * (E * 4 + K * 16), T * K * 4 * 4
+    assert kept <= 1.02 * (h_bytes + router_bytes + index_bytes)
