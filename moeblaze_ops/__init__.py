@@ -15,6 +15,7 @@ A *slot* is ``t * K + k``: token ``t``'s k-th choice. A *row* is a position in e
 ``offsets_E1[e]`` to ``offsets_E1[e + 1]`` belong to expert ``e``.
 """
 
+from importlib import import_module
 from pathlib import Path
 
 _checkout = Path(__file__).resolve().parent.parent
@@ -25,7 +26,15 @@ del _checkout, Path
 
 __version__ = "0.1.0"
 
+from moeblaze_ops.explain import explain  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
 
-__all__ = ["MoE", "moe"]
+__all__ = ["MoE", "disable", "enable", "enabled", "explain", "moe"]
+
+
+def __getattr__(name: str):
+    # The switch imports torch.compile, which a program that only calls the ops does not pay for.
+    if name in ("disable", "enable", "enabled"):
+        return getattr(import_module("moeblaze_ops.compile"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,19 +10,24 @@ whenever anything goes wrong, what that gave is dropped and the frame is compile
 """
 
 import contextlib
+import copy
 import hashlib
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
+import moeblaze_ops
 from moeblaze_ops import config
 from moeblaze_ops.lowering import inductor_api
 
@@ -30,22 +35,38 @@ log = logging.getLogger(__name__)
 
 NAME = "moeblaze"
 _STAMP = "torch.ops.moeblaze"
-_SOURCES = ("moeblaze_ops", "moeblaze_ops/kernels", "moeblaze_ops/lowering", "kernels", "lowering")
 
 _enabled = False
-_undecided: ContextVar[bool] = ContextVar("moeblaze_undecided", default=False)
-"""Whether the frame being compiled was traced with ops in the graph that only a rewrite can justify."""
+
+@dataclass
+class _Attempt:
+    """A frame being compiled with ops in its graphs that only a rewrite can justify."""
+
+    reports: list = field(default_factory=list)
+    left: str | None = None
+
+
+_attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
 
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """What became of one graph: the report of the rewrite, and why the frame was compiled without it, if it was."""
+    """What became of one graph: the report of its rewrite, and why the frame was compiled without it, if it was."""
 
     report: Any
     dropped: str | None = None
 
 
-_records: deque[GraphRecord] = deque(maxlen=64)
+@dataclass(frozen=True)
+class FrameRecord:
+    """A frame that Dynamo gave up: where it starts, and why."""
+
+    where: str
+    reason: str
+
+
+_recent: deque[GraphRecord | FrameRecord] = deque(maxlen=64)
+_recordings: list[list[GraphRecord | FrameRecord]] = []
 
 
 class DynamicShapesLeft(RuntimeError):
@@ -103,10 +124,11 @@ def moeblaze_backend(
 
 
 def on_trace() -> None:
-    """Called by the ops' fake implementations while a compiler traces them.
+    """What has to happen before a compiler caches or lowers an op; the ops' fake implementations call it.
 
-    That is before any cache is looked up and before anything is lowered, and explicit calls of the ops need both
-    without ``enable()``: a cache key that changes with the sources of the ops, and the lowerings.
+    They run while Dynamo traces, which is before any cache is looked up, and again while AOTAutograd traces, which is
+    before anything is lowered. So explicit calls of the ops need no ``enable()`` for a cache key that changes with our
+    sources, nor for the lowerings.
     """
     inductor_api.stamp_cache_key(_STAMP, cache_key())
     if inductor_api.inductor_is_loaded():
@@ -118,35 +140,72 @@ def cache_key() -> str:
     return hashlib.sha256(f"{_sources_digest()} {config.snapshot()}".encode()).hexdigest()
 
 
-def recent_records() -> list[GraphRecord]:
-    """Records of the graphs that went through rewriting most recently, oldest first."""
-    return list(_records)
+def recent_records() -> list[GraphRecord | FrameRecord]:
+    """Records of what was compiled most recently, oldest first."""
+    return list(_recent)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[GraphRecord]]:
-    """A context that collects the records of the graphs compiled inside."""
-    global _records
-    kept, _records = _records, deque()
-    collected: list[GraphRecord] = []
+def recording() -> Iterator[list[GraphRecord | FrameRecord]]:
+    """A context that collects the records of what is compiled inside."""
+    records: list[GraphRecord | FrameRecord] = []
+    _recordings.append(records)
     try:
-        yield collected
+        yield records
     finally:
-        collected.extend(_records)
-        _records = kept
+        _recordings.remove(records)
+
+
+def dry_run(
+    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args, **kwargs
+) -> tuple[list[GraphRecord | FrameRecord], list[str]]:
+    """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
+
+    Args:
+        function: what to call; Dynamo must not have seen its code yet.
+        observe: called with each graph as captured, as rewritten, and the report; returns what runs in its place.
+        args, kwargs: of ``function``.
+
+    Returns:
+        The records, and the graph breaks. What Dynamo learnt about code that it had not seen before is forgotten.
+    """
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        captured = copy.deepcopy(gm)
+        return observe(captured, gm, _rewrite(gm))
+
+    _rewriting_backends.append(backend)
+    try:
+        with recording() as records, inductor_api.forgetting_frames(), inductor_api.counting_breaks() as breaks:
+            torch.compile(function, backend=backend)(*args, **kwargs)
+    finally:
+        _rewriting_backends.remove(backend)
+    return records, breaks
+
+
+def why_switch_has_no_effect() -> str | None:
+    """The setting of torch.compile that keeps ``enable()`` from rewriting anything, or None."""
+    _install_pass()
+    return inductor_api.why_passes_do_not_run(NAME, _with_pass({}))
+
+
+def _keep(record: GraphRecord | FrameRecord) -> None:
+    for records in (_recent, *_recordings):
+        records.append(record)
 
 
 @cache
 def _sources_digest() -> str:
-    digest = hashlib.sha256()
-    root = Path(__file__).resolve().parent.parent
-    for folder in _SOURCES:
-        for file in sorted((root / folder).glob("*.py")):
-            digest.update(f"{folder}/{file.name}\0".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {_triton_version()}".encode())
+    for folder in (*moeblaze_ops.__path__[:1], *_subfolders("kernels"), *_subfolders("lowering")):
+        for file in sorted(Path(folder).glob("*.py")):
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
             digest.update(file.read_bytes())
-    digest.update(torch.__version__.encode())
-    digest.update(_triton_version().encode())
     return digest.hexdigest()
+
+
+def _subfolders(name: str) -> list[str]:
+    return [str(Path(parent) / name) for parent in moeblaze_ops.__path__]
 
 
 def _triton_version() -> str:
@@ -159,7 +218,7 @@ def _triton_version() -> str:
 
 @cache
 def _install_pass() -> None:
-    inductor_api.register_pre_grad_pass(NAME, _rewrite)
+    inductor_api.register_pre_grad_pass(NAME, lambda gm: len(_rewrite(gm).rewritten))
 
 
 @cache
@@ -188,38 +247,77 @@ def _follow_switch() -> None:
     inductor_api.set_fusion_option(NAME, _option() if _enabled else None)
 
 
-def _compile_frame(compile_frame: Callable[[], Any], backend: Callable, export: bool) -> Any:
-    """Compile a frame: first with data-dependent shapes in the graph where rewriting may remove them."""
+def _compile_frame(compile_frame: Callable[[], Any], frame: inductor_api.Frame) -> Any:
+    """Compile a frame: first with data-dependent shapes in its graphs, if rewriting may remove them."""
     _follow_switch()
-    if not export and not inductor_api.capture_of_dynamic_shapes() and _rewrites(backend):
-        token = _undecided.set(True)
-        first_record = len(_records)
+    if _may_capture(frame):
+        attempt = _Attempt()
+        token = _attempt.set(attempt)
+        dropped = None
         try:
             with inductor_api.capturing_dynamic_shapes():
-                return compile_frame()
+                compiled = compile_frame()
         except Exception as error:
-            log.debug("compiling without data-dependent shapes in the graph: %s", error)
-            _drop_records(first_record, str(error))
+            dropped = attempt.left or str(error)
+            log.debug("%s: compiling without data-dependent shapes in the graph: %s", frame.where, dropped)
         finally:
-            _undecided.reset(token)
-    return compile_frame()
+            _attempt.reset(token)
+        for report in attempt.reports:
+            _keep(GraphRecord(report, dropped))
+        if dropped is None:
+            return compiled
+    try:
+        return compile_frame()
+    except Exception as error:
+        _keep(FrameRecord(frame.where, str(error)))
+        raise
 
 
-def _rewrites(backend: Callable) -> bool:
-    """Whether graphs of this backend go through our pass."""
-    if inductor_api.compiler_of(backend) is moeblaze_backend:
+def _may_capture(frame: inductor_api.Frame) -> bool:
+    if frame.export or inductor_api.captures_dynamic_shapes():
+        return False
+    compiler = inductor_api.compiler_of(frame.backend)
+    if any(compiler is backend for backend in _rewriting_backends):
         return True
-    patches = inductor_api.inductor_patches(backend) if _enabled else None
+    patches = inductor_api.inductor_patches(frame.backend) if _enabled else None
     return patches is not None and inductor_api.why_passes_do_not_run(NAME, patches) is None
 
 
-def _rewrite(gm: fx.GraphModule) -> int:
-    """The pass: rewrite ``gm`` in place and return how many layers were rewritten."""
+def _rewrite(gm: fx.GraphModule) -> Any:
+    """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering.rewrite import rewrite_graph
 
-    _register_lowerings()
     report = rewrite_graph(gm)
-    _records.append(GraphRecord(report))
-    if _undecided.get() and (left := _data_dependent_nodes(gm.graph)):
-        raise DynamicShapesLeft(f"{', '.join(left)} would stay in the graph")
-    return len(report.rewritten)
+    attempt = _attempt.get()
+    if attempt is None:
+        _keep(GraphRecord(report))
+        return report
+    attempt.reports.append(report)
+    if sources := _data_dependent_shapes(gm):
+        attempt.left = f"{', '.join(sources)} would stay in the graph"
+        raise DynamicShapesLeft(attempt.left)
+    return report
+
+
+def _data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
+    """The ops that make tensors of a size that only the data tell, each once with its line."""
+
+    def depends_on_data(node: fx.Node) -> bool:
+        value = node.meta.get("example_value")
+        tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
+        return any(free_unbacked_symbols(tensor) for tensor in tensors)
+
+    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+    dependent = {node for node in nodes if depends_on_data(node)}
+    sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
+
+
+def _line(node: fx.Node) -> str:
+    places = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(places[-1]) if places else "source unknown"
+
+
+_rewriting_backends: list[Callable] = [moeblaze_backend]
+inductor_api.install_frame_hook(_compile_frame)
+inductor_api.register_backend(moeblaze_backend, NAME)

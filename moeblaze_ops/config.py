@@ -12,6 +12,12 @@ check_expert_ids: bool = False
 hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""
 
+keep: Literal["preactivation", "input", "auto"] = "preactivation"
+"""What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``."""
+
+layers_in_flight: int = 1
+"""Expert layers whose kept tensors exist at the same time: ``keep="auto"`` makes that many fit the free memory."""
+
 
 def snapshot() -> dict[str, object]:
     """The value of every knob, by name."""

@@ -58,17 +58,9 @@ def expert_up(
     shape = up_shape(w_up)
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
-    tokens_N = slots_N // positions_TK.shape[1]
-    halves, biases = up_halves(w_up), bias_halves(b_up)
+    up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1])
     for expert, rows in _segments(offsets_E1):
-        x_rows = x_TD.index_select(0, tokens_N[rows])
-        scale = _row_weights(weights_TK, slots_N[rows])
-        for g, half in enumerate(halves):
-            h_rows = torch.mm(x_rows, half[expert].t(), out=h_NGF[rows, g])
-            if scale is not None:
-                h_rows.mul_(scale)
-            if biases:
-                h_rows.add_(biases[g][expert])
+        up.write(h_NGF[rows], expert, rows)
         if activation != IDENTITY:
             a_NF[rows] = activate(h_NGF[rows], activation)
     _zero_unused_rows(offsets_E1, h_NGF, a_NF)
@@ -87,19 +79,37 @@ def expert_down(
     blocks_B2: Tensor,
     activation: str,
 ) -> Tensor:
-    T, K = positions_TK.shape
     (w_EFD,) = w_down
-    sums_TD = h_NGF.new_zeros(T, w_EFD.shape[2], dtype=_sum_dtype(h_NGF))
+    sums_TD = h_NGF.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=_sum_dtype(h_NGF))
     for expert, rows in _segments(offsets_E1):
         a_rows = activate(h_NGF[rows], activation) if a_NF is None else a_NF[rows]
-        y_rows = (a_rows @ w_EFD[expert]).to(sums_TD.dtype)
-        if b_down:
-            y_rows += b_down[0][expert]
-        scale = _row_weights(weights_TK, slots_N[rows])
-        if scale is not None:
-            y_rows *= scale
-        sums_TD.index_add_(0, slots_N[rows] // K, y_rows)
+        _add_outputs(sums_TD, a_rows, w_EFD, b_down, weights_TK, slots_N[rows], positions_TK.shape[1], expert)
     return sums_TD.to(h_NGF.dtype)
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    weight_on_input: bool,
+) -> Tensor:
+    on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
+    (w_EFD,) = w_down
+    sums_TD = x_TD.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=_sum_dtype(x_TD))
+    up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
+    for expert, rows in _segments(offsets_E1):
+        h_rows = up.write(up.empty_rows(rows), expert, rows)
+        a_rows = activate(h_rows, activation)
+        _add_outputs(sums_TD, a_rows, w_EFD, b_down, on_output, slots_N[rows], positions_TK.shape[1], expert)
+    return sums_TD.to(x_TD.dtype)
 
 
 def expert_down_backward(
@@ -114,26 +124,39 @@ def expert_down_backward(
     blocks_B2: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (w_EFD,) = w_down
     dh_NGF = torch.empty_like(h_NGF, memory_format=torch.contiguous_format)
-    wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
-    dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
-    tokens_N = slots_N // positions_TK.shape[1]
+    down = _DownGradients(dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK)
     for expert, rows in _segments(offsets_E1):
-        dout_rows = dout_TD.index_select(0, tokens_N[rows])
-        da_rows = (dout_rows @ w_EFD[expert].t()).to(_sum_dtype(h_NGF))
-        a_rows = activate(h_NGF[rows], activation)
-        if weights_TK is not None:
-            scale = _row_weights(weights_TK, slots_N[rows])
-            dscale = (da_rows * a_rows).sum(1)
-            if b_down:
-                dscale += (dout_rows.to(dscale.dtype) * b_down[0][expert]).sum(1)
-            dweights_TK.view(-1)[slots_N[rows].long()] = dscale.to(dweights_TK.dtype)
-            da_rows, a_rows = da_rows * scale, a_rows * scale
-        wa_NF[rows] = a_rows.to(wa_NF.dtype)
-        dh_NGF[rows] = activation_gradient(da_rows, h_NGF[rows], activation)
-    _zero_unused_rows(offsets_E1, dh_NGF, wa_NF)
-    return dh_NGF, dweights_TK, wa_NF
+        down.write(dh_NGF[rows], h_NGF[rows], expert, rows, activation)
+    _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
+    return dh_NGF, down.dweights_TK, down.wa_NF
+
+
+def expert_mlp_backward(
+    dout_TD: Tensor,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    weight_on_input: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
+    shape = up_shape(w_up)
+    dh_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
+    up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
+    down = _DownGradients(dout_TD, dh_NGF, w_down, b_down, on_output, slots_N, positions_TK)
+    for expert, rows in _segments(offsets_E1):
+        h_rows = up.write(dh_NGF[rows], expert, rows)
+        down.write(dh_NGF[rows], h_rows, expert, rows, activation)
+    _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
+    return dh_NGF, down.dweights_TK, down.wa_NF
 
 
 def expert_up_backward(
@@ -199,6 +222,93 @@ def expert_bias_grad(
         scale = _row_weights(weights_TK, slots_N[rows])
         gradient_EC[expert] = (values if scale is None else values * scale).sum(0)
     return gradient_EC
+
+
+class _UpRows:
+    """The up projection, one expert's rows at a time."""
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        w_up: list[Tensor],
+        b_up: list[Tensor],
+        weights_TK: Tensor | None,
+        slots_N: Tensor,
+        top_k: int,
+    ) -> None:
+        self.x_TD, self.weights_TK, self.slots_N, self.top_k = x_TD, weights_TK, slots_N, top_k
+        self.shape, self.halves, self.biases = up_shape(w_up), up_halves(w_up), bias_halves(b_up)
+
+    def empty_rows(self, rows: slice) -> Tensor:
+        return self.x_TD.new_empty(rows.stop - rows.start, self.shape.G, self.shape.F)
+
+    def write(self, h_rows: Tensor, expert: int, rows: slice) -> Tensor:
+        """Fill h_rows, [rows, G, F], with the pre-activation of ``expert``'s rows, and return it."""
+        slots = self.slots_N[rows]
+        x_rows = self.x_TD.index_select(0, slots // self.top_k)
+        scale = _row_weights(self.weights_TK, slots)
+        for g, half in enumerate(self.halves):
+            half_rows = torch.mm(x_rows, half[expert].t(), out=h_rows[:, g])
+            if scale is not None:
+                half_rows.mul_(scale)
+            if self.biases:
+                half_rows.add_(self.biases[g][expert])
+        return h_rows
+
+
+def _add_outputs(
+    sums_TD: Tensor,
+    a_rows: Tensor,
+    w_EFD: Tensor,
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots: Tensor,
+    top_k: int,
+    expert: int,
+) -> None:
+    """Add the weighted outputs of one expert's rows to their tokens."""
+    y_rows = (a_rows @ w_EFD[expert]).to(sums_TD.dtype)
+    if b_down:
+        y_rows += b_down[0][expert]
+    scale = _row_weights(weights_TK, slots)
+    if scale is not None:
+        y_rows *= scale
+    sums_TD.index_add_(0, slots // top_k, y_rows)
+
+
+class _DownGradients:
+    """The gradients of the down projection, one expert's rows at a time."""
+
+    def __init__(
+        self,
+        dout_TD: Tensor,
+        like_NGF: Tensor,
+        w_down: list[Tensor],
+        b_down: list[Tensor],
+        weights_TK: Tensor | None,
+        slots_N: Tensor,
+        positions_TK: Tensor,
+    ) -> None:
+        self.dout_TD, self.w_EFD, self.b_down, self.weights_TK = dout_TD, w_down[0], b_down, weights_TK
+        self.slots_N, self.top_k = slots_N, positions_TK.shape[1]
+        self.wa_NF = like_NGF.new_empty(like_NGF.shape[0], like_NGF.shape[2])
+        self.dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
+
+    def write(self, dh_rows: Tensor, h_rows: Tensor, expert: int, rows: slice, activation: str) -> None:
+        """Fill the rows of dh (which may be h's own memory), wa and dweights that belong to ``expert``."""
+        slots = self.slots_N[rows]
+        dout_rows = self.dout_TD.index_select(0, slots // self.top_k)
+        da_rows = (dout_rows @ self.w_EFD[expert].t()).to(_sum_dtype(h_rows))
+        a_rows = activate(h_rows, activation)
+        if self.weights_TK is not None:
+            scale = _row_weights(self.weights_TK, slots)
+            dscale = (da_rows * a_rows).sum(1)
+            if self.b_down:
+                dscale += (dout_rows.to(dscale.dtype) * self.b_down[0][expert]).sum(1)
+            self.dweights_TK.view(-1)[slots.long()] = dscale.to(self.dweights_TK.dtype)
+            da_rows, a_rows = da_rows * scale, a_rows * scale
+        self.wa_NF[rows] = a_rows.to(self.wa_NF.dtype)
+        dh_rows.copy_(activation_gradient(da_rows, h_rows, activation))
 
 
 def _segments(offsets_E1: Tensor, with_empty: bool = False) -> Iterator[tuple[int, slice]]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moeblaze_ops import cpu
 from moeblaze_ops.activations import IDENTITY
-from moeblaze_ops.gradients import expert_bias_grad, expert_weight_grad
+from moeblaze_ops.gradients import expert_weight_grad, up_bias_gradients
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_expert_up, check_expert_up_backward
 
@@ -56,18 +56,17 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     top_k = positions_TK.shape[1]
     dh_NGF = dh_NGF.contiguous()
     dx_TD, dweights_TK, dw_up, db_up = None, None, [None] * ctx.num_w_up, [None] * ctx.num_b_up
-    if any(ctx.needs_input_grad[1]):
-        dw_up = expert_weight_grad(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
-    if any(ctx.needs_input_grad[2]):
-        N, G, F = dh_NGF.shape
-        db_EC = expert_bias_grad(dh_NGF.view(N, G * F), None, slots_N, offsets_E1, top_k, False)
-        db_up = [db.contiguous() for db in db_EC.view(-1, G, F).chunk(ctx.num_b_up, dim=1)]
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
         x_or_none = None if weights_TK is None else x_TD
         dx_TD, dscale_TK = expert_up_backward(
             dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2
         )
         dweights_TK = None if weights_TK is None else dscale_TK
+    if any(ctx.needs_input_grad[2]):
+        db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_b_up)
+    # Last: expert_up_backward needs room for [N, D], which the weight gradient would be allocated on top of.
+    if any(ctx.needs_input_grad[1]):
+        dw_up = expert_weight_grad(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
     return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None
 
 

@@ -1,13 +1,18 @@
 """``moe``: a whole expert layer as one function over the ops."""
 
+import torch
 from torch import Tensor
 
+from moeblaze_ops import config
 from moeblaze_ops import weights as storage
 from moeblaze_ops.activations import ACTIVATIONS, is_gated
 from moeblaze_ops.dispatch import dispatch
+from moeblaze_ops.expert_mlp import expert_mlp
 from moeblaze_ops.experts_down import expert_down
 from moeblaze_ops.experts_up import expert_up
+from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
 from moeblaze_ops.validation import require
+from moeblaze_ops.weights import up_shape
 
 
 def moe(
@@ -25,6 +30,7 @@ def moe(
     interleaved: bool = False,
     transposed: bool = False,
     weight_on: str = "output",
+    keep: str | None = None,
 ) -> Tensor:
     """Each token's experts applied to it, weighted and summed; no token is dropped and none is padded.
 
@@ -45,15 +51,22 @@ def moe(
         interleaved: packed gate and up alternate row by row instead of standing one after the other.
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
+        keep: what backward finds in memory, besides x, the weights and the routing. ``"preactivation"``: what the
+            activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"input"``: nothing more; backward repeats the
+            up projection (and nothing else). ``"auto"``: the first of the two that fits the memory that is free, see
+            ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept.
 
     Returns:
-        Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit.
+        Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
+        and every gradient under the values of ``keep``.
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
     """
     require(activation in ACTIVATIONS, "moe", "activation", f"be one of {', '.join(ACTIVATIONS)}", repr(activation))
     require(weight_on in ("output", "input"), "moe", "weight_on", "be 'output' or 'input'", repr(weight_on))
+    keep = config.keep if keep is None else keep
+    require(keep in KEEP, "moe", "keep", f"be one of {', '.join(KEEP)}", repr(keep))
     for name, tensor, dims in (("w_up", w_up, 3), ("w_down", w_down, 3), ("weights", weights, x.dim())):
         require(tensor.dim() == dims, "moe", name, f"have {dims} dimensions", f"shape {list(tensor.shape)}")
     require(
@@ -77,10 +90,23 @@ def moe(
     x_TD = x.reshape(-1, x.shape[-1])
     weights_TK = weights.reshape(-1, weights.shape[-1])
     routing = dispatch(experts.reshape(-1, experts.shape[-1]), w_down.shape[0])
+    if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
+        out_TD = expert_mlp(
+            x_TD, w_up_list, b_up_list, w_down_list, b_down_list, weights_TK, *routing, activation, weight_on == "input"
+        )
+        return out_TD.view(x.shape)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
     out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
     return out_TD.view(x.shape)
+
+
+def _resolved(keep: str, x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -> str:
+    if keep != "auto":
+        return keep
+    E, G, F, D = up_shape(w_up)
+    sizes = LayerSizes(D=D, F=F, E=E, K=weights_TK.shape[1], dtype=x_TD.dtype, gated=G == 2)
+    return choose_keep(x_TD.shape[0], sizes, x_TD.device)
 
 
 def _up_storage(

@@ -96,3 +96,10 @@ Args:
 
 Sums are taken in fp32 (fp64 for fp64); two runs agree bit for bit.
 """
+
+
+def up_bias_gradients(dh_NGF: Tensor, slots_N: Tensor, offsets_E1: Tensor, top_k: int, num_b_up: int) -> list[Tensor]:
+    """Gradients of the up biases in the form of the biases: one [E, G, F] tensor, or gate and up as [E, 1, F]."""
+    N, G, F = dh_NGF.shape
+    db_EC = expert_bias_grad(dh_NGF.view(N, G * F), None, slots_N, offsets_E1, top_k, False)
+    return [db.contiguous() for db in db_EC.view(-1, G, F).chunk(num_b_up, dim=1)]

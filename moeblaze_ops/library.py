@@ -1,9 +1,11 @@
 """The ``moeblaze`` operator namespace: one call that registers everything a first-class op needs."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._library.triton import set_wrap_triton_enabled
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
@@ -44,7 +46,7 @@ def register_op(
     _library.define(f"{name}{schema}", tags=_TAGS)
     qualname = f"{NAMESPACE}::{name}"
     op = getattr(torch.ops.moeblaze, name).default
-    torch.library.register_fake(qualname, fake, lib=_library)
+    torch.library.register_fake(qualname, _announced(fake), lib=_library)
     _library.impl(name, cpu, "CPU")
     _library.impl(name, _cuda_implementation(launcher), "CUDA")
     torch.library.register_autograd(
@@ -57,6 +59,20 @@ def register_op(
     if flops is not None:
         register_flop_formula(getattr(torch.ops.moeblaze, name))(flops)
     return op
+
+
+def _announced(fake: Callable) -> Callable:
+    """``fake``, after telling ``compile`` that a compiler traces: before it looks up a cache or lowers anything."""
+
+    @functools.wraps(fake)
+    def run(*args, **kwargs):
+        if TracingContext.try_get() is not None:
+            from moeblaze_ops.compile import on_trace
+
+            on_trace()
+        return fake(*args, **kwargs)
+
+    return run
 
 
 def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:

@@ -17,6 +17,7 @@ class MoE(nn.Module):
         activation: as in ``moe``; gated ones pack gate and up into one parameter.
         bias: biases on both projections.
         renormalize: scale the K weights of a token to sum to 1.
+        keep: as in ``moe``.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class MoE(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         renormalize: bool = True,
+        keep: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -38,6 +40,7 @@ class MoE(nn.Module):
         self.K = K
         self.activation = activation
         self.renormalize = renormalize
+        self.keep = keep
         self.router = nn.Linear(D, E, bias=False, **options)
         self.w_up = nn.Parameter(torch.empty(E, outputs, D, **options))
         self.w_down = nn.Parameter(torch.empty(E, D, F, **options))
@@ -69,6 +72,7 @@ class MoE(nn.Module):
             b_up=self.b_up,
             b_down=self.b_down,
             activation=self.activation,
+            keep=self.keep,
         )
 
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ are called alike. Gradients come from autograd.
 """
 
 from itertools import pairwise
+from math import isnan
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,55 @@ def moe(
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     h, _ = expert_up(x_TD, w_up, b_up, on_input, slots_N, offsets_E1, positions_TK, activation)
     return expert_down(h, w_down, b_down, on_output, slots_N, offsets_E1, positions_TK, activation)
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
+    """weights_TK and experts_TK of ``moeblaze::route``, chosen by sorting in Python."""
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    E = logits_TE.shape[1]
+    scores_TE = {
+        "softmax": lambda: logits_TE.softmax(1),
+        "softmax_topk": lambda: logits_TE,
+        "sigmoid": logits_TE.sigmoid,
+    }[scoring]()
+    # The logits have the order of their softmax without the ties of its rounding.
+    choice_TE = logits_TE if scoring == "softmax" and bias_E is None else scores_TE
+    choice_TE = choice_TE if bias_E is None else choice_TE + bias_E
+    groups = torch.arange(E).view(num_groups, -1).tolist()
+    best = [
+        _best_experts(row, groups, top_k, top_groups, 2 if scoring == "sigmoid" else 1)
+        for row in choice_TE.detach()
+    ]
+    experts_TK = torch.tensor(best, dtype=torch.int64, device=logits_TE.device).view(-1, top_k)
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if scoring == "softmax_topk":
+        weights_TK = weights_TK.softmax(1)
+    elif renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + (1e-20 if scoring == "sigmoid" else 0))
+    return weights_TK * scale, experts_TK.to(torch.int32)
+
+
+def _best_experts(row: Tensor, groups: list[list[int]], top_k: int, top_groups: int, num_summed: int) -> list[int]:
+    values = row.tolist()
+
+    def ranked(ids: list[int], score) -> list[int]:
+        return sorted(ids, key=lambda i: (0, 0, i) if isnan(score(i)) else (1, -score(i), i))
+
+    def group_score(g: int) -> float:
+        largest = ranked(groups[g], values.__getitem__)[:num_summed]
+        return float(row[largest].sum())
+
+    kept = ranked(list(range(len(groups))), group_score)[:top_groups]
+    return ranked([e for g in kept for e in groups[g]], values.__getitem__)[:top_k]
 
 
 def _expert_slots(slots_N: Tensor, offsets_E1: Tensor) -> list[Tensor]:

@@ -128,6 +128,49 @@ def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like
         _check_like(op, "b_down", b, like)
 
 
+def check_expert_mlp(
+    op: str,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    weight_on_input: bool,
+) -> UpShape:
+    shape = check_expert_up(
+        op, x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+    )
+    require(
+        activation != IDENTITY or shape.G == 1, op, "w_up", "have one half with activation 'identity'", f"G={shape.G}"
+    )
+    check_down_weights(op, w_down, b_down, x_TD)
+    expected = [shape.E, shape.F]
+    require(
+        list(w_down[0].shape[:2]) == expected,
+        op,
+        "w_down",
+        f"have leading shape {expected} (experts and width of w_up)",
+        f"shape {_shape(w_down[0])}",
+    )
+    return shape
+
+
+def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+    """``rest``: the arguments of ``expert_mlp`` after x."""
+    shape = check_expert_mlp(op, x_TD, *rest)
+    w_down = rest[2]
+    expected = [x_TD.shape[0], w_down[0].shape[2]]
+    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {_shape(dout_TD)}")
+    _check_like(op, "dout_TD", dout_TD, x_TD)
+    return shape
+
+
 def check_routing(
     op: str,
     like: Tensor,

@@ -53,7 +53,7 @@ def train(run, parameters, x):
 def path(request, monkeypatch):
     if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Hopper kernels need compute capability 9.0")
-    monkeypatch.setattr(config, "hopper_kernels", request.param == "hopper")
+    monkeypatch.setattr(config, "hopper", "auto" if request.param == "hopper" else "off")
     torch._dynamo.reset()
     return request.param
 

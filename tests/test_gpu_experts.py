@@ -17,7 +17,7 @@ EVEN, RAGGED = (6, 2, 256, 128), (6, 2, 200, 72)
 def path(request, monkeypatch):
     if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Hopper kernels need compute capability 9.0")
-    monkeypatch.setattr(config, "hopper_kernels", request.param == "hopper")
+    monkeypatch.setattr(config, "hopper", "auto" if request.param == "hopper" else "off")
     return request.param
 
 

@@ -1,0 +1,44 @@
+# make demo        install into .venv and run the example (the GPU is used when there is one)
+# make test        every test that needs no GPU
+# make test-gpu    the tests that need one
+# make lint        ruff
+#
+# VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
+# ARGS goes to the example, or to pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+INSTALLED :=
+else
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+endif
+
+.PHONY: demo test test-gpu lint clean
+
+demo: $(INSTALLED)
+	$(RUN) examples/train_moe_lm.py $(ARGS)
+
+test: $(INSTALLED)
+	$(RUN) -m pytest -m "not gpu" --ignore=tests/interpreter $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpreter $(ARGS)
+
+test-gpu: $(INSTALLED)
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+
+clean:
+	rm -rf build dist outputs *.egg-info
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("moeblaze needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@echo "installing into $(VENV): a few minutes the first time"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,demo]" ruff
+	@touch $@

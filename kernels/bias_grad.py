@@ -1,0 +1,111 @@
+"""Gradient of an expert bias: sums over the rows of each expert.
+
+    db[e, :] = sum over rows r of e:  scale[r] * rows[r, :]                  rows in expert order
+                                 or:  scale[r] * rows[slots[r] // K, :]      rows in token order (gathered)
+
+Bound by memory. Each expert's rows are cut into SPLITS equal parts so that few experts still fill the device; a program sums
+one part of a stretch of columns, and the parts are added in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import bias_grad_splits, choose_bias_grad
+from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_size
+from moeblaze_ops.kernels.tiles import load_slot_weights, load_tile
+
+
+@triton.jit
+def _expert_bias_grad_kernel(
+    rows_ptr,
+    weights_ptr,
+    slots_ptr,
+    offsets_ptr,
+    parts_ptr,
+    E,
+    C,
+    stride_rows_n,
+    stride_rows_c,
+    stride_weights_t,
+    stride_weights_k,
+    TOP_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    num_col_tiles = tl.cdiv(C, BLOCK_C)
+    cols = tl.program_id(0) % num_col_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
+    part = tl.program_id(0) // num_col_tiles % SPLITS
+    expert = tl.program_id(0) // num_col_tiles // SPLITS
+    col_in = cols < C
+
+    first = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    part_rows = tl.cdiv(end - first, SPLITS)
+    first += part * part_rows
+    end = tl.minimum(end, first + part_rows)
+    total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    for row in range(first, end, BLOCK_N):
+        rows = row + tl.arange(0, BLOCK_N)
+        row_in = rows < end
+        sources = rows
+        if GATHERED or HAS_WEIGHTS:
+            slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
+            if GATHERED:
+                sources = slots // TOP_K
+        tile = rows_ptr + sources.to(tl.int64)[:, None] * stride_rows_n + cols[None, :] * stride_rows_c
+        values = load_tile(tile, row_in, col_in, False, EVEN_C).to(tl.float32)  # [BLOCK_N, BLOCK_C]
+        if HAS_WEIGHTS:
+            scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
+            values *= scale[:, None]
+        total += values
+    parts_row = parts_ptr + (part * E + expert).to(tl.int64) * C
+    tl.store(parts_row + cols, tl.sum(total, axis=0).to(parts_ptr.dtype.element_ty), mask=col_in)
+
+
+def launch_expert_bias_grad(rows, weights_TK, slots_N, offsets_E1, top_k, gathered):
+    """Column sums over each expert's rows.
+
+    Args:
+        rows: shape [N, C] in expert order, or [T, C] in token order when ``gathered``; any strides.
+        weights_TK: a scale for every slot, or None for 1. Shape [T, K], any strides.
+        slots_N, offsets_E1: from ``dispatch``, int32, contiguous.
+        top_k: K.
+        gathered: whether ``rows`` is in token order.
+
+    Returns:
+        db_EC: shape [E, C], rows' dtype, contiguous; zero for an expert without rows. fp32 sums; two runs agree bit for bit.
+    """
+    num_experts = offsets_E1.shape[0] - 1
+    C = rows.shape[1]
+    config = choose_bias_grad(static_size(C))
+    num_col_tiles = ceil_div(C, config.columns)
+    splits = bias_grad_splits(num_experts, static_size(num_col_tiles))
+    parts_SEC = rows.new_empty((splits, num_experts, C), dtype=rows.dtype if splits == 1 else torch.float32)
+    launch(
+        _expert_bias_grad_kernel,
+        num_experts * splits * num_col_tiles,
+        rows,
+        weights_TK,
+        slots_N,
+        offsets_E1,
+        parts_SEC,
+        num_experts,
+        C,
+        *rows.stride(),
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        TOP_K=top_k,
+        GATHERED=gathered,
+        HAS_WEIGHTS=weights_TK is not None,
+        EVEN_C=is_multiple(C, config.columns),
+        SPLITS=splits,
+        BLOCK_N=config.rows,
+        BLOCK_C=config.columns,
+        num_warps=config.num_warps,
+        num_stages=2,
+    )
+    return parts_SEC.select(0, 0) if splits == 1 else parts_SEC.sum(0).to(rows.dtype)

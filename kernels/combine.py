@@ -1,0 +1,162 @@
+"""Gathers the K rows of each token back into token order, and the row-by-row inner products beside it.
+
+    out[t, :]     = sum_k weights[t, k] * rows[positions[t, k], :]        weights None: 1
+    dots[t, k]    = <rows[positions[t, k], :], tokens[t, :]>
+
+with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Both are bound by
+memory: a program of the sum takes one stretch of D of a few tokens, with up to UNROLL row loads in flight.
+"""
+
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import choose_combine, choose_row_dot
+from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_size
+from moeblaze_ops.kernels.tiles import load_tile
+
+_LARGEST_UNROLL = 8
+
+
+@triton.jit(do_not_specialize=["T"])
+def _combine_kernel(
+    rows_ptr,
+    weights_ptr,
+    positions_ptr,
+    out_ptr,
+    T,
+    D,
+    stride_weights_t,
+    stride_weights_k,
+    TOP_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    num_col_tiles = tl.cdiv(D, BLOCK_D)
+    tile = tl.program_id(0)
+    tokens = (tile // num_col_tiles).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tile % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    token_in = tokens < T
+    col_in = cols < D
+    total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for first in range(0, TOP_K, UNROLL):
+        for step in tl.static_range(UNROLL):
+            k = first + step
+            used = token_in & (k < TOP_K)
+            position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
+            used = position >= 0
+            row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
+            row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
+            if HAS_WEIGHTS:
+                weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
+                row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
+            total += row
+    out_tile = out_ptr + tokens[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
+    tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
+
+
+@triton.jit(do_not_specialize=["N"])
+def _row_dots_kernel(
+    rows_ptr,
+    tokens_ptr,
+    positions_ptr,
+    dots_ptr,
+    N,
+    D,
+    stride_tokens_t,
+    stride_tokens_d,
+    TOP_K: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot_in = slots < N
+    position = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
+    used = position >= 0
+    ds = tl.arange(0, BLOCK_D)
+    products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        cols = d + ds
+        row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_N, BLOCK_D]
+        token_tile = tokens_ptr + (slots // TOP_K)[:, None] * stride_tokens_t + cols[None, :] * stride_tokens_d
+        row = load_tile(row_tile, used, cols < D, False, EVEN_D).to(tl.float32)
+        token = load_tile(token_tile, used, cols < D, False, EVEN_D).to(tl.float32)
+        products += row * token
+    dots = tl.sum(products, axis=1)
+    tl.store(dots_ptr + slots, dots.to(dots_ptr.dtype.element_ty), mask=slot_in)
+
+
+def combine(rows_ND, weights_TK, positions_TK):
+    """Weighted sum of each token's rows, in token order.
+
+    Args:
+        rows_ND: rows in expert order. Shape [N, D], contiguous.
+        weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
+        positions_TK: row of each slot, -1 for none, int32, contiguous.
+
+    Returns:
+        out_TD: shape [T, D], rows_ND's dtype, contiguous. fp32 sums in order of k; two runs agree bit for bit.
+    """
+    T, top_k = positions_TK.shape
+    D = rows_ND.shape[1]
+    out_TD = rows_ND.new_empty((T, D))
+    config = choose_combine(static_size(D))
+    launch(
+        _combine_kernel,
+        ceil_div(T, config.rows) * ceil_div(D, config.columns),
+        rows_ND,
+        weights_TK,
+        positions_TK,
+        out_TD,
+        T,
+        D,
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        TOP_K=top_k,
+        UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
+        HAS_WEIGHTS=weights_TK is not None,
+        EVEN_D=is_multiple(D, config.columns),
+        BLOCK_T=config.rows,
+        BLOCK_D=config.columns,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return out_TD
+
+
+def row_dots(rows_ND, tokens_TD, positions_TK, dtype):
+    """Inner product of each slot's row with its token, 0 at unused slots.
+
+    Args:
+        rows_ND: rows in expert order. Shape [N, D], contiguous.
+        tokens_TD: shape [T, D], any strides.
+        positions_TK: row of each slot, -1 for none, int32, contiguous.
+        dtype: of the result.
+
+    Returns:
+        dots_TK: shape [T, K], contiguous. fp32 sums; two runs agree bit for bit.
+    """
+    T, top_k = positions_TK.shape
+    D = rows_ND.shape[1]
+    dots_TK = rows_ND.new_empty((T, top_k), dtype=dtype)
+    config = choose_row_dot(static_size(D))
+    launch(
+        _row_dots_kernel,
+        ceil_div(T * top_k, config.rows),
+        rows_ND,
+        tokens_TD,
+        positions_TK,
+        dots_TK,
+        T * top_k,
+        D,
+        *tokens_TD.stride(),
+        TOP_K=top_k,
+        EVEN_D=is_multiple(D, config.columns),
+        BLOCK_N=config.rows,
+        BLOCK_D=config.columns,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return dots_TK

@@ -1,0 +1,221 @@
+"""Tile configurations: frozen values and the pure functions that choose among them.
+
+A choice depends on the operands' type, on widths (``None`` when symbolic), on the mean number of rows of an
+expert (``None`` when symbolic) and on the device capability, never on a timing: one compiled kernel serves
+every token count. The sizes come from measurements on an H200; other devices get the same tiles with as many
+pipeline stages as their shared memory holds.
+"""
+
+from dataclasses import dataclass, replace
+
+ROW_BLOCK = 128
+"""Rows of one entry of the block schedule that ``dispatch`` writes; every kernel's BLOCK_M divides it."""
+
+_SHARED_MEMORY_BYTES = {
+    (7, 5): 64 << 10,
+    (8, 0): 163 << 10,
+    (8, 7): 163 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+}
+_SHARED_MEMORY_BYTES_CONSUMER = 99 << 10
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a product multiplies: elements of ``element_size`` bytes, on tensor cores or not (fp32 without TF32)."""
+
+    element_size: int
+    tensor_cores: bool
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile of a grouped GEMM: a program computes ``block_m x block_n`` and contracts ``block_k`` elements at a time.
+
+    ``group`` row tiles share each column tile before the next column starts, so that weights stay in L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tile of a memory-bound kernel: ``rows x columns`` elements a program (or a step of its loop)."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """``chunk`` slots a program, ranked ``step`` at a time; ``bins`` for experts, unused slots and the rest."""
+
+    chunk: int
+    step: int
+    bins: int
+    num_warps: int
+
+
+def shared_memory_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory that one program may use, in bytes, on a device of this capability."""
+    return _SHARED_MEMORY_BYTES.get(capability, _SHARED_MEMORY_BYTES_CONSUMER)
+
+
+def feeds_from_shared_memory(capability: tuple[int, int]) -> bool:
+    """Whether tensor cores read operands from shared memory (wgmma, tcgen05), which leaves registers to wider tiles."""
+    return capability[0] in (9, 10)
+
+
+def block_rows(rows_per_expert: int | None) -> int:
+    """BLOCK_M for an expert with this many rows on average; the whole schedule entry when that is symbolic."""
+    if rows_per_expert is None:
+        return ROW_BLOCK
+    return next((block for block in (16, 32, 64) if rows_per_expert <= block), ROW_BLOCK)
+
+
+def choose_expert_up(
+    operands: Operands,
+    D: int | None,
+    F: int | None,
+    gated: bool,
+    rows_per_expert: int | None,
+    capability: tuple[int, int],
+) -> GemmConfig:
+    """Tile of ``[rows, D] @ [D, F]``, with one accumulator, or two when gated."""
+    if not gated:
+        return choose_expert_rows(operands, D, F, rows_per_expert, capability)
+    block_m = block_rows(rows_per_expert)
+    if not operands.tensor_cores:
+        tile = GemmConfig(min(block_m, 64), 32, 64, 16, 4, 3)
+    elif block_m < 64:
+        tile = GemmConfig(block_m, 64, 256, 16, 4, 3)
+    else:
+        tile = GemmConfig(block_m, 128 if feeds_from_shared_memory(capability) else 64, 128, 16, 8, 4)
+    return _fit(tile, operands, D, F, 2, capability)
+
+
+def choose_expert_rows(
+    operands: Operands,
+    contraction: int | None,
+    columns: int | None,
+    rows_per_expert: int | None,
+    capability: tuple[int, int],
+) -> GemmConfig:
+    """Tile of ``[rows, contraction] @ [contraction, columns]`` with one accumulator: down, and dX."""
+    block_m = block_rows(rows_per_expert)
+    if not operands.tensor_cores:
+        tile = GemmConfig(min(block_m, 64), 64, 64, 16, 4, 3)
+    elif block_m < 64:
+        tile = GemmConfig(block_m, 128, 256, 16, 4, 3)
+    else:
+        tile = GemmConfig(block_m, 256 if feeds_from_shared_memory(capability) else 128, 128, 16, 8, 4)
+    return _fit(tile, operands, contraction, columns, 1, capability)
+
+
+def choose_expert_down_backward(
+    operands: Operands,
+    D: int | None,
+    F: int | None,
+    rows_per_expert: int | None,
+    capability: tuple[int, int],
+) -> GemmConfig:
+    """Tile of ``[rows, D] @ [D, F]`` whose epilogue also holds strips of h, dh and a."""
+    block_m = block_rows(rows_per_expert)
+    if not operands.tensor_cores:
+        tile = GemmConfig(min(block_m, 64), 32, 64, 16, 4, 3)
+    elif block_m < 64:
+        tile = GemmConfig(block_m, 64, 256, 16, 4, 3)
+    else:
+        tile = GemmConfig(block_m, 128 if operands.element_size == 2 else 64, 128, 16, 8, 4)
+    return _fit(tile, operands, D, F, 1, capability)
+
+
+def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capability: tuple[int, int]) -> GemmConfig:
+    """Tile of ``[F, rows] @ [rows, D]``, contracted over the rows of one expert."""
+    if not operands.tensor_cores:
+        tile = GemmConfig(64, 64, 64, 8, 4, 3)
+    else:
+        tile = GemmConfig(128, 256 if feeds_from_shared_memory(capability) else 128, 128, 8, 8, 3)
+    fitted = _fit(replace(tile, block_m=_clip(tile.block_m, F, 16)), operands, None, D, 1, capability)
+    # The pipeline spends every other stage on the index that the gather waits for: stages come cheaper here.
+    return replace(fitted, num_stages=2 * fitted.num_stages - 1)
+
+
+def choose_combine(D: int | None) -> TileConfig:
+    """Tile of the gather-sum: 512 elements, so that two warps move 16 bytes a thread and choice."""
+    columns = _clip(512, D, 16)
+    return TileConfig(512 // columns, columns, 2)
+
+
+def choose_row_dot(D: int | None) -> TileConfig:
+    """Tile of a row-by-row inner product over D."""
+    columns = _clip(256, D, 16)
+    return TileConfig(1024 // columns, columns, 4)
+
+
+def choose_bias_grad(columns: int | None) -> TileConfig:
+    """Tile of the column sums over an expert's rows."""
+    block = _clip(128, columns, 16)
+    return TileConfig(4096 // block, block, 4)
+
+
+def bias_grad_splits(num_experts: int, column_blocks: int | None) -> int:
+    """Parts into which an expert's rows are cut, to give about 1024 programs whatever E and the width are."""
+    if column_blocks is None:
+        return 8
+    return max(1, min(64, 1024 // max(1, num_experts * column_blocks)))
+
+
+def choose_dispatch(num_experts: int) -> DispatchConfig:
+    """Chunks of the counting sort: as many slots as bins or more, so that the counts are no larger than the slots."""
+    bins = max(32, 1 << (num_experts + 1).bit_length())
+    return DispatchConfig(chunk=max(1024, bins), step=128, bins=min(bins, 1024), num_warps=4)
+
+
+def choose_route(columns: int) -> TileConfig:
+    """Rows of logits, padded to ``columns``, that a program holds: at most 16 keys a thread, 32 for 1024 columns.
+
+    Rows inside one warp need no barrier in the K rounds, and several of them give rounds that overlap.
+    """
+    return TileConfig(max(1, min(16, 512 // columns)), columns, 1 if columns <= 1024 else min(16, columns // 512))
+
+
+def choose_route_backward(columns: int) -> TileConfig:
+    """Rows of dlogits, padded to ``columns``, that a program writes."""
+    return TileConfig(max(1, min(64, 2048 // columns)), columns, 4 if columns <= 2048 else 8)
+
+
+def _fit(
+    tile: GemmConfig,
+    operands: Operands,
+    contraction: int | None,
+    columns: int | None,
+    num_weights: int,
+    capability: tuple[int, int],
+) -> GemmConfig:
+    """``tile``, with block_k in bytes, cut to the widths of the problem and to the shared memory of the device."""
+    block_n = _clip(tile.block_n, columns, 16)
+    block_k = _clip(tile.block_k // operands.element_size, contraction, 16)
+    num_warps = min(tile.num_warps, max(4, num_weights * tile.block_m * block_n // 2048))
+    limit = shared_memory_bytes(capability)
+    while True:
+        stage = (tile.block_m + num_weights * block_n) * block_k * operands.element_size
+        num_stages = min(tile.num_stages, limit // stage)
+        if num_stages >= 2 or block_k == 16:
+            return GemmConfig(tile.block_m, block_n, block_k, tile.group, num_warps, max(1, num_stages))
+        block_k //= 2
+
+
+def _clip(block: int, size: int | None, smallest: int) -> int:
+    """``block``, or the power of two that covers ``size`` when that is less."""
+    if size is None:
+        return block
+    return max(smallest, min(block, 1 << (max(size, 1) - 1).bit_length()))

@@ -1,0 +1,262 @@
+"""Groups routed slots by expert: a stable counting sort of indices, without sorting, atomics or a host sync.
+
+Slot ``s = t * K + k`` goes to bin ``experts[t, k]``, or to a last bin E when that is outside [0, E) (an unused slot). With
+the slots cut into chunks:
+
+1. count:  counts[e, c] = slots of chunk c in bin e, one program a chunk;
+2. scan:   counts[e, c] <- slots of bin e before chunk c, and totals[e], one program a bin;
+3. place:  row of a slot = offsets[e] + counts[e, c] + slots of bin e before it in its chunk, one program a chunk.
+           E + 1 more programs write the offsets and the block schedule, one program an expert.
+
+The place within a chunk comes from comparing STEP slots with each other at a time. Unused slots are placed like any other, behind
+all used ones, where they are written as -1. A program keeps BINS - 1 bins, and the last of its BINS for slots of no concern to
+it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_dispatch
+from moeblaze_ops.kernels.launch import ceil_div, launch
+from moeblaze_ops.kernels.tiles import ROWS_PER_ENTRY
+
+_COUNT_STEP = 1024
+_SCAN_BLOCK = 1024
+
+
+@triton.jit
+def _slot_offsets(slots, stride_t, stride_k, TOP_K: tl.constexpr):
+    """Where the expert of each slot stands in ``experts_TK``."""
+    return (slots // TOP_K).to(tl.int64) * stride_t + slots % TOP_K * stride_k
+
+
+@triton.jit
+def _window_bins(experts, slot_in, window, E, BINS: tl.constexpr):
+    """``(bin in the window, used)`` of each slot; BINS - 1 outside the window and where there is no slot."""
+    used = (experts >= 0) & (experts < E)
+    local = tl.where(used, experts, E).to(tl.int32) - window * (BINS - 1)
+    in_window = slot_in & (local >= 0) & (local < BINS - 1)
+    return tl.where(in_window, local, BINS - 1), used
+
+
+@triton.jit(do_not_specialize=["N", "num_chunks"])
+def _count_kernel(
+    experts_ptr,
+    counts_ptr,
+    N,
+    num_chunks,
+    E,
+    stride_t,
+    stride_k,
+    TOP_K: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    chunk = tl.program_id(0) % num_chunks
+    window = tl.program_id(0) // num_chunks
+    counts = tl.zeros((BINS,), tl.int32)
+    for first in range(0, CHUNK, STEP):
+        slots = chunk * CHUNK + first + tl.arange(0, STEP)
+        offsets = _slot_offsets(slots, stride_t, stride_k, TOP_K)
+        experts = tl.load(experts_ptr + offsets, mask=slots < N, other=-1)
+        local, _ = _window_bins(experts, slots < N, window, E, BINS)
+        counts += tl.histogram(local, BINS)
+    local_bins = tl.arange(0, BINS)
+    bins = window * (BINS - 1) + local_bins
+    kept = (local_bins < BINS - 1) & (bins <= E)
+    tl.store(counts_ptr + bins.to(tl.int64) * num_chunks + chunk, counts, mask=kept)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _scan_kernel(counts_ptr, totals_ptr, num_chunks, BLOCK: tl.constexpr):
+    bin_id = tl.program_id(0)
+    counts_ptr += bin_id.to(tl.int64) * num_chunks
+    total = tl.zeros((), tl.int32)
+    for first in range(0, num_chunks, BLOCK):
+        chunks = first + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + chunks, mask=chunks < num_chunks, other=0)
+        before = total + tl.cumsum(counts, 0) - counts
+        tl.store(counts_ptr + chunks, before, mask=chunks < num_chunks)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + bin_id, total)
+
+
+@triton.jit
+def _place_chunk(
+    chunk,
+    window,
+    experts_ptr,
+    counts_ptr,
+    totals_ptr,
+    slots_ptr,
+    positions_ptr,
+    N,
+    num_chunks,
+    E,
+    stride_t,
+    stride_k,
+    TOP_K: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Writes the rows of one chunk's slots, those in one window of bins."""
+    local_bins = tl.arange(0, BINS)
+    kept = local_bins < BINS - 1
+    next_row = tl.zeros((BINS,), tl.int32)
+    for earlier in range(0, window):
+        bins = earlier * (BINS - 1) + local_bins
+        next_row += tl.sum(tl.load(totals_ptr + bins, mask=kept, other=0), 0)
+    bins = window * (BINS - 1) + local_bins
+    kept &= bins <= E
+    totals = tl.load(totals_ptr + bins, mask=kept, other=0)
+    before_chunk = tl.load(counts_ptr + bins.to(tl.int64) * num_chunks + chunk, mask=kept, other=0)
+    next_row += tl.cumsum(totals, 0) - totals + before_chunk
+    steps = tl.arange(0, STEP)
+    for first in range(0, CHUNK, STEP):
+        slots = chunk * CHUNK + first + steps
+        offsets = _slot_offsets(slots, stride_t, stride_k, TOP_K)
+        experts = tl.load(experts_ptr + offsets, mask=slots < N, other=-1)
+        local, used = _window_bins(experts, slots < N, window, E, BINS)
+        same_before = (local[:, None] == local[None, :]) & (steps[None, :] < steps[:, None])  # [STEP, STEP]
+        rows = tl.gather(next_row, local, 0) + tl.sum(same_before.to(tl.int32), 1)
+        placed = local < BINS - 1
+        tl.store(positions_ptr + slots, tl.where(used, rows, -1), mask=placed)
+        tl.store(slots_ptr + rows, tl.where(used, slots, -1), mask=placed)
+        next_row += tl.histogram(local, BINS)
+
+
+@triton.jit
+def _write_schedule(expert, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes one expert's offset and entries; as expert E, the last offset, row 0 and the entries left over."""
+    first_row = 0
+    first = 0
+    for first_bin in range(0, expert, BINS):
+        bins = first_bin + tl.arange(0, BINS)
+        totals = tl.load(totals_ptr + bins, mask=bins < expert, other=0)
+        first_row += tl.sum(totals, 0)
+        first += tl.sum(tl.cdiv(totals, ROWS_PER_ENTRY), 0)
+    tl.store(offsets_ptr + expert, first_row)
+    is_last = expert == E
+    count = tl.cdiv(tl.load(totals_ptr + expert), ROWS_PER_ENTRY)
+    if is_last:
+        tl.store(blocks_ptr, first)
+        tl.store(blocks_ptr + 1, 0)
+        count = num_entries - first
+    for block in range(0, count, BLOCK):
+        index = block + tl.arange(0, BLOCK)
+        pair_ptrs = blocks_ptr + 2 * (1 + first + index)
+        tl.store(pair_ptrs, tl.where(is_last, -1, expert), mask=index < count)
+        tl.store(pair_ptrs + 1, tl.where(is_last, 0, first_row + index * ROWS_PER_ENTRY), mask=index < count)
+
+
+@triton.jit(do_not_specialize=["N", "num_chunks", "num_entries"])
+def _place_kernel(
+    experts_ptr,
+    counts_ptr,
+    totals_ptr,
+    slots_ptr,
+    offsets_ptr,
+    positions_ptr,
+    blocks_ptr,
+    N,
+    num_chunks,
+    num_entries,
+    E,
+    stride_t,
+    stride_k,
+    TOP_K: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program <= E:
+        _write_schedule(program, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, STEP)
+    else:
+        _place_chunk(
+            (program - E - 1) % num_chunks,
+            (program - E - 1) // num_chunks,
+            experts_ptr,
+            counts_ptr,
+            totals_ptr,
+            slots_ptr,
+            positions_ptr,
+            N,
+            num_chunks,
+            E,
+            stride_t,
+            stride_k,
+            TOP_K,
+            BINS,
+            CHUNK,
+            STEP,
+        )
+
+
+def launch_dispatch(experts_TK, num_experts):
+    """Slots grouped by expert, and the schedule of row blocks.
+
+    Args:
+        experts_TK: expert of each choice, int32 or int64, any strides; outside [0, E) means unused. Shape [T, K].
+        num_experts: E.
+
+    Returns:
+        slots_N (slots by expert, stable; -1 behind the used ones), offsets_E1, positions_TK (row of each slot, -1 if
+        unused) and blocks_B2, B = N // 128 + E + 1; all int32 and contiguous.
+    """
+    T, top_k = experts_TK.shape
+    N = T * top_k
+    config = choose_dispatch(num_experts)
+    num_chunks = N // config.chunk + 1
+    num_entries = N // ROW_BLOCK + num_experts
+    num_windows = ceil_div(num_experts + 1, config.bins - 1)
+
+    def new_ints(*shape):
+        return experts_TK.new_empty(shape, dtype=torch.int32)
+
+    # One-dimensional: whether a symbolic axis is 1 would be asked, and guarded on, for any second one.
+    counts = new_ints((num_experts + 1) * num_chunks)
+    totals = new_ints(num_experts + 1)
+    slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
+    positions_TK, blocks_B2 = new_ints(T, top_k), new_ints(num_entries + 1, 2)
+
+    sizes = {"TOP_K": top_k, "BINS": config.bins, "CHUNK": config.chunk}
+    launch(
+        _count_kernel,
+        num_chunks * num_windows,
+        experts_TK,
+        counts,
+        N,
+        num_chunks,
+        num_experts,
+        *experts_TK.stride(),
+        **sizes,
+        STEP=min(config.chunk, _COUNT_STEP),
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    launch(_scan_kernel, num_experts + 1, counts, totals, num_chunks, BLOCK=_SCAN_BLOCK, num_warps=4, num_stages=1)
+    launch(
+        _place_kernel,
+        num_experts + 1 + num_chunks * num_windows,
+        experts_TK,
+        counts,
+        totals,
+        slots_N,
+        offsets_E1,
+        positions_TK,
+        blocks_B2,
+        N,
+        num_chunks,
+        num_entries,
+        num_experts,
+        *experts_TK.stride(),
+        **sizes,
+        STEP=config.step,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return slots_N, offsets_E1, positions_TK, blocks_B2

@@ -1,0 +1,156 @@
+"""Gradient of the up projection with respect to the tokens.
+
+For row r in expert order, of expert e:
+
+    dxe[r, :] = sum_{g, f} dh[r, g, f] * w[e, g, f, :]
+    dx[t, :]  = sum_k weights[t, k] * dxe[positions[t, k], :]        weights None: 1
+    dweights[t, k] = <dxe[positions[t, k], :], x[t, :]>              when the weights scale an expert's input
+
+``dxe`` is ``[N, D]``, written once in dh's dtype and gathered by ``combine``. A program computes one tile of BLOCK_M rows
+by BLOCK_N columns of D. Its one loop runs through gate and then up, so that the pipeline does not drain between.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.combine import combine, row_dots
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
+from moeblaze_ops.kernels.launch import (
+    allows_tf32,
+    capability,
+    ceil_div,
+    gate_and_up,
+    is_multiple,
+    launch,
+    mean_rows,
+    operands,
+    static_size,
+)
+from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
+
+
+@triton.jit
+def _expert_up_backward_kernel(
+    dh_ptr,
+    gate_ptr,
+    up_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    dx_ptr,
+    F,
+    D,
+    stride_dh_n,
+    stride_dh_g,
+    stride_dh_f,
+    stride_gate_e,
+    stride_gate_f,
+    stride_gate_d,
+    stride_up_e,
+    stride_up_f,
+    stride_up_d,
+    G: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
+    num_col_tiles = tl.cdiv(D, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile >= num_row_tiles * num_col_tiles:
+        return
+    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    expert = tl.load(blocks_ptr + entry)
+    first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    end_row = tl.load(offsets_ptr + expert + 1)
+    if first_row >= end_row:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    fs = tl.arange(0, BLOCK_K)
+    col_in = cols < D
+    expert = expert.to(tl.int64)
+    wide_cols = cols.to(tl.int64)[None, :]
+    wide_fs = fs.to(tl.int64)[:, None]
+    # Rows past the end repeat the last one: their products are never stored, and the loop needs no mask.
+    last_row = tl.minimum(rows, end_row - 1)
+    dh_rows = dh_ptr + last_row.to(tl.int64)[:, None] * stride_dh_n  # [BLOCK_M, 1]
+    gate_ptr += expert * stride_gate_e
+    up_ptr += expert * stride_up_e
+
+    steps = tl.cdiv(F, BLOCK_K)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(0, G * steps):
+        is_up = step >= steps
+        f = tl.where(is_up, step - steps, step) * BLOCK_K
+        w_ptr = tl.where(is_up, up_ptr, gate_ptr)
+        stride_f = tl.where(is_up, stride_up_f, stride_gate_f)
+        stride_d = tl.where(is_up, stride_up_d, stride_gate_d)
+        in_f = f + fs < F
+        dh_tile = dh_rows + tl.where(is_up, stride_dh_g, 0) + (f + fs)[None, :] * stride_dh_f  # [BLOCK_M, BLOCK_K]
+        w_tile = w_ptr + (f + wide_fs) * stride_f + wide_cols * stride_d  # [BLOCK_K, BLOCK_N]
+        dh = load_tile(dh_tile, in_f, in_f, True, EVEN_F)
+        w = load_tile(w_tile, in_f, col_in, EVEN_F, EVEN_D)
+        accumulator = multiply_add(dh, w, accumulator, ALLOW_TF32)
+    dx_tile = dx_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]  # [BLOCK_M, BLOCK_N]
+    tl.store(dx_tile, accumulator.to(dx_ptr.dtype.element_ty), mask=(rows < end_row)[:, None] & col_in[None, :])
+
+
+def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2):
+    """Gradients of the tokens, and of routing weights that scale an expert's input.
+
+    Args:
+        dh_NGF: gradient of the pre-activation. Shape [N, G, F], any strides, contiguous in F is fast.
+        x_TD: tokens, needed with weights_TK only, else None. Shape [T, D], any strides.
+        w_up: weights, one [E, 2, F, D] or [E, 1, F, D], or two [E, 1, F, D]; dh's dtype, any strides.
+        weights_TK: routing weights that scaled the input, or None. Shape [T, K], any strides.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
+
+    Returns:
+        dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
+        (an empty fp32 [0, K] without weights); both contiguous. fp32 sums; two runs agree bit for bit.
+    """
+    num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
+    num_rows, G = dh_NGF.shape[0], dh_NGF.shape[1]
+    gate, up = gate_and_up(w_up)
+    dx_ND = dh_NGF.new_empty((num_rows, D))
+
+    config = choose_expert_rows(
+        operands(dh_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(dh_NGF)
+    )
+    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    launch(
+        _expert_up_backward_kernel,
+        num_row_tiles * ceil_div(D, config.block_n),
+        dh_NGF,
+        gate,
+        up,
+        offsets_E1,
+        blocks_B2,
+        dx_ND,
+        F,
+        D,
+        *dh_NGF.stride(),
+        *gate.stride(),
+        *up.stride(),
+        G=G,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_F=is_multiple(F, config.block_k),
+        EVEN_D=is_multiple(D, config.block_n),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    dx_TD = combine(dx_ND, weights_TK, positions_TK)
+    if weights_TK is None:
+        return dx_TD, dh_NGF.new_empty((0, positions_TK.shape[1]), dtype=torch.float32)
+    return dx_TD, row_dots(dx_ND, x_TD, positions_TK, weights_TK.dtype)

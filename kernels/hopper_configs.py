@@ -1,0 +1,176 @@
+"""Plans of the Hopper kernels: everything about a launch that is known when it compiles, as one frozen value.
+
+A kernel takes its plan as a single compile-time argument. The functions at the end choose tiles from widths
+alone, so that a model compiles once whatever its token counts; the numbers come from measurements on an H200.
+"""
+
+from dataclasses import dataclass
+
+from moeblaze_ops.kernels.configs import ROW_BLOCK
+
+ELEMENT_BYTES = 2
+"""Bytes of a bf16 or fp16 element, the types that the Hopper kernels take."""
+
+REGISTERS = 168
+"""Registers a thread: 12 warps share 65536, and a 64 x 256 fp32 accumulator takes 128 of a consumer's."""
+
+STRIP_ROWS = 8
+"""Rows of h that one step of an epilogue reads: one swizzle atom, one row for 8 lanes of each of two warps."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of a GEMM: two consumers of ``block_m / 2`` rows each, ``stages`` pairs of operand tiles in flight."""
+
+    block_n: int
+    stages: int
+    group: int = 8
+    block_m: int = ROW_BLOCK
+    block_k: int = 64
+
+    @property
+    def half_m(self) -> int:
+        return self.block_m // 2
+
+    @property
+    def a_bytes(self) -> int:
+        return self.block_m * self.block_k * ELEMENT_BYTES
+
+    @property
+    def b_bytes(self) -> int:
+        return self.block_n * self.block_k * ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input."""
+
+    tile: Tile
+    contracted: int
+    columns: int
+    parts: int
+    b_k_inner: bool
+    bias_stride: int | None
+    a_k_inner: bool = True
+    gathered: bool = False
+
+    @property
+    def column_blocks(self) -> int:
+        return ceil_div(self.columns, self.tile.block_n)
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """``gathered rows @ weight``: up projection (``parts`` side by side in a tile), gradient of the activation."""
+
+    tile: Tile
+    contracted: int
+    columns: int
+    parts: int
+    b_k_inner: bool
+    top_k: int
+    wide_offsets: bool
+    activation: int
+    gated: bool
+    bias_stride: int | None = None
+    has_weights: bool = False
+    strip_slots: int = 2
+    gather_warps: int = 2
+    epilogue_warps: int = 2
+    registers: int = REGISTERS
+    a_k_inner: bool = True
+    gathered: bool = True
+
+    @property
+    def part_n(self) -> int:
+        """Columns of one part in a tile."""
+        return self.tile.block_n // self.parts
+
+    @property
+    def column_blocks(self) -> int:
+        return ceil_div(self.columns, self.part_n)
+
+    @property
+    def h_parts(self) -> int:
+        return 2 if self.gated else 1
+
+
+@dataclass(frozen=True)
+class WeightGradPlan:
+    """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs."""
+
+    tile: Tile
+    m: int
+    n: int
+    parts: int
+    top_k: int
+    wide_offsets: bool
+    gathered_is_a: bool
+    store_n: int
+    copy_warps: int = 4
+    a_k_inner: bool = False
+    b_k_inner: bool = False
+    gathered: bool = True
+
+    @property
+    def m_blocks(self) -> int:
+        """Row blocks of one part."""
+        return ceil_div(self.m, self.tile.block_m)
+
+    @property
+    def n_blocks(self) -> int:
+        """Column blocks of one part."""
+        return ceil_div(self.n, self.tile.block_n)
+
+    @property
+    def blocks(self) -> int:
+        """Output tiles of one expert, all parts."""
+        return self.m_blocks * self.n_blocks * self.parts
+
+    @property
+    def gathered_block(self) -> int:
+        return self.tile.block_m if self.gathered_is_a else self.tile.block_n
+
+    @property
+    def grouped_block(self) -> int:
+        return self.tile.block_n if self.gathered_is_a else self.tile.block_m
+
+    @property
+    def gathered_width(self) -> int:
+        return self.m if self.gathered_is_a else self.n
+
+    @property
+    def grouped_width(self) -> int:
+        return self.n if self.gathered_is_a else self.m
+
+    @property
+    def grouped_bytes(self) -> int:
+        return self.tile.b_bytes if self.gathered_is_a else self.tile.a_bytes
+
+
+def ceil_div(size: int, block: int) -> int:
+    return (size + block - 1) // block
+
+
+def rows_tile(columns: int) -> Tile:
+    """Tile of the down projection and of the up projection's input gradient."""
+    return Tile(block_n=_block_n(columns), stages=3)
+
+
+def up_tile(columns: int, parts: int) -> Tile:
+    """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
+    return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=3)
+
+
+def down_backward_tile(columns: int) -> Tile:
+    """Tile of the down projection's backward."""
+    return Tile(block_n=_block_n(columns), stages=3)
+
+
+def weight_grad_tile() -> Tile:
+    """Tile of the weight gradients."""
+    return Tile(block_n=256, stages=4)
+
+
+def _block_n(columns: int, largest: int = 256) -> int:
+    return largest if columns > largest // 2 else max(64, largest // 2)

@@ -1,0 +1,268 @@
+"""Gradient of the down projection with respect to its input, through the activation, one pass over ``h``.
+
+For row r of expert e, with token t(r) and routing weight s(r):
+
+    dA'[r] = dout[t(r)] @ W[e]^T      a[r] = act(h[r])       partials[c, r] = sum over column block c of dA'[r] a[r]
+    dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
+
+The consumers hand dA', rounded, to two epilogue warps, which work in strips of 8 rows. What a strip needs from
+memory is asked for two strips ahead, across tiles: h by TMA into one of two slots, the weights by way of
+the slots. The partial sums are stored for each column block, so no two programs add to the same number.
+"""
+
+from torch import Tensor
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY, activate_backward
+from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier, shared_memory_descriptor
+from moeblaze_ops.kernels.hopper_configs import STRIP_ROWS, GatherPlan, down_backward_tile
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, epilogue_layout, produce
+from moeblaze_ops.kernels.hopper_launch import describe, describe_weight, launch_persistent, needs_wide_offsets
+from moeblaze_ops.kernels.hopper_tiles import (
+    allocate_barriers,
+    allocate_matrices,
+    allocate_ring,
+    load_matrix,
+    read_tile_order,
+)
+
+ROWS = gl.constexpr(STRIP_ROWS)
+
+
+@aggregate
+class HStrips:
+    """Slots for the strips of h on their way from memory; the parts of a strip lie side by side."""
+
+    matrices: shared_memory_descriptor
+    ready: shared_memory_descriptor
+    SLOTS: gl.constexpr
+    PARTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, matrices, ready, SLOTS, PARTS):
+        self.matrices = matrices
+        self.ready = ready
+        self.SLOTS = gl.constexpr(SLOTS)
+        self.PARTS = gl.constexpr(PARTS)
+
+    @gluon.jit
+    def start(self, strip, h_desc, row, column, exists):
+        """Starts the loads of the strip whose first row is ``row``, the ``strip``-th of this program."""
+        slot = strip % self.SLOTS
+        ready = self.ready.index(slot)
+        mbarrier.expect(ready, self.PARTS * ROWS * self.matrices.shape[2] * 2, pred=exists)
+        for part in gl.static_range(self.PARTS):
+            load_matrix(h_desc, part, row, column, ready, self.matrices.index(slot * self.PARTS + part), exists)
+
+    @gluon.jit
+    def wait(self, strip):
+        mbarrier.wait(self.ready.index(strip % self.SLOTS), (strip // self.SLOTS) & 1)
+
+    @gluon.jit
+    def load(self, strip, part: gl.constexpr, chunk: gl.constexpr, layout: gl.constexpr):
+        matrix = self.matrices.index((strip % self.SLOTS) * self.PARTS + part)
+        return matrix.slice(chunk * CHUNK, CHUNK, 1).load(layout)
+
+
+@gluon.jit
+def _allocate_strips(dtype: gl.constexpr, PLAN: gl.constexpr):
+    matrices = allocate_matrices(dtype, PLAN.strip_slots * PLAN.h_parts, ROWS, PLAN.tile.block_n)
+    return HStrips(matrices, allocate_barriers(PLAN.strip_slots, 1), PLAN.strip_slots, PLAN.h_parts)
+
+
+@gluon.jit
+def _finish_strip(handoff, strips, strip, half, half_row, rows, end, column, weights, outputs, PLAN: gl.constexpr):
+    """Stores dh and wa of one strip of rows, and its share of the gradient of the routing weights."""
+    dh_ptr, wa_ptr, partials_ptr = outputs
+    dtype: gl.constexpr = dh_ptr.dtype.element_ty
+    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    layout: gl.constexpr = epilogue_layout(gl.num_warps())
+    wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
+    scale = gl.expand_dims(weights, 1)
+    products = gl.zeros([ROWS, CHUNK], gl.float32, layout)
+    for chunk in gl.static_range(num_chunks):
+        columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        inside = gl.expand_dims(rows < end, 1)
+        if PLAN.columns % PLAN.part_n != 0:
+            inside = inside & (columns < PLAN.columns)
+        da = handoff.load(half, half_row, chunk, ROWS, layout).to(gl.float32)
+        gate = strips.load(strip, 0, chunk, layout).to(gl.float32)
+        up = gate
+        if PLAN.gated:
+            up = strips.load(strip, 1, chunk, layout).to(gl.float32)
+        if PLAN.activation == IDENTITY:
+            a = gate
+            dgate = da * scale
+        else:
+            a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation, PLAN.gated)
+        products += da * a
+        dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
+        gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=inside)
+        gl.store(dh_ptrs, dgate.to(dtype), mask=inside)
+        if PLAN.gated:
+            gl.store(dh_ptrs + PLAN.columns, dup.to(dtype), mask=inside)
+    gl.store(partials_ptr + rows, gl.sum(products, 1), mask=rows < end)
+
+
+@gluon.jit
+def _strip_start(strip, first, end, next_first, next_end, PLAN: gl.constexpr):
+    """``(first row, end)`` of a strip of this tile or, counted on, of the next one."""
+    num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
+    is_here = strip < num_strips
+    row = gl.where(is_here, first + strip * ROWS, next_first + (strip - num_strips) * ROWS)
+    return row, gl.where(is_here, end, next_end)
+
+
+@gluon.jit
+def _load_slots(slots_ptr, row, end):
+    layout: gl.constexpr = gl.SliceLayout(1, epilogue_layout(gl.num_warps()))
+    return gl.load(slots_ptr + gl.maximum(gl.minimum(row + gl.arange(0, ROWS, layout), end - 1), 0))
+
+
+@gluon.jit
+def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
+    if PLAN.has_weights:
+        return gl.load(weights_ptr + gl.maximum(slots, 0)).to(gl.float32)
+    else:
+        return gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, epilogue_layout(gl.num_warps())))
+
+
+@gluon.jit
+def _finish(handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num_rows, PLAN: gl.constexpr):
+    num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
+    half_strips: gl.constexpr = num_strips // 2
+    dh_ptr, wa_ptr, partials_ptr = outputs
+    rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, epilogue_layout(gl.num_warps())))
+    num_programs = gl.num_programs(0)
+    _, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
+    for slot in gl.static_range(strips.SLOTS):
+        exists = gl.program_id(0) < order.count()
+        strips.start(slot, h_desc, next_first + slot * ROWS, next_column_block * PLAN.part_n, exists)
+    slots = _load_slots(slots_ptr, next_first, next_end)
+    next_weights = _load_weights(weights_ptr, slots, PLAN)
+    slots = _load_slots(slots_ptr, next_first + ROWS, next_end)
+    num_tiles = 0
+    for index in range(gl.program_id(0), order.count(), num_programs):
+        first = next_first
+        end = next_end
+        column_block = next_column_block
+        _, next_first, next_end, next_column_block = order.locate(index + num_programs)
+        for strip in range(num_strips):
+            weights = next_weights
+            next_weights = _load_weights(weights_ptr, slots, PLAN)
+            ahead_row, ahead_end = _strip_start(strip + 2, first, end, next_first, next_end, PLAN)
+            slots = _load_slots(slots_ptr, ahead_row, ahead_end)
+            count = num_tiles * num_strips + strip
+            half = strip // half_strips
+            strips.wait(count)
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            half_row = (strip % half_strips) * ROWS
+            rows = first + strip * ROWS + rows_of_strip
+            column = column_block * PLAN.part_n
+            stored = (dh_ptr, wa_ptr, partials_ptr + column_block.to(gl.int64) * num_rows)
+            _finish_strip(handoff, strips, count, half, half_row, rows, end, column, weights, stored, PLAN)
+            mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 1)
+            ahead = strip + strips.SLOTS
+            ahead_row, _ = _strip_start(ahead, first, end, next_first, next_end, PLAN)
+            ahead_column = gl.where(ahead < num_strips, column_block, next_column_block) * PLAN.part_n
+            exists = (ahead < num_strips) | (index + num_programs < order.count())
+            strips.start(count + strips.SLOTS, h_desc, ahead_row, ahead_column, exists)
+        num_tiles += 1
+
+
+@gluon.jit
+def _down_backward_kernel(
+    dout_ptr,
+    stride_dout8,
+    weight_desc,
+    h_desc,
+    weights_ptr,
+    outputs,
+    slots_ptr,
+    num_rows,
+    offsets_ptr,
+    blocks_ptr,
+    PLAN: gl.constexpr,
+):
+    copy_threads: gl.constexpr = 32 * PLAN.gather_warps
+    ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
+    handoff = allocate_handoff(h_desc.dtype, PLAN)
+    strips = _allocate_strips(h_desc.dtype, PLAN)
+    order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
+    gl.warp_specialize(
+        [
+            (consume, (gl.constexpr(0), ring, order, (), handoff, PLAN)),
+            (consume, (gl.constexpr(1), ring, order, (), handoff, PLAN)),
+            (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), PLAN)),
+            (_finish, (handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num_rows, PLAN)),
+        ],
+        [4, PLAN.gather_warps, PLAN.epilogue_warps],
+        [PLAN.registers, PLAN.registers, PLAN.registers],
+    )
+
+
+def hopper_down_backward(
+    dout_TD: Tensor,
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    blocks_B2: Tensor,
+    top_k: int,
+    activation: str,
+    dh_NGF: Tensor,
+    partials_CN: Tensor,
+    wa_NF: Tensor,
+) -> None:
+    """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
+
+    Args:
+        dout_TD: gradient of the layer's output. Shape [T, D], bf16 or fp16, stride 1 in D.
+        h_NGF: saved pre-activations, contiguous.
+        w_down: one tensor [E, F, D], stride 1 in F or D, other strides multiples of 8.
+        weights_TK: contiguous routing weights, or None for 1.
+        slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
+        dh_NGF, wa_NF: outputs, contiguous, dtype of h.
+        partials_CN: output, fp32, contiguous, ``num_partials(F)`` rows; dweights of a slot is the sum of its
+            row's column, plus ``<dout, b>`` where the projection has a bias.
+
+    ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
+    """
+    if h_NGF.shape[0] == 0:
+        return
+    num_columns = h_NGF.shape[2]
+    tile = down_backward_tile(num_columns)
+    weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
+    plan = GatherPlan(
+        tile=tile,
+        contracted=dout_TD.shape[1],
+        columns=num_columns,
+        parts=1,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=needs_wide_offsets(dout_TD),
+        activation=ACTIVATION_IDS[activation],
+        gated=h_NGF.shape[1] == 2,
+        has_weights=weights_TK is not None,
+    )
+    launch_persistent(
+        _down_backward_kernel,
+        dout_TD.device,
+        dout_TD,
+        dout_TD.stride(0) // 8,
+        weight_desc,
+        describe(h_NGF.transpose(0, 1), 1, STRIP_ROWS, tile.block_n),
+        partials_CN if weights_TK is None else weights_TK,
+        (dh_NGF, wa_NF, partials_CN),
+        slots_N,
+        h_NGF.shape[0],
+        offsets_E1,
+        blocks_B2,
+        plan,
+    )
+
+
+def num_partials(num_columns: int) -> int:
+    """Rows of ``partials_CN`` for an expert of ``num_columns`` hidden columns."""
+    tile = down_backward_tile(num_columns)
+    return (num_columns + tile.block_n - 1) // tile.block_n

@@ -1,0 +1,168 @@
+"""The up projection: ``h[r, g] = x[t(r)] @ W[e, g]^T + b[e, g]`` and ``a = act(h)``, token rows read through ``slots_N``.
+
+A tile holds 128 rows and, for a gated expert, 128 columns of the gate beside the same 128 columns of up, so that one
+program has both halves of every ``a``. The epilogue lets TMA write h straight from the consumers' buffer and
+computes ``a`` from the rounded h in it, as the backward pass will. Half tiles that reach past their expert's rows
+are written by masked stores.
+"""
+
+from torch import Tensor
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY, activate
+from moeblaze_ops.kernels.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper_configs import GatherPlan, up_tile
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, epilogue_layout, produce
+from moeblaze_ops.kernels.hopper_launch import bias_stride, describe, describe_weight, launch_persistent, needs_wide_offsets, part_views
+from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
+
+STRIP_ROWS = gl.constexpr(16)
+"""Rows of a half tile that the epilogue works on at a time."""
+
+
+@gluon.jit
+def _store_h(half, h_desc, row, column, PLAN: gl.constexpr):
+    """Starts the TMA stores of a half tile whose rows all belong to its expert; columns past F are not written."""
+    parts: gl.constexpr = PLAN.parts
+    for part in gl.static_range(parts):
+        source = half.slice(part * PLAN.part_n, PLAN.part_n, 1)
+        source = reinterpret(source, h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
+        tma_store(h_desc, [part, row, column], source)
+
+
+@gluon.jit
+def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr, PLAN: gl.constexpr):
+    """Stores ``a`` of STRIP_ROWS rows, and their h too when TMA could not."""
+    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    layout: gl.constexpr = epilogue_layout(gl.num_warps())
+    rows = row + gl.arange(0, STRIP_ROWS, gl.SliceLayout(1, layout))
+    a_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
+    for chunk in gl.static_range(num_chunks):
+        columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        inside = gl.expand_dims(rows < end, 1)
+        if PLAN.columns % PLAN.part_n != 0:
+            inside = inside & (columns < PLAN.columns)
+        gate = handoff.load(half, strip * STRIP_ROWS, chunk, STRIP_ROWS, layout)  # [STRIP_ROWS, CHUNK]
+        up = gate
+        if PLAN.parts == 2:
+            up = handoff.load(half, strip * STRIP_ROWS, num_chunks + chunk, STRIP_ROWS, layout)
+        if PLAN.activation != IDENTITY:
+            a = activate(gate.to(gl.float32), up.to(gl.float32), PLAN.activation, PLAN.gated)
+            gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
+        if not is_whole:
+            h_ptrs = h_ptr + PLAN.parts * a_rows + columns
+            gl.store(h_ptrs, gate, mask=inside)
+            if PLAN.parts == 2:
+                gl.store(h_ptrs + PLAN.columns, up, mask=inside)
+
+
+@gluon.jit
+def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
+    half_m: gl.constexpr = PLAN.tile.half_m
+    num_tiles = 0
+    for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
+        _, first, end, column_block = order.locate(index)
+        column = column_block * PLAN.part_n
+        for half in range(2):
+            row = first + half * half_m
+            is_whole = row + half_m <= end
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            if is_whole:
+                _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
+            for strip in range(half_m // STRIP_ROWS):
+                strip_row = row + strip * STRIP_ROWS
+                _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, PLAN)
+            tma_store_wait(0)
+            mbarrier.arrive(handoff.empty.index(half))
+        num_tiles += 1
+
+
+@gluon.jit
+def _expert_up_kernel(
+    x_ptr,
+    stride_x8,
+    first_weight_desc,
+    last_weight_desc,
+    bias_ptrs,
+    h_desc,
+    h_ptr,
+    a_ptr,
+    slots_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    PLAN: gl.constexpr,
+):
+    copy_threads: gl.constexpr = 32 * PLAN.gather_warps
+    ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
+    handoff = allocate_handoff(h_desc.dtype, PLAN)
+    order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
+    weight_descs = (first_weight_desc, last_weight_desc)
+    gl.warp_specialize(
+        [
+            (consume, (gl.constexpr(0), ring, order, bias_ptrs, handoff, PLAN)),
+            (consume, (gl.constexpr(1), ring, order, bias_ptrs, handoff, PLAN)),
+            (produce, (ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN)),
+            (_finish, (handoff, order, h_desc, h_ptr, a_ptr, PLAN)),
+        ],
+        [4, PLAN.gather_warps, PLAN.epilogue_warps],
+        [PLAN.registers, PLAN.registers, PLAN.registers],
+    )
+
+
+def hopper_expert_up(
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    blocks_B2: Tensor,
+    top_k: int,
+    activation: str,
+    h_NGF: Tensor,
+    a_NF: Tensor,
+) -> None:
+    """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
+
+    Args:
+        x_TD: token rows. Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
+        w_up: [E, 2, F, D], or two or one of [E, 1, F, D], stride 1 in F or D (all alike), other strides multiples of 8.
+        b_up: the same form without D, stride 1 in F, or empty.
+        slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
+        h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``.
+
+    Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
+    """
+    if x_TD.shape[0] == 0:
+        return
+    weights, biases = part_views(w_up), part_views(b_up)
+    num_columns = h_NGF.shape[2]
+    tile = up_tile(num_columns, len(weights))
+    part_n = tile.block_n // len(weights)
+    described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
+    plan = GatherPlan(
+        tile=tile,
+        contracted=x_TD.shape[1],
+        columns=num_columns,
+        parts=len(weights),
+        b_k_inner=described[0][1],
+        top_k=top_k,
+        wide_offsets=needs_wide_offsets(x_TD),
+        activation=ACTIVATION_IDS[activation],
+        gated=len(weights) == 2,
+        bias_stride=bias_stride(biases),
+    )
+    launch_persistent(
+        _expert_up_kernel,
+        x_TD.device,
+        x_TD,
+        x_TD.stride(0) // 8,
+        described[0][0],
+        described[-1][0],
+        biases,
+        describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n),
+        h_NGF,
+        a_NF,
+        slots_N,
+        offsets_E1,
+        blocks_B2,
+        plan,
+    )

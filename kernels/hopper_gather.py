@@ -1,0 +1,138 @@
+"""Producer and consumer of the GEMMs that read token rows through the routing: the up projection and dA.
+
+Both contract D and give columns of F, for rows in expert order whose left operand is a token's row. TMA on Hopper
+cannot gather rows, so two warps copy them with cp.async, which arrives on the same barrier as the TMA of the
+weight. Consumers only multiply and hand a rounded tile over; two epilogue warps work on it meanwhile.
+"""
+
+from moeblaze_ops.kernels.gluon_api import (
+    aggregate,
+    copy_rows,
+    copy_rows_arrive,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    shared_memory_descriptor,
+)
+from moeblaze_ops.kernels.hopper_tiles import (
+    accumulator_layout,
+    allocate_barriers,
+    allocate_matrices,
+    bias_accumulator,
+    load_weight,
+    multiply,
+    skip,
+)
+
+CHUNK = gl.constexpr(64)
+"""Columns that an epilogue reads at a time: the width of a swizzled block of shared memory."""
+
+
+@aggregate
+class Handoff:
+    """Finished half tiles on their way from the two consumers to the epilogue, one buffer for each consumer.
+
+    A half tile is a row of blocks of CHUNK columns, so any whole number of 8 rows of a block can be viewed alone.
+    """
+
+    tiles: shared_memory_descriptor
+    full: shared_memory_descriptor
+    empty: shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def load(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+        """``ROWS`` rows, from ``row`` on, and CHUNK columns of a half tile. Shape [ROWS, CHUNK]."""
+        half_m: gl.constexpr = self.tiles.shape[1]
+        num_chunks: gl.constexpr = self.tiles.shape[2] // CHUNK
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK], self.tiles.dtype)
+        strips = reinterpret(self.tiles, self.tiles.dtype, [2 * num_chunks * half_m // ROWS, ROWS, CHUNK], shared)
+        return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS).load(layout)
+
+
+@gluon.jit
+def allocate_handoff(dtype: gl.constexpr, PLAN: gl.constexpr):
+    tiles = allocate_matrices(dtype, 2, PLAN.tile.half_m, PLAN.tile.block_n)
+    return Handoff(tiles, allocate_barriers(2, 1), allocate_barriers(2, 1))
+
+
+@gluon.constexpr_function
+def epilogue_layout(num_warps):
+    """Each group of 8 lanes holds a row of CHUNK columns, 16 bytes a lane."""
+    return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def row_starts(slots, stride_x8, PLAN: gl.constexpr):
+    """Where the token rows of ``slots`` begin, in elements.
+
+    ``stride_x8`` counts units of 8 elements: copies of 16 bytes need a stride that is known to be a multiple of 8.
+    """
+    rows = slots // PLAN.top_k
+    if PLAN.wide_offsets:
+        rows = rows.to(gl.int64)
+    return rows * (stride_x8 * 8)
+
+
+@gluon.jit
+def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.constexpr):
+    """Fills the ring with gathered token rows and weights. The rows of the next tile are looked up a tile ahead."""
+    tile: gl.constexpr = PLAN.tile
+    parts: gl.constexpr = PLAN.parts
+    block_k: gl.constexpr = tile.block_k
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // block_k, block_k // 8], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, tile.block_m, gl.SliceLayout(1, layout))
+    ks = gl.arange(0, block_k, gl.SliceLayout(0, layout))
+    step = 0
+    next_expert, first, end, next_column_block = order.locate(gl.program_id(0))
+    next_slots = gl.load(slots_ptr + gl.maximum(gl.minimum(first + rows, end - 1), 0))
+    for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
+        expert = next_expert
+        column = next_column_block * PLAN.part_n
+        row_offsets = row_starts(next_slots, stride_x8, PLAN)
+        x_offsets = gl.expand_dims(row_offsets, 1) + gl.expand_dims(ks, 0)  # [block_m, block_k]
+        next_expert, first, end, next_column_block = order.locate(index + gl.num_programs(0))
+        next_slots = gl.load(slots_ptr + gl.maximum(gl.minimum(first + rows, end - 1), 0))
+        for k in range(0, PLAN.contracted, block_k):
+            ring.wait_empty(step)
+            stage = step % ring.STAGES
+            ready = ring.ready.index(stage)
+            mbarrier.expect(ready, tile.b_bytes)
+            for part in gl.static_range(parts):
+                load_weight(ring, stage, part, weight_descs[part], expert, k, column, PLAN)
+            if PLAN.contracted % block_k == 0:
+                copy_rows(ring.a.index(stage), x_ptr + k + x_offsets)
+            else:
+                inside, _ = gl.broadcast(gl.expand_dims(k + ks < PLAN.contracted, 0), x_offsets)
+                copy_rows(ring.a.index(stage), x_ptr + k + x_offsets, mask=inside)
+            copy_rows_arrive(ready, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def consume(HALF: gl.constexpr, ring, order, bias_ptrs, handoff, PLAN: gl.constexpr):
+    """Multiplies one half of every tile and hands it over in the element type of the operands."""
+    tile: gl.constexpr = PLAN.tile
+    half_m: gl.constexpr = tile.half_m
+    layout: gl.constexpr = accumulator_layout(PLAN)
+    num_steps: gl.constexpr = (PLAN.contracted + tile.block_k - 1) // tile.block_k
+    step = 0
+    num_tiles = 0
+    for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
+        expert, first, end, column_block = order.locate(index)
+        multiplied = gl.where(first + HALF * half_m < end, num_steps, 0)
+        accumulator = bias_accumulator(bias_ptrs, expert, column_block * PLAN.part_n, half_m, layout, PLAN)
+        accumulator, step = multiply(ring, step, multiplied, accumulator, HALF, PLAN)
+        step = skip(ring, step, num_steps - multiplied)
+        mbarrier.wait(handoff.empty.index(HALF), (num_tiles & 1) ^ 1)
+        handoff.tiles.index(HALF).store(accumulator.to(handoff.tiles.dtype))
+        fence_async_shared()
+        mbarrier.arrive(handoff.full.index(HALF))
+        num_tiles += 1

@@ -1,0 +1,310 @@
+"""Weight gradients: ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[t(r), :]``.
+
+The rows of an expert are the contracted axis. Four warps copy the gathered tokens with cp.async, TMA brings the
+other operand, two consumers multiply the transposed left operand. The operand that lies along the rows of the
+output tile is the one whose axis is the outer one in the storage of dW, so that TMA can write it: d for weights
+stored [E, D, F], f otherwise.
+
+The last step of an expert has fewer rows than a stage. Both operands must be zero there, since zero times an
+Inf or NaN of the next expert's rows would not be: that step copies both with masks. Tiles are visited from the
+expert with the most rows to the one with the fewest, back and forth over the programs, so that all programs end
+at about the same time however skewed the routing is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeblaze_ops.kernels.gluon_api import (
+    aggregate,
+    copy_rows,
+    copy_rows_arrive,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+)
+from moeblaze_ops.kernels.hopper_configs import WeightGradPlan, weight_grad_tile
+from moeblaze_ops.kernels.hopper_gather import row_starts
+from moeblaze_ops.kernels.hopper_launch import describe, launch_persistent, needs_wide_offsets, part_views
+from moeblaze_ops.kernels.hopper_tiles import (
+    accumulator_layout,
+    allocate_matrices,
+    allocate_ring,
+    load_matrix,
+    multiply,
+)
+
+
+@triton.jit
+def _order_experts_kernel(offsets_ptr, order_ptr, num_experts, BLOCK_E: tl.constexpr):
+    """``order[i]`` is the expert with the i-th most rows; of two with as many, the lower one first."""
+    expert = tl.program_id(0)
+    load = tl.load(offsets_ptr + expert + 1) - tl.load(offsets_ptr + expert)
+    rank = 0
+    for start in range(0, num_experts, BLOCK_E):
+        others = start + tl.arange(0, BLOCK_E)
+        exists = others < num_experts
+        first = tl.load(offsets_ptr + others, mask=exists, other=0)
+        loads = tl.load(offsets_ptr + others + 1, mask=exists, other=0) - first
+        is_before = exists & ((loads > load) | ((loads == load) & (others < expert)))
+        rank += tl.sum(is_before.to(tl.int32), 0)
+    tl.store(order_ptr + rank, expert)
+
+
+@aggregate
+class ExpertTiles:
+    """Output tiles, those of the most loaded expert first."""
+
+    order_ptr: gl.tensor
+    offsets_ptr: gl.tensor
+    num_experts: gl.tensor
+    BLOCKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, order_ptr, offsets_ptr, num_experts, BLOCKS):
+        self.order_ptr = order_ptr
+        self.offsets_ptr = offsets_ptr
+        self.num_experts = num_experts
+        self.BLOCKS = gl.constexpr(BLOCKS)
+
+    @gluon.jit
+    def rounds(self):
+        return gl.cdiv(self.num_experts * self.BLOCKS, gl.num_programs(0))
+
+    @gluon.jit
+    def locate(self, turn):
+        """``(expert, tile within it, first row, end of rows, whether there is such a tile)``, forth and back."""
+        forth = gl.program_id(0)
+        place = gl.where(turn % 2 == 0, forth, gl.num_programs(0) - 1 - forth)
+        index = turn * gl.num_programs(0) + place
+        exists = index < self.num_experts * self.BLOCKS
+        index = gl.where(exists, index, 0)
+        expert = gl.load(self.order_ptr + index // self.BLOCKS)
+        first = gl.load(self.offsets_ptr + expert)
+        end = gl.load(self.offsets_ptr + expert + 1)
+        return expert, index % self.BLOCKS, first, gl.where(exists, end, first), exists
+
+
+@gluon.jit
+def _split_tile(tile, PLAN: gl.constexpr):
+    """``(part, row block, column block)`` of an output tile; the blocks count within the part."""
+    row_blocks: gl.constexpr = PLAN.m_blocks
+    if PLAN.gathered_is_a:
+        row_block = tile % row_blocks
+        column_block = tile // row_blocks
+        return column_block // PLAN.n_blocks, row_block, column_block % PLAN.n_blocks
+    else:
+        all_row_blocks: gl.constexpr = PLAN.parts * row_blocks
+        row_block = tile % all_row_blocks
+        return row_block // row_blocks, row_block % row_blocks, tile // all_row_blocks
+
+
+@gluon.constexpr_function
+def _copy_layout(num_columns, num_warps):
+    """16 bytes a lane, along the rows of a copied matrix first."""
+    lanes = min(num_columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_matrix(buffer, base_ptr, row_offsets, column, rows_inside, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Starts the copy of a matrix whose rows begin at ``row_offsets``; zeros outside ``rows_inside`` and WIDTH."""
+    block: gl.constexpr = buffer.shape[1]
+    columns = gl.expand_dims(column + gl.arange(0, block, gl.SliceLayout(0, layout)), 0)
+    ptrs = base_ptr + gl.expand_dims(row_offsets, 1) + columns
+    inside = gl.expand_dims(rows_inside, 1)
+    if WIDTH % block != 0:
+        inside = inside & (columns < WIDTH)
+    inside, _ = gl.broadcast(inside, ptrs)
+    copy_rows(buffer, ptrs, mask=inside)
+
+
+@gluon.jit
+def _produce(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_desc, grouped_ptr, PLAN: gl.constexpr):
+    block_k: gl.constexpr = PLAN.tile.block_k
+    layout: gl.constexpr = _copy_layout(PLAN.gathered_block, gl.num_warps())
+    grouped_layout: gl.constexpr = _copy_layout(PLAN.grouped_block, gl.num_warps())
+    gathered_width: gl.constexpr = PLAN.gathered_width
+    grouped_width: gl.constexpr = PLAN.grouped_width
+    ks = gl.arange(0, block_k, gl.SliceLayout(1, layout))
+    grouped_ks = gl.arange(0, block_k, gl.SliceLayout(1, grouped_layout))
+    step = 0
+    for turn in range(tiles.rounds()):
+        _, tile, first, end, _ = tiles.locate(turn)
+        part, row_block, column_block = _split_tile(tile, PLAN)
+        if PLAN.gathered_is_a:
+            x_column = row_block * PLAN.gathered_block
+            grouped_column = column_block * PLAN.grouped_block
+        else:
+            x_column = column_block * PLAN.gathered_block
+            grouped_column = row_block * PLAN.grouped_block
+        next_slots = gl.load(slots_ptr + first + ks, mask=first + ks < end, other=0)
+        for row in range(first, end, block_k):
+            x_offsets = row_starts(next_slots, stride_x8, PLAN)
+            ahead = row + block_k + ks
+            next_slots = gl.load(slots_ptr + ahead, mask=ahead < end, other=0)
+            ring.wait_empty(step)
+            stage = step % ring.STAGES
+            ready = ring.ready.index(stage)
+            if PLAN.gathered_is_a:
+                x_buffer = ring.a.index(stage)
+                grouped_buffer = ring.b.index(stage)
+            else:
+                x_buffer = ring.b.index(stage)
+                grouped_buffer = ring.a.index(stage)
+            if row + block_k <= end:
+                mbarrier.expect(ready, PLAN.grouped_bytes)
+                load_matrix(grouped_desc, part, row, grouped_column, ready, grouped_buffer)
+            else:
+                grouped_rows = row + grouped_ks
+                offsets = grouped_rows.to(gl.int64) * (PLAN.parts * grouped_width) + part * grouped_width
+                _copy_matrix(
+                    grouped_buffer, grouped_ptr, offsets, grouped_column, grouped_rows < end, grouped_width, grouped_layout
+                )
+                mbarrier.arrive(ready)
+            _copy_matrix(x_buffer, x_ptr, x_offsets, x_column, row + ks < end, gathered_width, layout)
+            copy_rows_arrive(ready, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Hands a matrix to TMA once the buffer's last one has been read; what lies outside dW is not written."""
+    desc = dw_descs[0]
+    tma_store_wait(0)
+    staged.store(values.to(desc.dtype))
+    fence_async_shared()
+    source = reinterpret(staged, desc.dtype, desc.block_type.shape, desc.layout)
+    if PLAN.parts == 2:
+        if part == 0:
+            tma_store(desc, [expert, row, column], source)
+        else:
+            tma_store(dw_descs[1], [expert, row, column], source)
+    else:
+        tma_store(desc, [expert, row, column], source)
+
+
+@gluon.jit
+def _consume(HALF: gl.constexpr, ring, tiles, dw_descs, staging, PLAN: gl.constexpr):
+    half_m: gl.constexpr = PLAN.tile.half_m
+    block_n: gl.constexpr = PLAN.tile.block_n
+    store_n: gl.constexpr = PLAN.store_n
+    layout: gl.constexpr = accumulator_layout(PLAN)
+    staged = staging.index(HALF)
+    step = 0
+    for turn in range(tiles.rounds()):
+        expert, tile, first, end, exists = tiles.locate(turn)
+        part, row_block, column_block = _split_tile(tile, PLAN)
+        accumulator = gl.zeros([half_m, block_n], gl.float32, layout)
+        accumulator, step = multiply(ring, step, gl.cdiv(end - first, PLAN.tile.block_k), accumulator, HALF, PLAN)
+        row = row_block * PLAN.tile.block_m + HALF * half_m
+        column = column_block * block_n
+        if exists:
+            if store_n == block_n:
+                _store(staged, accumulator, dw_descs, part, expert, row, column, PLAN)
+            else:
+                pairs = gl.permute(gl.reshape(accumulator, [half_m, 2, store_n]), (0, 2, 1))
+                left, right = gl.split(pairs)
+                _store(staged, left, dw_descs, part, expert, row, column, PLAN)
+                _store(staged, right, dw_descs, part, expert, row, column + store_n, PLAN)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _weight_grad_kernel(
+    x_ptr,
+    stride_x8,
+    slots_ptr,
+    grouped_desc,
+    grouped_ptr,
+    first_dw_desc,
+    last_dw_desc,
+    order_ptr,
+    offsets_ptr,
+    num_experts,
+    PLAN: gl.constexpr,
+):
+    tile: gl.constexpr = PLAN.tile
+    copy_threads: gl.constexpr = 32 * PLAN.copy_warps
+    ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
+    staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
+    tiles = ExpertTiles(order_ptr, offsets_ptr, gl.to_tensor(num_experts), PLAN.blocks)
+    dw_descs = (first_dw_desc, last_dw_desc)
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), ring, tiles, dw_descs, staging, PLAN)),
+            (_consume, (gl.constexpr(1), ring, tiles, dw_descs, staging, PLAN)),
+            (_produce, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_desc, grouped_ptr, PLAN)),
+        ],
+        [4, PLAN.copy_warps],
+        [200, 96],
+    )
+
+
+def hopper_weight_grad(
+    gathered_TD: Tensor,
+    grouped_NGF: Tensor,
+    dw: list[Tensor],
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+) -> None:
+    """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``.
+
+    Args:
+        gathered_TD: Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
+        grouped_NGF: rows in expert order, contiguous.
+        dw: the outputs: [E, 2, F, D], two or one of [E, 1, F, D], or one [E, F, D] for a down projection; stride 1 in
+            F or D (all alike), other strides multiples of 8. Experts without rows get zeros.
+        slots_N, offsets_E1: as ``dispatch`` gives them.
+
+    Accumulates in fp32; two runs agree bit for bit.
+    """
+    parts = tuple(dw) if dw[0].ndim == 3 else part_views(dw)
+    num_experts, num_f, num_d = parts[0].shape
+    if gathered_TD.shape[0] == 0:
+        for part in parts:
+            part.zero_()
+        return
+    gathered_is_a = parts[0].stride(2) != 1
+    tile = weight_grad_tile()
+    plan = WeightGradPlan(
+        tile=tile,
+        m=num_d if gathered_is_a else num_f,
+        n=num_f if gathered_is_a else num_d,
+        parts=len(parts),
+        top_k=top_k,
+        wide_offsets=needs_wide_offsets(gathered_TD),
+        gathered_is_a=gathered_is_a,
+        store_n=tile.block_n // 2,
+    )
+    stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
+    dw_descs = [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
+    order_E = torch.empty(num_experts, dtype=torch.int32, device=offsets_E1.device)
+    order_experts(offsets_E1, order_E)
+    launch_persistent(
+        _weight_grad_kernel,
+        gathered_TD.device,
+        gathered_TD,
+        gathered_TD.stride(0) // 8,
+        slots_N,
+        describe(grouped_NGF.transpose(0, 1), 1, tile.block_k, plan.grouped_block),
+        grouped_NGF,
+        dw_descs[0],
+        dw_descs[-1],
+        order_E,
+        offsets_E1,
+        num_experts,
+        plan,
+    )
+
+
+def order_experts(offsets_E1: Tensor, order_E: Tensor) -> None:
+    """Writes the experts, most rows first. Shape [E], int32."""
+    num_experts = order_E.shape[0]
+    _order_experts_kernel[(num_experts,)](offsets_E1, order_E, num_experts, BLOCK_E=256, num_warps=1)

@@ -1,0 +1,100 @@
+"""Helpers shared by the kernels: which tile a program computes, masked loads, and the plain inner loop.
+
+The schedule ``blocks_B2`` cuts every expert's rows into entries of ROW_BLOCK rows; a *row tile* is one BLOCK_M
+part of an entry. Row tiles past an expert's end exist in the numbering and hold no rows.
+
+What a helper returns for use in the address of a store must come from values, not from pointers it was given: the analysis
+by which Inductor learns what a kernel writes takes every argument of such a call for an output, and clones it.
+"""
+
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import ROW_BLOCK
+
+ROWS_PER_ENTRY = tl.constexpr(ROW_BLOCK)
+
+
+@triton.jit
+def count_row_tiles(num_entries, BLOCK_M: tl.constexpr):
+    """Row tiles of so many entries; programs beyond them have nothing to do."""
+    return num_entries * (ROWS_PER_ENTRY // BLOCK_M)
+
+
+@triton.jit
+def grouped_order(tile, num_row_tiles, num_col_tiles, GROUP: tl.constexpr):
+    """``(row_tile, col_tile)`` of a program: GROUP row tiles share a column tile, for reuse in L2."""
+    first = tile // (GROUP * num_col_tiles) * GROUP
+    within = tile % (GROUP * num_col_tiles)
+    num_rows = tl.minimum(num_row_tiles - first, GROUP)
+    return first + within % num_rows, within // num_rows
+
+
+@triton.jit
+def locate_row_tile(row_tile, BLOCK_M: tl.constexpr):
+    """``(offset, skipped)``: where in ``blocks_B2`` the tile's entry starts, and the rows of it that come before the tile."""
+    tiles_per_entry: tl.constexpr = ROWS_PER_ENTRY // BLOCK_M
+    return 2 * (1 + row_tile // tiles_per_entry), row_tile % tiles_per_entry * BLOCK_M
+
+
+@triton.jit
+def load_tile(pointers, rows_in, cols_in, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr):
+    """A 2-d block, zero outside ``rows_in`` and ``cols_in``; an axis known to be even is not tested."""
+    if EVEN_ROWS and EVEN_COLS:
+        return tl.load(pointers)
+    elif EVEN_ROWS:
+        return tl.load(pointers, mask=cols_in[None, :], other=0.0)
+    elif EVEN_COLS:
+        return tl.load(pointers, mask=rows_in[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=rows_in[:, None] & cols_in[None, :], other=0.0)
+
+
+@triton.jit
+def load_slot_weights(weights_ptr, slots, rows_in, stride_t, stride_k, TOP_K: tl.constexpr):
+    """fp32 routing weight of each slot, 0 outside ``rows_in``."""
+    offsets = (slots // TOP_K).to(tl.int64) * stride_t + slots % TOP_K * stride_k
+    return tl.load(weights_ptr + offsets, mask=rows_in, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def multiply_add(a, b, accumulator, ALLOW_TF32: tl.constexpr):
+    """``a @ b + accumulator`` in fp32."""
+    precision: tl.constexpr = "tf32" if ALLOW_TF32 else "ieee"
+    return tl.dot(a, b, accumulator, input_precision=precision)
+
+
+@triton.jit
+def rows_times_weight(
+    row_pointers,
+    stride_row_k,
+    w_ptr,
+    stride_w_k,
+    stride_w_n,
+    cols,
+    num_contracted,
+    num_cols,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+):
+    """fp32 ``[BLOCK_M, BLOCK_N]`` product of whole rows, one pointer each, with columns of one expert's weight.
+
+    Every pointer must be readable: rows past an expert's end repeat a row that exists, since a row of the
+    product depends on no other row, and a clamped pointer costs the loop nothing while a mask does.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    row_tile = row_pointers[:, None] + ks[None, :] * stride_row_k  # [BLOCK_M, BLOCK_K]
+    w_tile = w_ptr + ks.to(tl.int64)[:, None] * stride_w_k + cols.to(tl.int64)[None, :] * stride_w_n  # [BLOCK_K, BLOCK_N]
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, num_contracted, BLOCK_K):
+        in_k = k + ks < num_contracted
+        rows = load_tile(row_tile, in_k, in_k, True, EVEN_K)  # [BLOCK_M, BLOCK_K]
+        w = load_tile(w_tile, in_k, cols < num_cols, EVEN_K, EVEN_N)  # [BLOCK_K, BLOCK_N]
+        accumulator = multiply_add(rows, w, accumulator, ALLOW_TF32)
+        row_tile += BLOCK_K * stride_row_k
+        w_tile += BLOCK_K * stride_w_k
+    return accumulator

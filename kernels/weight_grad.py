@@ -1,0 +1,230 @@
+"""Gradient of an expert weight: a product contracted over the rows of each expert.
+
+    dw[e, g, f, :] = sum over rows r of e:  scale[r] * grouped[r, g, f] * gathered[slots[r] // K, :]
+
+``grouped`` is in expert order (dh, or the scaled activation) and ``gathered`` in token order (x, or dout), read through the
+index along the contraction. A program computes one BLOCK_M x BLOCK_N tile of ``[G * F, D]`` for one expert and walks over all
+of its rows; full blocks need no masks, and the last partial one is peeled off. Masked rows load as zero on *both* sides, so
+Inf or NaN of the next expert's rows cannot leak in. An expert without rows gets zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import choose_weight_grad
+from moeblaze_ops.kernels.launch import (
+    allows_tf32,
+    capability,
+    ceil_div,
+    is_multiple,
+    launch,
+    operands,
+    static_size,
+)
+from moeblaze_ops.kernels.tiles import grouped_order, load_slot_weights, load_tile, multiply_add
+
+
+@triton.jit
+def _add_row_block(
+    accumulator,
+    rows,
+    row_in,
+    cols_f,
+    cols_d,
+    F,
+    D,
+    gathered_ptr,
+    grouped_ptr,
+    weights_ptr,
+    slots_ptr,
+    stride_gathered_t,
+    stride_gathered_d,
+    stride_grouped_n,
+    stride_grouped_f,
+    stride_weights_t,
+    stride_weights_k,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    FULL: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    EVEN_D: tl.constexpr,
+):
+    """``accumulator`` plus the outer products of BLOCK_K rows; FULL means that every row is in."""
+    slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
+    tokens = (slots // TOP_K).to(tl.int64)
+    grouped_tile = grouped_ptr + rows.to(tl.int64)[:, None] * stride_grouped_n + cols_f[None, :] * stride_grouped_f
+    gathered_tile = gathered_ptr + tokens[:, None] * stride_gathered_t + cols_d[None, :] * stride_gathered_d
+    grouped = load_tile(grouped_tile, row_in, cols_f < F, FULL, EVEN_F)  # [BLOCK_K, BLOCK_M]
+    gathered = load_tile(gathered_tile, row_in, cols_d < D, FULL, EVEN_D)  # [BLOCK_K, BLOCK_N]
+    if HAS_WEIGHTS:
+        scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
+        grouped = (grouped.to(tl.float32) * scale[:, None]).to(gathered.dtype)
+    return multiply_add(tl.trans(grouped), gathered, accumulator, ALLOW_TF32)
+
+
+@triton.jit
+def _expert_weight_grad_kernel(
+    gathered_ptr,
+    grouped_ptr,
+    weights_ptr,
+    slots_ptr,
+    offsets_ptr,
+    dw_ptr,
+    F,
+    D,
+    stride_gathered_t,
+    stride_gathered_d,
+    stride_grouped_n,
+    stride_grouped_g,
+    stride_grouped_f,
+    stride_weights_t,
+    stride_weights_k,
+    stride_dw_e,
+    stride_dw_g,
+    stride_dw_f,
+    stride_dw_d,
+    G: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    num_f_tiles = tl.cdiv(F, BLOCK_M)
+    num_d_tiles = tl.cdiv(D, BLOCK_N)
+    tiles_per_expert = G * num_f_tiles * num_d_tiles
+    expert = tl.program_id(0) // tiles_per_expert
+    row_tile, d_tile = grouped_order(tl.program_id(0) % tiles_per_expert, G * num_f_tiles, num_d_tiles, GROUP)
+    g = row_tile // num_f_tiles
+    cols_f = row_tile % num_f_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols_d = d_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    grouped_ptr += g.to(tl.int64) * stride_grouped_g
+
+    first = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    full_end = first + (end - first) // BLOCK_K * BLOCK_K
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for row in range(first, full_end, BLOCK_K):
+        rows = row + tl.arange(0, BLOCK_K)
+        accumulator = _add_row_block(
+            accumulator,
+            rows,
+            rows < end,
+            cols_f,
+            cols_d,
+            F,
+            D,
+            gathered_ptr,
+            grouped_ptr,
+            weights_ptr,
+            slots_ptr,
+            stride_gathered_t,
+            stride_gathered_d,
+            stride_grouped_n,
+            stride_grouped_f,
+            stride_weights_t,
+            stride_weights_k,
+            TOP_K,
+            HAS_WEIGHTS,
+            ALLOW_TF32,
+            True,
+            EVEN_F,
+            EVEN_D,
+        )
+    if full_end < end:
+        rows = full_end + tl.arange(0, BLOCK_K)
+        accumulator = _add_row_block(
+            accumulator,
+            rows,
+            rows < end,
+            cols_f,
+            cols_d,
+            F,
+            D,
+            gathered_ptr,
+            grouped_ptr,
+            weights_ptr,
+            slots_ptr,
+            stride_gathered_t,
+            stride_gathered_d,
+            stride_grouped_n,
+            stride_grouped_f,
+            stride_weights_t,
+            stride_weights_k,
+            TOP_K,
+            HAS_WEIGHTS,
+            ALLOW_TF32,
+            False,
+            EVEN_F,
+            EVEN_D,
+        )
+
+    wide_f = cols_f.to(tl.int64)[:, None]
+    wide_d = cols_d.to(tl.int64)[None, :]
+    dw_ptr += expert.to(tl.int64) * stride_dw_e + g.to(tl.int64) * stride_dw_g
+    dw_tile = dw_ptr + wide_f * stride_dw_f + wide_d * stride_dw_d  # [BLOCK_M, BLOCK_N]
+    tile_in = (cols_f < F)[:, None] & (cols_d < D)[None, :]
+    tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=tile_in)
+
+
+def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k):
+    """Gradients of expert weights, in the storage form of those weights.
+
+    Args:
+        gathered_TD: side in token order. Shape [T, D], any strides.
+        grouped_NGF: side in expert order, gathered's dtype. Shape [N, G, F], any strides.
+        like: the weights, one [E, G, F, D], two [E, 1, F, D] (gate, up), or one [E, F, D] (down, G is 1).
+        weights_TK: a scale for every slot, or None for 1. Shape [T, K], any strides.
+        slots_N, offsets_E1: from ``dispatch``, int32, contiguous.
+        top_k: K.
+
+    Returns:
+        A list of gradients with the shapes, dtypes and dense strides of ``like``; zero for an expert without rows.
+        fp32 sums over rows in expert order; two runs agree bit for bit.
+    """
+    gradients = [torch.empty_like(weight) for weight in like]
+    for first_g, dw in enumerate(gradients):
+        dw_EGFD = dw.unsqueeze(1) if dw.dim() == 3 else dw
+        num_g = dw_EGFD.shape[1]
+        _launch_weight_grad(gathered_TD, grouped_NGF.narrow(1, first_g, num_g), dw_EGFD, weights_TK, slots_N, offsets_E1, top_k)
+    return gradients
+
+
+def _launch_weight_grad(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k) -> None:
+    """Fills ``dw_EGFD``."""
+    num_experts, G, F, D = dw_EGFD.shape
+    config = choose_weight_grad(operands(gathered_TD), static_size(F), static_size(D), capability(gathered_TD))
+    launch(
+        _expert_weight_grad_kernel,
+        num_experts * G * ceil_div(F, config.block_m) * ceil_div(D, config.block_n),
+        gathered_TD,
+        grouped_NGF,
+        weights_TK,
+        slots_N,
+        offsets_E1,
+        dw_EGFD,
+        F,
+        D,
+        *gathered_TD.stride(),
+        *grouped_NGF.stride(),
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        *dw_EGFD.stride(),
+        G=G,
+        TOP_K=top_k,
+        HAS_WEIGHTS=weights_TK is not None,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_F=is_multiple(F, config.block_m),
+        EVEN_D=is_multiple(D, config.block_n),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

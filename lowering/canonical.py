@@ -1,0 +1,403 @@
+"""Canonical forms of operators: many spellings, few value kinds.
+
+A form is a function ``form(view, *args, **kwargs)`` registered under every name its operator has as a function and as
+a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their ``args``:
+
+    reshape (x)          permute (x, dims)      slice (x, dim, start, step)     select (x, dim, index)
+    expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
+    cast (x)             pointwise (name, xs, params)    full (number)          arange (start, step)
+    sum, any (x, dims, keepdim)                 prefix (x, dim)                 contract (xs, labels, out_labels)
+and those of `canonical_indexing`. A new spelling of a known kind is one function here.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moeblaze_ops.lowering.expressions import Size, same_size, size_of
+from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value, fake_of
+
+TABLE: dict[str, Callable] = {}
+"""Every canonical form by operator name."""
+
+
+def form(*names: str) -> Callable:
+    def register(function: Callable) -> Callable:
+        def checked(view: GraphView, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(view, *args, **kwargs)
+            except (TypeError, IndexError, ValueError, AttributeError) as error:
+                # A call in a style this form does not know (arguments by other names, Python numbers for tensors).
+                raise NotCanonical(names[0]) from error
+
+        TABLE.update(dict.fromkeys(names, checked))
+        return function
+
+    return register
+
+
+def require(condition: bool, why: str) -> None:
+    if not condition:
+        raise NotCanonical(why)
+
+
+def output_shape(view: GraphView) -> tuple[Size, ...]:
+    return tuple(map(size_of, fake_of(view._node).shape))
+
+
+def output_dtype(view: GraphView) -> torch.dtype:
+    return fake_of(view._node).dtype
+
+
+def tensor(x: Any) -> Value:
+    require(isinstance(x, Value), "a tensor")
+    return x
+
+
+def axis(x: Value, dim: int) -> int:
+    return dim % max(len(x.shape), 1)
+
+
+# Views.
+
+
+def reshaped(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
+    shape = tuple(shape)
+    if x.op == "reshape":
+        x = x.args[0]
+    if len(shape) == len(x.shape) and all(map(same_size, shape, x.shape)):
+        return x
+    return view.make("reshape", x, shape=shape, dtype=x.dtype)
+
+
+@form("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
+def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    x = tensor(x)
+    require(output_dtype(view) == x.dtype, "view as another dtype")
+    return reshaped(view, x, output_shape(view))
+
+
+@form("contiguous", "clone")
+def _same(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return tensor(x)
+
+
+def permuted(view: GraphView, x: Value, dims: tuple[int, ...]) -> Value:
+    dims = tuple(axis(x, d) for d in dims)
+    if x.op == "permute":
+        x, dims = x.args[0], tuple(x.args[1][d] for d in dims)
+    if dims == tuple(range(len(dims))):
+        return x
+    return view.make("permute", x, dims, shape=tuple(x.shape[d] for d in dims), dtype=x.dtype)
+
+
+@form("permute")
+def _permute(view: GraphView, x: Any, *dims: Any) -> Value:
+    return permuted(view, tensor(x), dims[0] if isinstance(dims[0], (tuple, list)) else dims)
+
+
+@form("transpose", "swapaxes", "swapdims")
+def _transpose(view: GraphView, x: Any, dim0: int = -2, dim1: int = -1) -> Value:
+    order = list(range(len(tensor(x).shape)))
+    a, b = axis(x, dim0), axis(x, dim1)
+    order[a], order[b] = order[b], order[a]
+    return permuted(view, x, tuple(order))
+
+
+@form("t", "adjoint")
+def _t(view: GraphView, x: Any) -> Value:
+    return _transpose(view, x) if len(tensor(x).shape) > 1 else x
+
+
+@form("movedim")
+def _movedim(view: GraphView, x: Any, source: int, destination: int) -> Value:
+    order = [d for d in range(len(tensor(x).shape)) if d != axis(x, source)]
+    order.insert(axis(x, destination), axis(x, source))
+    return permuted(view, x, tuple(order))
+
+
+@form("getattr")
+def _getattr(view: GraphView, x: Any, name: str) -> Any:
+    require(name in ("T", "mT"), name)
+    return _t(view, x)
+
+
+def sliced(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
+    if start == 0 and step == 1 and same_size(length, x.shape[dim]):
+        return x
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return view.make("slice", x, dim, start, step, shape=shape, dtype=x.dtype)
+
+
+def selected(view: GraphView, x: Value, dim: int, index: int) -> Value:
+    if isinstance(index, int) and index < 0:
+        require(isinstance(x.shape[dim], int), "negative index on a symbolic axis")
+        index += x.shape[dim]
+    return view.make("select", x, dim, index, shape=(*x.shape[:dim], *x.shape[dim + 1 :]), dtype=x.dtype)
+
+
+@form("narrow")
+def _narrow(view: GraphView, x: Any, dim: int, start: int, length: int) -> Value:
+    require(isinstance(start, int) and start >= 0, "start")
+    return sliced(view, tensor(x), axis(x, dim), start, 1, length)
+
+
+@form("select")
+def _select(view: GraphView, x: Any, dim: int, index: int) -> Value:
+    return selected(view, tensor(x), axis(x, dim), index)
+
+
+@form("unbind")
+def _unbind(view: GraphView, x: Any, dim: int = 0) -> tuple[Value, ...]:
+    d = axis(tensor(x), dim)
+    return tuple(selected(view, x, d, i) for i in range(x.shape[d]))
+
+
+@form("chunk", "split", "tensor_split")
+def _pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
+    d, start, pieces = axis(tensor(x), dim), 0, []
+    for piece in fake_of(view._node):
+        length = size_of(piece.shape[d])
+        pieces.append(sliced(view, x, d, start, 1, length))
+        start = start + length
+    return tuple(pieces)
+
+
+@form("expand", "expand_as", "broadcast_to")
+def _expand(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return expanded(view, tensor(x), output_shape(view))
+
+
+def expanded(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
+    return x if x.shape == shape else view.make("expand", x, shape=shape, dtype=x.dtype)
+
+
+@form("repeat", "tile")
+def _tile(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return view.make("tile", tensor(x))
+
+
+@form("repeat_interleave")
+def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = None, **kwargs: Any) -> Value:
+    require(isinstance(repeats, int), "one repeat count")
+    if dim is None:
+        x, dim = reshaped(view, tensor(x), (math.prod(x.shape),)), 0
+    return view.make("spread", tensor(x), axis(x, dim), repeats)
+
+
+@form("stack")
+def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
+    return view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1))
+
+
+@form("cat", "concat", "concatenate")
+def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
+    return view.make("cat", tuple(map(tensor, xs)), axis(xs[0], dim))
+
+
+# Numbers.
+
+
+@form("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool")
+def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return cast(view, tensor(x), output_dtype(view))
+
+
+def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
+    return x if x.dtype == dtype else view.make("cast", x, shape=x.shape, dtype=dtype)
+
+
+def full(view: GraphView, number: float, shape: tuple[Size, ...], dtype: torch.dtype) -> Value:
+    return view.make("full", number, shape=shape, dtype=dtype)
+
+
+@form("zeros", "zeros_like", "new_zeros", "zero")
+def _zeros(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    return full(view, 0, output_shape(view), output_dtype(view))
+
+
+@form("ones", "ones_like", "new_ones")
+def _ones(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    return full(view, 1, output_shape(view), output_dtype(view))
+
+
+@form("full", "full_like", "new_full", "fill")
+def _full(view: GraphView, like: Any, fill_value: Any, **kwargs: Any) -> Value:
+    require(isinstance(fill_value, (int, float)), "a number")
+    return full(view, fill_value, output_shape(view), output_dtype(view))
+
+
+@form("copy")
+def _copy(view: GraphView, target: Any, source: Any, non_blocking: bool = False) -> Value:
+    return cast(view, expanded(view, tensor(source), tensor(target).shape), target.dtype)
+
+
+@form("arange")
+def _arange(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    require(all(isinstance(n, int) for n in args[:1] if len(args) > 1), "a static start")
+    start = args[0] if len(args) > 1 else kwargs.get("start", 0)
+    step = args[2] if len(args) > 2 else kwargs.get("step", 1)
+    return view.make("arange", start, step)
+
+
+def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
+    """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
+    dtype = output_dtype(view)
+    numbers = (int, float, bool)
+    xs = tuple(full(view, a, (), dtype) if isinstance(a, numbers) else tensor(a) for a in args)
+    return view.make("pointwise", name, xs, params)
+
+
+def _pointwise_form(name: str, arity: int, *names: str) -> None:
+    def apply(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+        kwargs.pop("inplace", None)
+        alpha = kwargs.pop("alpha", 1)
+        require(alpha == 1 and not kwargs, "keywords")
+        logical = name in ("and", "or", "not")
+        require(not logical or output_dtype(view) == torch.bool, "bits of integers")
+        require(name != "add" or output_dtype(view) != torch.bool, "a sum of booleans")
+        return pointwise(view, name, *args[:arity])
+
+    form(*names)(apply)
+
+
+for _name, _arity, _names in [
+    ("add", 2, ("add", "__add__", "__radd__")),
+    ("sub", 2, ("sub", "subtract")),
+    ("rsub", 2, ("rsub", "__rsub__")),
+    ("mul", 2, ("mul", "multiply", "__mul__", "__rmul__")),
+    ("neg", 1, ("neg", "negative")),
+    ("floordiv", 2, ("floordiv", "floor_divide")),
+    ("mod", 2, ("mod", "remainder")),
+    ("relu", 1, ("relu",)),
+    ("sigmoid", 1, ("sigmoid",)),
+    ("silu", 1, ("silu",)),
+    ("tanh", 1, ("tanh",)),
+    ("erf", 1, ("erf",)),
+    ("exp", 1, ("exp",)),
+    ("square", 1, ("square",)),
+    ("sqrt", 1, ("sqrt",)),
+    ("rsqrt", 1, ("rsqrt",)),
+    ("reciprocal", 1, ("reciprocal",)),
+    ("abs", 1, ("abs",)),
+    ("eq", 2, ("eq", "__eq__")),
+    ("ne", 2, ("ne", "__ne__")),
+    ("lt", 2, ("lt", "less")),
+    ("le", 2, ("le", "less_equal")),
+    ("gt", 2, ("gt", "greater")),
+    ("ge", 2, ("ge", "greater_equal")),
+    ("and", 2, ("and_", "logical_and", "bitwise_and", "__and__")),
+    ("or", 2, ("or_", "logical_or", "bitwise_or", "__or__")),
+    ("not", 1, ("logical_not", "bitwise_not", "invert", "inv")),
+]:
+    _pointwise_form(_name, _arity, *_names)
+
+
+@form("truediv", "div", "divide", "true_divide")
+def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
+    require(rounding_mode in (None, "floor"), "rounding mode")
+    return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
+
+
+@form("pow")
+def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
+    require(isinstance(exponent, (int, float)), "a number as exponent")
+    return pointwise(view, "square", x) if exponent == 2 else pointwise(view, "pow", x, params=(exponent,))
+
+
+@form("gelu")
+def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
+    return pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x)
+
+
+@form("clamp", "clip", "hardtanh")
+def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None, **kwargs: Any) -> Value:
+    lower, upper = kwargs.get("min_val", min), kwargs.get("max_val", max)
+    require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
+    return pointwise(view, "clamp", x, params=(lower, upper))
+
+
+@form("clamp_min", "clamp_max")
+def _clamp_one(view: GraphView, x: Any, bound: float) -> Value:
+    upper = "max" in str(view._node.target)
+    return pointwise(view, "clamp", x, params=(None, bound) if upper else (bound, None))
+
+
+@form("masked_fill")
+def _masked_fill(view: GraphView, x: Any, mask: Any, value: Any) -> Value:
+    return pointwise(view, "where", mask, value, x)
+
+
+# Reductions and contractions.
+
+
+def _dims(x: Value, dim: Any) -> tuple[int, ...]:
+    if dim is None or dim == ():
+        return tuple(range(len(x.shape)))
+    return tuple(sorted(axis(x, d) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))))
+
+
+def _summed(kind: str, view: GraphView, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+    x = tensor(x)
+    if dtype is not None:
+        x = cast(view, x, dtype)
+    return view.make(kind, x, _dims(x, dim), keepdim)
+
+
+@form("sum")
+def _sum(view: GraphView, x: Any, *args: Any, axis: Any = None, **kwargs: Any) -> Value:
+    if isinstance(x, tuple):  # builtins.sum over a list of tensors stays a chain of adds in the graph
+        raise NotCanonical("sum of a list")
+    args = (args,) if len(args) > 1 and all(type(a) is int for a in args) else args
+    return _summed("sum", view, x, *args, **(kwargs if axis is None else {"dim": axis, **kwargs}))
+
+
+@form("any")
+def _any(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return _summed("any", view, x, *args, **kwargs)
+
+
+@form("cumsum")
+def _cumsum(view: GraphView, x: Any, dim: int, dtype: Any = None) -> Value:
+    return view.make("prefix", tensor(x), axis(x, dim))
+
+
+def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], out: str) -> Value:
+    dtype = output_dtype(view)
+    return view.make("contract", tuple(cast(view, tensor(x), dtype) for x in xs), labels, out)
+
+
+@form("einsum")
+def _einsum(view: GraphView, equation: str, *operands: Any) -> Value:
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    require("." not in equation and "->" in equation, "explicit equation")
+    left, out = equation.replace(" ", "").split("->")
+    labels = tuple(left.split(","))
+    require(all(len(set(label)) == len(label) for label in labels), "no diagonal")
+    return contract(view, operands, labels, out)
+
+
+@form("matmul", "mm", "bmm", "__matmul__")
+def _matmul(view: GraphView, a: Any, b: Any) -> Value:
+    ranks = len(tensor(a).shape), len(tensor(b).shape)
+    require(min(ranks) >= 2, "matrices")
+    batch = "ijklmn"[: max(ranks) - 2]
+    left, right = batch[len(batch) - (ranks[0] - 2) :], batch[len(batch) - (ranks[1] - 2) :]
+    return contract(view, (a, b), (left + "xy", right + "yz"), batch + "xz")
+
+
+@form("linear")
+def _linear(view: GraphView, x: Any, weight: Any, bias: Any = None) -> Value:
+    batch = "ijklmn"[: len(tensor(x).shape) - 1]
+    product = contract(view, (x, weight), (batch + "y", "zy"), batch + "z")
+    return product if bias is None else pointwise(view, "add", product, cast(view, bias, product.dtype))
+
+
+@form("addmm", "baddbmm")
+def _addmm(view: GraphView, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    require(beta == 1 and alpha == 1, "no scales")
+    product = _matmul(view, a, b)
+    return pointwise(view, "add", product, cast(view, tensor(bias), product.dtype))

@@ -1,0 +1,408 @@
+"""What one element of a canonical value is: `Evaluator.element(value, indices)`.
+
+Each value kind of `canonical` has one rule here. Gathers compose indices; scatters and boolean selections become sums
+over what lands on an element, so that a sorted, a masked and a looped spelling of one layer give one expression.
+Evaluation stops (a leaf) at operators without canonical form and below the second projection, where only views,
+gathers, casts and products are looked through.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from moeblaze_ops.lowering.elements_indexing import IndexingRules
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.values import Value
+
+Indices = tuple[Expr, ...]
+
+_MAX_PROJECTIONS = 2
+_SHALLOW = frozenset((
+    "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
+    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where",
+))  # fmt: skip
+_MAX_UNROLLED = 1024
+
+
+class Unroll(Exception):
+    """The element at a symbolic index has no closed form; its binder must take every index in turn."""
+
+    def __init__(self, var: Expr):
+        self.var = var
+
+
+class Evaluator(IndexingRules):
+    """Elements of the values of one graph."""
+
+    def __init__(self) -> None:
+        self.algebra = Algebra(self._resolve_group)
+        self._memo: dict[tuple[Value, Indices, int], Expr] = {}
+        self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
+            name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
+        }
+
+    def element(self, value: Value, indices: Indices, depth: int = 0) -> Expr:
+        """The element of ``value`` at ``indices``, inside ``depth`` projections."""
+        assert len(indices) == len(value.shape), (value, indices)
+        key = (value, indices, depth)
+        found = self._memo.get(key)
+        if found is None:
+            for partial in self._accumulated(value, indices, depth):
+                self._memo[partial, indices, depth] = self._evaluate(partial, indices, depth)
+            found = self._memo[key] = self._evaluate(value, indices, depth)
+        return found
+
+    def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
+        """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
+        chain: list[Value] = []
+        while (inner := _accumulator(value)) is not None and (inner, indices, depth) not in self._memo:
+            chain.append(inner)
+            value = inner
+        return chain[::-1]
+
+    def _evaluate(self, value: Value, indices: Indices, depth: int) -> Expr:
+        kind = value.args[0] if value.op == "pointwise" else value.op
+        rule = self._rules.get(value.op)
+        integers = not value.dtype.is_floating_point
+        if rule is None or (depth >= _MAX_PROJECTIONS and not integers and kind not in _SHALLOW):
+            return self.algebra.leaf(value, indices)
+        return rule(value, indices, depth)
+
+    def _sum(self, var: Expr, body: Callable[[Expr], Expr]) -> Expr:
+        try:
+            return self.algebra.sum(var, body(var))
+        except Unroll as unroll:
+            extent = var.args[1] if var.kind == "var" else None
+            if unroll.var is not var or not isinstance(extent, int) or extent > _MAX_UNROLLED:
+                raise
+            return self.algebra.add(*(body(self.algebra.const(i)) for i in range(extent)))
+
+    # Views.
+
+    def _element_reshape(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        return self.element(x, self._reshape_indices(value.shape, x.shape, indices), depth)
+
+    def _reshape_indices(self, outer: tuple[Size, ...], inner: tuple[Size, ...], indices: Indices) -> Indices:
+        """Indices into ``inner`` of the row-major position that ``indices`` have in ``outer``."""
+        result: list[Expr] = []
+        for outer_axes, inner_axes in _common_groups(outer, inner):
+            if len(outer_axes) == 1 and len(inner_axes) == 1:
+                result.append(indices[outer_axes[0]])
+                continue
+            position, stride = [], 1
+            for a in reversed(outer_axes):
+                position.append((stride, indices[a]))
+                stride = stride * outer[a]
+            rest = self.algebra.linear(0, position)
+            group: list[Expr] = []
+            for i, a in enumerate(reversed(inner_axes)):
+                last = i == len(inner_axes) - 1
+                group.append(rest if last else self.algebra.mod(rest, inner[a]))
+                rest = rest if last else self.algebra.div(rest, inner[a])
+            result += reversed(group)
+        return tuple(result)
+
+    def _element_permute(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dims = value.args
+        inner: list[Expr] = [self.algebra.zero] * len(dims)
+        for index, dim in zip(indices, dims, strict=True):
+            inner[dim] = index
+        return self.element(x, tuple(inner), depth)
+
+    def _element_slice(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, start, step = value.args
+        index = self.algebra.linear(start, [(step, indices[dim])])
+        return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
+
+    def _element_select(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, index = value.args
+        return self.element(x, (*indices[:dim], self.algebra.const(index), *indices[dim:]), depth)
+
+    def _element_expand(self, value: Value, indices: Indices, depth: int) -> Expr:
+        return self._broadcast(value.args[0], value.shape, indices, depth)
+
+    def _broadcast(self, x: Value, shape: tuple[Size, ...], indices: Indices, depth: int) -> Expr:
+        tail = indices[len(indices) - len(x.shape) :]
+        own = tuple(self.algebra.zero if size == 1 else i for size, i in zip(x.shape, tail, strict=True))
+        return self.element(x, own, depth)
+
+    def _element_tile(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        tail = indices[len(indices) - len(x.shape) :]
+        own = tuple(self.algebra.mod(i, size) for size, i in zip(x.shape, tail, strict=True))
+        return self.element(x, own, depth)
+
+    def _element_spread(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, repeats = value.args
+        index = self.algebra.div(indices[dim], repeats)
+        return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
+
+    def _element_stack(self, value: Value, indices: Indices, depth: int) -> Expr:
+        xs, dim = value.args
+        at = indices[dim]
+        if at.kind != "const":
+            self._unroll(at)
+            return self.algebra.leaf(value, indices)
+        return self.element(xs[at.args[0]], (*indices[:dim], *indices[dim + 1 :]), depth)
+
+    def _unroll(self, index: Expr) -> None:
+        if index.kind == "var":
+            raise Unroll(index)
+
+    def _element_cat(self, value: Value, indices: Indices, depth: int) -> Expr:
+        xs, dim = value.args
+        at, start = indices[dim], 0
+        for x in xs:
+            local = self.algebra.linear(-start, [(1, at)]) if isinstance(start, int) else None
+            size = x.shape[dim]
+            if local is None or not isinstance(size, int):
+                break
+            if _lower_bound(local) >= 0 and (bound := self._upper_bound(local)) is not None and bound < size:
+                return self.element(x, (*indices[:dim], local, *indices[dim + 1 :]), depth)
+            start = start + size
+        return self.algebra.leaf(value, indices)
+
+    def _upper_bound(self, e: Expr) -> int | None:
+        constant, terms = (e.args[0], e.args[1]) if e.kind == "linear" else (0, ((1, e),))
+        total = constant if e.kind != "const" else e.args[0]
+        for coefficient, atom in terms if e.kind != "const" else ():
+            extent = self.algebra.extent(atom)
+            if not isinstance(extent, int) or not isinstance(coefficient, int) or coefficient < 0:
+                return None
+            total += coefficient * (extent - 1)
+        return total
+
+    # Numbers.
+
+    def _element_full(self, value: Value, indices: Indices, depth: int) -> Expr:
+        return self.algebra.const(value.args[0])
+
+    def _element_arange(self, value: Value, indices: Indices, depth: int) -> Expr:
+        start, step = value.args
+        return self.algebra.linear(start, [(step, indices[0])])
+
+    def _element_cast(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        e = self.element(x, indices, depth)
+        if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
+            whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
+            return e if whole or x.dtype == torch.bool or _is_count(e) else self.algebra.cast(value.dtype, e)
+        # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
+        on_path = depth < _MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free)
+        return e if on_path else self.algebra.cast(value.dtype, e)
+
+    def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
+        name, xs, params = value.args
+        args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
+        return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
+
+    # Reductions.
+
+    def _bind(self, used: Indices, sizes: list[Size], body: Callable[[Indices], Expr], tag: str = "r") -> Expr:
+        if not sizes:
+            return body(())
+        var = self.algebra.fresh(used, sizes[0], tag)
+
+        def inner(index: Expr) -> Expr:
+            return self._bind((*used, var), sizes[1:], lambda rest: body((index, *rest)), tag)
+
+        return self._sum(var, inner)
+
+    def _reduced_indices(self, value: Value, indices: Indices, bound: Indices) -> Indices:
+        x, dims, keepdim = value.args
+        kept = [i for a, i in enumerate(indices) if not (keepdim and a in dims)]
+        bound_iter, kept_iter = iter(bound), iter(kept)
+        return tuple(next(bound_iter) if a in dims else next(kept_iter) for a in range(len(x.shape)))
+
+    def _element_sum(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dims, _ = value.args
+
+        def body(bound: Indices) -> Expr:
+            return self.element(x, self._reduced_indices(value, indices, bound), depth)
+
+        return self._bind(indices, [x.shape[d] for d in dims], body)
+
+    def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dims, _ = value.args
+        if len(dims) != 1:
+            return self.algebra.leaf(value, indices)
+        var = self.algebra.fresh(indices, x.shape[dims[0]])
+        return self.algebra.any(var, self.element(x, self._reduced_indices(value, indices, (var,)), depth))
+
+    def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim = value.args
+        var = self.algebra.fresh(indices, x.shape[dim])
+        body = self.element(x, (*indices[:dim], var, *indices[dim + 1 :]), depth)
+        return self.algebra.prefix(var, body, indices[dim])
+
+    def _element_contract(self, value: Value, indices: Indices, depth: int) -> Expr:
+        xs, labels, out = value.args
+        of = dict(zip(out, indices, strict=True))
+        sizes = {letter: size for x, label in zip(xs, labels, strict=True)
+                 for letter, size in zip(label, x.shape, strict=True)}  # fmt: skip
+        bound = [letter for letter in sizes if letter not in of]
+        projects = any(_is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True))
+        inner = depth + projects
+
+        def body(vars: Indices) -> Expr:
+            index = {**of, **dict(zip(bound, vars, strict=True))}
+            return self.algebra.mul(
+                *(self.element(x, tuple(index[c] for c in label), inner) for x, label in zip(xs, labels, strict=True))
+            )
+
+        return self._bind(indices, [sizes[b] for b in bound], body, "d" if projects else "r")
+
+    def _per_token(self, label: str, of: dict[str, Expr]) -> bool:
+        return any(v.args[2] == "t" for letter in label if letter in of for v in of[letter].free)
+
+    def _element_grouped_mm(self, value: Value, indices: Indices, depth: int) -> Expr:
+        rows, weights, offsets = value.args
+        row, column = indices
+        expert = self.algebra.fresh(indices, weights.shape[0])
+        ends = self.element(offsets, (expert,), depth)
+        if ends.kind != "prefix" or ends.args[2] is not expert:
+            return self.algebra.leaf(value, indices)
+        group = self.algebra.group(*self.algebra.open(ends), row)
+        width = self.algebra.fresh(indices, rows.shape[1], "d")
+        product = self.algebra.mul(
+            self.element(rows, (row, width), depth + 1), self.element(weights, (group, width, column), depth + 1)
+        )
+        return self.algebra.sum(width, product)
+
+    def _resolve_group(self, group: Expr) -> Expr:
+        """The expert of a row that a sort by expert put in place, as the sorted key itself."""
+        row = group.args[2]
+        if row.kind != "inverse":
+            return group
+        keys = row.args[0].args[0]
+        slot = self.algebra.fresh((), keys.shape[0])
+        opened, counts = self.algebra.open(group)
+        expected = self.algebra.sum(slot, self.algebra.eq(self.element(keys, (slot,)), opened))
+        return self.element(keys, (row.args[1],)) if counts is expected else group
+
+
+def _accumulator(value: Value) -> Value | None:
+    inner = None
+    if value.op in ("put", "scatter"):
+        inner = value.args[0]
+    elif value.op == "pointwise" and value.args[0] == "add":
+        inner = value.args[1][0]
+    return inner if inner is not None and inner.shape == value.shape else None
+
+
+_EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def _is_count(e: Expr) -> bool:
+    """Built from comparisons by sums and products only: a small integer whatever its dtype."""
+    if e.kind in ("sum", "prefix"):
+        return _is_count(e.args[1])
+    return e.kind in ("eq", "any") or (e.kind == "mul" and all(map(_is_count, e.args)))
+
+
+def _lower_bound(e: Expr) -> float:
+    """A lower bound of an index expression whose atoms are non-negative."""
+    if e.kind == "const":
+        return e.args[0]
+    if e.kind == "linear":
+        known = isinstance(e.args[0], int) and all(isinstance(c, int) and c >= 0 for c, _ in e.args[1])
+        return e.args[0] if known else -math.inf
+    return 0
+
+
+def _is_weight(value: Value, *, gathered: bool) -> bool:
+    """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one."""
+    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat"):
+        gathered = gathered and value.op != "index"
+        value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
+    return value.op == "input" and not gathered
+
+
+def _common_groups(a: tuple[Size, ...], b: tuple[Size, ...]) -> list[tuple[list[int], list[int]]]:
+    """Split the axes of two shapes of equal size into the finest runs of equal size."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(a) or j < len(b):
+        left, right = [i] if i < len(a) else [], [j] if j < len(b) else []
+        i, j = i + len(left), j + len(right)
+        size_a, size_b = math.prod(a[x] for x in left), math.prod(b[x] for x in right)
+        while not same_size(size_a, size_b):
+            # Sizes of one are absorbed first, then the smaller side grows; symbolic sizes take turns.
+            if i < len(a) and (j >= len(b) or _grow_left(size_a, size_b, len(left), len(right))):
+                size_a, i = size_a * a[i], i + 1
+                left.append(i - 1)
+            elif j < len(b):
+                size_b, j = size_b * b[j], j + 1
+                right.append(j - 1)
+            else:
+                return [(list(range(len(a))), list(range(len(b))))]
+        groups.append((left, right))
+    return groups
+
+
+def _grow_left(size_a: Size, size_b: Size, len_a: int, len_b: int) -> bool:
+    if isinstance(size_a, int) and isinstance(size_b, int):
+        return size_a < size_b
+    return len_a <= len_b
+
+
+def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
+    """A pointwise function in canonical form: everything that products and sums can say is said by them."""
+    minus = algebra.const(-1)
+    a, b = args[0], args[1] if len(args) > 1 else algebra.zero
+    match name:
+        case "add" | "sub" | "rsub" | "neg":
+            scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]
+            if integers:
+                return algebra.linear(0, [(scale_a, a), (scale_b, b)])
+            return algebra.add(*(e if s == 1 else algebra.mul(minus, e) for s, e in ((scale_a, a), (scale_b, b)) if s))
+        case "mul":
+            if integers and "const" in (a.kind, b.kind):
+                number, e = (a, b) if a.kind == "const" else (b, a)
+                return algebra.linear(0, [(number.args[0], e)])
+            return algebra.mul(a, b)
+        case "and":
+            return algebra.mul(a, b)
+        case "div" if b.kind == "const" and b.args[0] != 0:
+            return algebra.mul(a, algebra.const(1 / b.args[0]))
+        case "div":
+            return algebra.mul(a, algebra.call("reciprocal", (b,)))
+        case "floordiv" if b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+            return algebra.div(a, b.args[0])
+        case "mod" if b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+            return algebra.mod(a, b.args[0])
+        case "square":
+            return algebra.mul(a, a)
+        case "silu":
+            return algebra.mul(a, algebra.call("sigmoid", (a,)))
+        case "clamp" if params == (0, None):
+            return algebra.call("relu", (a,))
+        case "eq":
+            return algebra.eq(a, b)
+        case "ne":
+            return _not(algebra, algebra.eq(a, b))
+        case "not":
+            return _not(algebra, a)
+        case "where":
+            return _where(algebra, *args)
+    return algebra.call(name, tuple(args), *params)
+
+
+def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
+    """``mask * kept + (1 - mask) * other`` where one side is zero."""
+    if other is algebra.zero:
+        return algebra.mul(mask, kept)
+    if kept is algebra.zero:
+        return algebra.mul(_not(algebra, mask), other)
+    return algebra.call("where", (mask, kept, other))
+
+
+def _not(algebra: Algebra, mask: Expr) -> Expr:
+    negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))
+    if mask.kind == "add" and len(mask.args) == 2 and algebra.one in mask.args:
+        other = mask.args[0] if mask.args[1] is algebra.one else mask.args[1]
+        positive = algebra.mul(algebra.const(-1), other)
+        return positive if algebra.const(-1) in other.args else negated
+    return negated

@@ -1,0 +1,158 @@
+"""Elements of gathers, scatters, boolean selections and sorts.
+
+What is scattered by rows ``u`` with keys ``key(u)`` reads, at index ``i``, the sum over all u with key(u) = i. Where
+the rows come from a sort or from a boolean mask that sum is turned around into one over the slots of token i.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.values import Value
+
+if TYPE_CHECKING:
+    from moeblaze_ops.lowering.elements import Indices
+
+
+class IndexingRules:
+    """Rules of the value kinds of `canonical_indexing`; mixed into `elements.Evaluator`."""
+
+    algebra: Algebra
+    element: Callable[..., Expr]
+    _broadcast: Callable[..., Expr]
+
+    def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, tensors, first = value.args
+        rank = max(len(t.shape) for t in tensors if t is not None)
+        gathered = indices[first : first + rank]
+        shape = value.shape[first : first + rank]
+        rest = iter((*indices[:first], *indices[first + rank :]))
+        own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
+        return self.element(x, own, depth)
+
+    def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, dim, index = value.args
+        return self.element(x, (*indices[:dim], self.element(index, indices, depth), *indices[dim + 1 :]), depth)
+
+    def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        mask, dim = value.args
+        return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+
+    def _element_inverse(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        return self.algebra.inverse(value.args[0], indices[0])
+
+    def _element_put(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, tensors, _, values, accumulate = value.args
+        keyed = [i for i, t in enumerate(tensors) if t is not None]
+        if any(len(tensors[i].shape) != 1 for i in keyed) or keyed != list(range(len(keyed))):
+            return self.algebra.leaf(value, indices)
+        rows = tensors[0].shape[0]
+        row = self.algebra.fresh(indices, rows)
+        keys = [self.element(tensors[i], (row,), depth) for i in keyed]
+        rest = indices[len(keyed) :]
+        body = self._broadcast(values, (rows, *value.shape[len(keyed) :]), (row, *rest), depth)
+        base = self.element(x, indices, depth)
+        landed = self._land(row, keys, indices[: len(keyed)], value.shape, body, depth)
+        if accumulate:
+            return self.algebra.add(base, landed.total(self.algebra))
+        return landed.replaces(self.algebra, base) or self.algebra.leaf(value, indices)
+
+    def _element_scatter(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, dim, index, source, accumulate = value.args
+        row = self.algebra.fresh(indices, index.shape[dim])
+        at = (*indices[:dim], row, *indices[dim + 1 :])
+        key, body = self.element(index, at, depth), self.element(source, at, depth)
+        base = self.element(x, indices, depth)
+        landed = self._land(row, [key], (indices[dim],), value.shape[dim:], body, depth)
+        if accumulate:
+            return self.algebra.add(base, landed.total(self.algebra))
+        return landed.replaces(self.algebra, base) or self.algebra.leaf(value, indices)
+
+    def _land(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> "_Landed":
+        """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
+        if keys[0].kind == "nonzero" and all(k.kind == "nonzero" and k.args[0] is keys[0].args[0] for k in keys):
+            landed = self._land_true_elements(row, keys, at, body, depth)
+        else:
+            landed = self._land_sorted(row, keys[0], at[0], sizes[0], body) if len(keys) == 1 else None
+        if landed is not None and row not in landed.body.free:
+            return landed
+        hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
+        unique = keys[0] if len(keys) == 1 else None
+        return _Landed([row] if row.kind == "var" else [], hits, body, unique)
+
+    def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
+        """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
+        mask = keys[0].args[0]
+        given = {key.args[1]: i for key, i in zip(keys, at, strict=True)}
+        coordinates: list[Expr] = []
+        free: list[Expr] = []
+        for dim, extent in enumerate(mask.shape):
+            index = given.get(dim)
+            if index is None:
+                index = self.algebra.fresh((row, *at, *free), extent)
+                free += [index] if index.kind == "var" else []
+            coordinates.append(index)
+        replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
+        hits = self.element(mask, tuple(coordinates), depth)
+        unique = next((e for e in subexpressions(hits, lambda e: e.kind == "leaf")), None) if hits.kind == "eq" else None
+        return _Landed(free, hits, self.algebra.substitute(body, replace), unique)
+
+    def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr) -> "_Landed | None":
+        """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
+        size, slot = 1, key
+        if key.kind in ("div", "mod"):
+            slot, size = key.args
+        permuted = slot.kind == "leaf" and slot.args[0].is_permutation and slot.args[1] == (row,)
+        if row.kind != "var" or not (permuted or slot is row):
+            return None
+        fresh, free = self.algebra.zero, []
+        per_token = _ratio(row.args[1], size) if key.kind == "mod" else size
+        if per_token is None or not same_size(count * per_token, row.args[1]):
+            return None  # some index would get no row, or fewer
+        if per_token != 1:
+            fresh = self.algebra.fresh((row, at), per_token)
+            free = [fresh]
+        terms = [(size, fresh), (1, at)] if key.kind == "mod" else [(size, at), (1, fresh)]
+        position = self.algebra.linear(0, terms)
+        source = self.algebra.inverse(slot.args[0], position) if permuted else position
+        return _Landed(free, self.algebra.one, self.algebra.substitute(body, {row: source}), None)
+
+
+class _Landed:
+    """Rows that land on one index: ``sum over free of hits * body``."""
+
+    def __init__(self, free: list[Expr], hits: Expr, body: Expr, unique: Expr | None):
+        self.free, self.hits, self.body, self.unique = free, hits, body, unique
+
+    def _summed(self, algebra: Algebra, body: Expr) -> Expr:
+        for var in reversed(self.free):
+            body = algebra.sum(var, body)
+        return body
+
+    def total(self, algebra: Algebra) -> Expr:
+        return self._summed(algebra, algebra.mul(self.hits, self.body))
+
+    def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
+        """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
+        if self.free and (self.unique is None or len(self.free) > 1):
+            return None
+        if not self.free and self.hits is algebra.one and base is algebra.zero:
+            return self.body
+        once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
+        added = list(self.body.args if self.body.kind == "add" else (self.body,))
+        for term in () if base is algebra.zero else base.args if base.kind == "add" else (base,):
+            if term not in added:
+                return None
+            added.remove(term)
+        return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
+
+
+def _ratio(total: Size, part: Size) -> int | None:
+    if isinstance(total, int) and isinstance(part, int):
+        return total // part if total % part == 0 else None
+    for candidate in range(1, 65):
+        if same_size(total, candidate * part):
+            return candidate
+    return None

@@ -1,0 +1,231 @@
+"""The private parts of torch.compile that the project stands on, and what differs in them from torch 2.11 to 2.15.
+
+No other file imports ``torch._dynamo`` or ``torch._inductor``. Inductor itself takes seconds to import, so functions
+here import it when they are called: a process that only switches rewriting on has not paid for it yet.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo import convert_frame
+from torch._dynamo.backends import registry
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
+from torch._dynamo.utils import counters
+
+__all__ = [
+    "counters",
+    "dynamo_config",
+    "inductor_config",
+]
+
+FUSION_OPTIONS = "pre_grad_fusion_options"
+
+_frame_watchers: list[list[CodeType]] = []
+
+
+def register_pre_grad_pass(name: str, apply: Callable[[fx.GraphModule], int]) -> None:
+    """Make ``apply`` the pass that Inductor runs on pre-grad graphs for ``pre_grad_fusion_options[name]``.
+
+    Unlike ``pre_grad_custom_pass`` this is not a slot: a user's own pass, set globally or by ``options=``, stays.
+    """
+    from torch._inductor.fx_passes.split_cat import PRE_GRAD_PATTERNS
+    from torch._inductor.pattern_matcher import PatternMatcherPass
+
+    class GraphPass(PatternMatcherPass):
+        def apply(self, gm: fx.Graph | fx.GraphModule) -> int:
+            return apply(gm if isinstance(gm, fx.GraphModule) else gm.owning_module)
+
+    PRE_GRAD_PATTERNS[name] = GraphPass(pass_name=name)
+
+
+def set_fusion_option(name: str, option: dict | None) -> None:
+    """Set, or with None remove, ``pre_grad_fusion_options[name]``; from torch 2.13 on for the calling thread only."""
+    options = {key: value for key, value in inductor_config.pre_grad_fusion_options.items() if key != name}
+    if option is not None:
+        options[name] = option
+    if options != inductor_config.pre_grad_fusion_options:
+        inductor_config.pre_grad_fusion_options = options
+
+
+def stamp_cache_key(name: str, value: str) -> None:
+    """Make ``value`` part of the FX and AOTAutograd cache keys of what the calling thread compiles from now on.
+
+    This configuration exists to put a version of ops that Inductor knows nothing about into the key, and it is not
+    something that ``torch.compile(options=...)`` is used to replace, unlike ``pre_grad_fusion_options``.
+    """
+    stamps = inductor_config.unsafe_marked_cacheable_functions
+    if stamps.get(name) != value:
+        inductor_config.unsafe_marked_cacheable_functions = {**stamps, name: value}
+
+
+def why_passes_do_not_run(name: str, patches: Mapping[str, Any]) -> str | None:
+    """The setting that keeps the pre-grad pass ``name`` from running in a compile with these ``options``, or None."""
+    from torch._inductor.fx_passes.split_cat import PRE_GRAD_PATTERNS
+
+    def setting(key: str) -> Any:
+        return patches[key] if key in patches else getattr(inductor_config, key)
+
+    if not setting("use_pre_grad_passes"):
+        return "torch._inductor.config.use_pre_grad_passes is off (lite mode, or TORCHINDUCTOR_LITE_MODE=1)"
+    if not setting("pattern_matcher"):
+        return "torch._inductor.config.pattern_matcher is off"
+    if name not in setting(FUSION_OPTIONS):
+        return f"torch._inductor.config.{FUSION_OPTIONS} was replaced by one without {name!r}"
+    # torch 2.15 skips an unregistered name in silence, earlier versions raise.
+    if name not in PRE_GRAD_PATTERNS:
+        return f"PRE_GRAD_PATTERNS has lost its entry {name!r}"
+    return None
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A Python frame that Dynamo is about to compile."""
+
+    code: CodeType
+    backend: Callable
+    export: bool
+
+    @property
+    def where(self) -> str:
+        return f"{self.code.co_name} ({self.code.co_filename}:{self.code.co_firstlineno})"
+
+
+def install_frame_hook(hook: Callable[[Callable[[], Any], Frame], Any]) -> None:
+    """Let ``hook(compile_frame, frame)`` compile every frame from now on, by calling ``compile_frame()``.
+
+    ``torch.compile`` has no public hook that runs before a frame is traced and knows its backend: a backend is called
+    with finished graphs, attributes of a backend given by name are not looked at, and ``torch._dynamo.reset`` clears
+    the compile callbacks. ``compile_frame`` has kept its signature from torch 2.11 to 2.15.
+    """
+    original = convert_frame.compile_frame
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compile_frame(*args, **kwargs):
+        arguments = signature.bind(*args, **kwargs).arguments
+        backend = innermost_backend(arguments["compiler_fn"])
+        code = arguments["code"]
+        for seen in _frame_watchers:
+            if not _debug_get_cache_entry_list(code):
+                seen.append(code)
+        frame = Frame(code, backend, arguments.get("export", False))
+        return hook(functools.partial(original, *args, **kwargs), frame)
+
+    convert_frame.compile_frame = compile_frame
+
+
+@contextlib.contextmanager
+def forgetting_frames() -> Iterator[None]:
+    """A context after which Dynamo knows nothing about the frames that it saw inside for the first time."""
+    seen: list[CodeType] = []
+    _frame_watchers.append(seen)
+    try:
+        yield
+    finally:
+        _frame_watchers.remove(seen)
+        for code in seen:
+            reset_code(code)
+
+
+@contextlib.contextmanager
+def counting_breaks() -> Iterator[list[str]]:
+    """A context that collects the reasons of graph breaks, and leaves Dynamo's counters as they were."""
+    reasons: list[str] = []
+    before = copy.deepcopy(counters)
+    counters.clear()
+    try:
+        yield reasons
+    finally:
+        reasons.extend(counters["graph_break"])
+        counters.clear()
+        counters.update(before)
+
+
+def captures_dynamic_shapes() -> bool:
+    """Whether Dynamo puts ops whose output shape depends on data (``nonzero``, ``where(mask)``) into graphs."""
+    return dynamo_config.capture_dynamic_output_shape_ops
+
+
+def capturing_dynamic_shapes():
+    """A context in which frames are traced with such ops in the graph."""
+    return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
+
+
+def register_backend(backend: Callable, name: str) -> None:
+    """Register ``backend`` by name, unless its entry point is known: then ``lookup_backend`` registers what it loads."""
+    if name not in registry._BACKENDS:
+        registry.register_backend(backend, name=name)
+
+
+def compiler_of(backend: Callable) -> Callable:
+    """The function behind what ``torch.compile`` makes of its ``backend`` argument."""
+    return getattr(backend, "compiler_fn", backend)
+
+
+def inductor_patches(backend: Callable) -> dict[str, Any] | None:
+    """The ``options`` and ``mode`` of an Inductor backend as configuration patches; None for another backend."""
+    if type(backend) is torch._TorchCompileInductorWrapper:
+        return backend.config
+    return {} if backend is registry._COMPILER_FNS.get("inductor") else None
+
+
+def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords) -> Callable:
+    """Inductor as ``torch.compile(mode=mode, options=options)`` would make it; ``config`` holds its patches."""
+    return torch._TorchCompileInductorWrapper(mode, options, None, **keywords)
+
+
+def inductor_is_loaded() -> bool:
+    """Whether Inductor's lowerings are imported, as they are from the first graph that it compiles."""
+    return "torch._inductor.lowering" in sys.modules
+
+
+def register_lowering(op: torch._ops.OpOverload, lower: Callable) -> None:
+    """Let ``lower`` turn calls of ``op`` into Inductor IR, with its arguments as they are."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def fallback(op: torch._ops.OpOverload) -> Callable:
+    """The lowering that calls ``op`` itself from the generated code."""
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(op, add_to_fallback_set=False)
+
+
+def current_node() -> fx.Node:
+    """The node of the graph that is being lowered."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.current_node
+
+
+def trace(function: Callable, fakes: list) -> fx.GraphModule:
+    """``function`` as a graph of ATen ops and kernel launches, traced on these fake tensors and symbolic sizes."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Without the table Inductor finds ops that have "both a fallback and a decomp".
+    with V.fake_mode:
+        return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+
+
+def inline(graph: fx.GraphModule, inputs: list, name: str) -> Any:
+    """The outputs of ``graph`` on Inductor values, lowered node by node into the graph being compiled."""
+    from torch._inductor import ir
+    from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+
+    boxes = [ir.TensorBox.create(value) if isinstance(value, ir.StorageBox) else value for value in inputs]
+    return inline_subgraph_to_ir_nodes(graph, boxes, name)

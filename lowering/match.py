@@ -1,0 +1,388 @@
+"""Which layers of a graph are Mixtures-of-Experts: every proof obligation, in order.
+
+A candidate is a node that may be the last step of a sum over experts. Its element is expanded by `elements`, read as a
+sum of expert terms by `patterns_experts` and `patterns_routing`, and the operands that the terms speak of are looked up
+in the graph by `operands` and `layouts`. Nothing here changes the graph.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+import moeblaze_ops.lowering.canonical_indexing  # noqa: F401  (fills the table)
+from moeblaze_ops.lowering.canonical import TABLE
+from moeblaze_ops.lowering.elements import Evaluator, Unroll
+from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
+from moeblaze_ops.lowering.layouts import WeightView, weight_views
+from moeblaze_ops.lowering.operands import Finder, Operand
+from moeblaze_ops.lowering.patterns_activation import Formulas
+from moeblaze_ops.lowering.patterns_experts import ExpertTerm, is_expert_term, read_expert
+from moeblaze_ops.lowering.patterns_routing import Routing, read_compared, read_indexed, weight_indices
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.regions import Region, prove_region
+from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name, target_name
+
+_COMBINES = frozenset((
+    "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
+    "index_copy", "copy",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MoEMatch:
+    """A proven layer: its operands as nodes and views, ready to be rewritten."""
+
+    root: fx.Node
+    region: Region
+    x: Operand
+    experts: Operand
+    weights: Operand | None
+    weights_on_input: bool
+    w_up: tuple[WeightView, ...]
+    b_up: tuple[WeightView, ...]
+    w_down: WeightView
+    b_down: WeightView | None
+    activation: str
+    spelling: str
+    T: Size
+    K: int
+    E: int
+    D: int
+    F: int
+    dtype: torch.dtype
+
+    @property
+    def stacked_copy(self) -> bool:
+        """Whether expert weights are separate parameters that have to be stacked."""
+        return any(view.stacked for view in (*self.w_up, self.w_down))
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A candidate that is left alone."""
+
+    root: fx.Node
+    node: fx.Node
+    reason: Reason
+    detail: str
+    ids: frozenset[Value] = field(default_factory=frozenset)
+
+
+class Matcher:
+    """Finds the layers of one graph."""
+
+    def __init__(self, graph: fx.Graph):
+        self.view = GraphView(graph, TABLE)
+        self._evaluator = Evaluator()
+        self._algebra = self._evaluator.algebra
+        self._formulas = Formulas(self._algebra)
+
+    def matches(self) -> list[MoEMatch | Decline]:
+        """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
+        found: list[MoEMatch] = []
+        declined: list[Decline] = []
+        taken: set[fx.Node] = set()
+        for node in reversed(list(self.view.graph.nodes)):
+            if node in taken or not _may_combine(node):
+                continue
+            result = self.match(node)
+            if isinstance(result, MoEMatch):
+                found.append(result)
+                taken.update(result.region.nodes)
+            elif isinstance(result, Decline):
+                declined.append(result)
+        results = [*found, *_furthest(declined, taken)]
+        return sorted(results, key=lambda r: self.view.position[r.root])
+
+    def match(self, root: fx.Node) -> MoEMatch | Decline | None:
+        """The layer whose output ``root`` completes; None when it does not look like one."""
+        target = self.view.writes.get(root, root)
+        value = self.view.value_at(target, self.view.position[root])
+        if not isinstance(value, Value) or len(value.shape) < 2 or not value.dtype.is_floating_point:
+            return None
+        tokens = tuple(
+            self._algebra.zero if size == 1 else self._algebra.var(i, size, "t") for i, size in enumerate(value.shape[:-1])
+        )
+        feature = self._algebra.var(len(tokens), value.shape[-1], "d")
+        try:
+            element = self._evaluator.element(value, (*tokens, feature))
+        except Unroll:
+            return None
+        terms = element.args if element.kind == "add" else (element,)
+        experts = [t for t in terms if is_expert_term(t, feature) and _is_routed(t)]
+        if not experts:
+            return None
+        ids = frozenset(leaf.args[0] for term in experts for leaf in _routed_by(term))
+        try:
+            prove(len(experts) == len(terms), Reason.OTHER_TERMS)
+            return self._prove(root, value, tokens, feature, experts)
+        except Declined as declined:
+            return Decline(root, declined.node or root, declined.reason, declined.detail, ids)
+
+    def _prove(
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr]
+    ) -> MoEMatch:
+        experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
+        routings = [self._routing(expert, feature) for expert in experts]
+        finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
+        ids, weights, top_k = _find_routing(self._algebra, finder, routings)
+        x = _find_x(finder, experts)
+        prove(len({(e.activation, bool(e.scale), len(e.up)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
+        lead = experts[0]
+        order = _expert_order(routings)
+        _prove_shared_weights(self._algebra, routings, experts)
+        chosen = [experts[i] for i in order]
+        indices = [_weight_index(routing, expert) for routing, expert in ((routings[i], experts[i]) for i in order)]
+        num_experts = _extent(routings[order[0]].expert, len(order))
+
+        def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
+            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
+
+        w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
+        num_experts = E
+        (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
+        b_up: tuple[WeightView, ...] = ()
+        if _all_or_none([u.bias for e in chosen for u in e.up]):
+            b_up, _ = views([[u.bias for u in e.up] for e in chosen], [(e.width,) for e in chosen], True)
+        b_down = None
+        if _all_or_none([e.down.bias for e in chosen]):
+            (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
+        on_input = bool(lead.scale)
+        dense = routings[0].expert is not None
+        prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
+        self._prove_distinct(routings)
+        dtype = w_down.dtype
+        same = all(view.dtype == dtype for view in (*w_up, *b_up, *([b_down] if b_down else [])))
+        prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
+        weights = _usable_weights(weights, dtype)
+        D = value.shape[-1]
+        prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
+        views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []))
+        position = self.view.position[root]
+        for stored in (v for view in views_used for v in view.values):
+            prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
+        operands = {x.node, ids.node, *(n for view in views_used for n in view.nodes), *([weights.node] if weights else [])}
+        region = prove_region(self.view, root, frozenset(operands), dtype)
+        return MoEMatch(
+            root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
+            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down, activation=lead.activation,
+            spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
+            F=lead.width.args[1], dtype=dtype,
+        )  # fmt: skip
+
+    def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
+        weights = [p.weight for p in (*expert.up, expert.down)] + [
+            p.bias for p in (*expert.up, expert.down) if p.bias is not None
+        ]
+        features = (expert.width, expert.feature_in, feature)
+        indices = weight_indices(weights, features)
+        prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
+        index = next(iter(indices), None)
+        factors = (*expert.routing, *expert.scale)
+        prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
+        if index is None or index in expert.binders:
+            return read_compared(self._algebra, index, expert.binders, factors)
+        permuted = index.kind == "group" or any(True for _ in subexpressions(index, _is_permuted))
+        prove(not permuted, Reason.SAME_PERMUTATION, "groups of rows do not follow the sorted expert ids")
+        return read_indexed(self._algebra, index, expert.binders, factors)
+
+    def _prove_distinct(self, routings: Sequence[Routing]) -> None:
+        """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
+        for ids in {ids for routing in routings for ids in routing.distinct}:
+            proven = ids.kind == "leaf" and ids.args[0].op == "output" and target_name(ids.args[0].args[0]) == "topk"
+            proven = proven and ids.args[0].args[1] == 1 and _last_axis(ids.args[0].args[0])
+            slots = [v for index in ids.args[1][:-1] for v in index.free if v.args[2] == "r"] if proven else []
+            prove(proven and not slots, Reason.DISTINCT_EXPERTS)
+
+
+def _last_axis(topk: fx.Node) -> bool:
+    dim = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
+    return dim in (-1, len(fake_of(topk)[1].shape) - 1)
+
+
+def _may_combine(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return (inplace_name(node) or target_name(node)) in _COMBINES
+
+
+def _is_permuted(e: Expr) -> bool:
+    return e.kind in ("inverse", "group") or (e.kind == "leaf" and e.args[0].is_permutation)
+
+
+def _routed_by(term: Expr) -> Iterator[Expr]:
+    """Integer leaves that a term compares with an expert or indexes weights by."""
+    for e in subexpressions(term, lambda e: e.kind == "leaf" and not e.args[0].dtype.is_floating_point):
+        yield e
+    for e in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].dtype.is_floating_point):
+        for index in e.args[1]:
+            yield from subexpressions(index, lambda i: i.kind == "leaf")
+
+
+def _is_routed(term: Expr) -> bool:
+    """Whether ids choose: a comparison, a group of sorted rows, or a stack of matrices indexed by data."""
+    return next(iter(subexpressions(term, _chooses)), None) is not None
+
+
+def _chooses(e: Expr) -> bool:
+    if e.kind == "leaf" and e.args[0].dtype.is_floating_point and len(e.args[1]) >= 3:
+        return any(index.kind == "leaf" for index in e.args[1])
+    return e.kind in ("eq", "any", "group")
+
+
+def _find_routing(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[Operand, Operand | None, int]:
+    """The nodes of ids and weights, and K."""
+    slots = {routing.slot is not None for routing in routings}
+    prove(len(slots) == 1, Reason.SLOT_WEIGHTS, "some experts see one slot, some all")
+    if True in slots:
+        return _find_summed(algebra, finder, routings)
+    return _find_per_slot(algebra, finder, routings)
+
+
+def _find_summed(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[Operand, Operand | None, int]:
+    results = set()
+    for ids, slot, weights in {(r.ids, r.slot, r.weights) for r in routings}:
+        top_k = slot.args[1]
+        prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
+        found_ids = finder.find((ids,), (slot,), top_k)
+        prove(found_ids is not None, *_unaligned(ids, "expert ids"))
+        product = algebra.mul(*weights)
+        found_weights = None
+        if product is not algebra.one:
+            found_weights = finder.find((product,), (slot,), top_k)
+            prove(found_weights is not None, *_unaligned(product, "routing weights"))
+        results.add((found_ids, found_weights, top_k))
+    prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
+    return results.pop()
+
+
+def _find_per_slot(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[Operand, Operand | None, int]:
+    weights_of: dict[Expr, Expr] = {}
+    for routing in routings:
+        product = algebra.mul(*routing.weights)
+        known = weights_of.setdefault(routing.ids, product)
+        prove(known is product, Reason.SLOT_WEIGHTS, "experts are weighted differently")
+    top_k = len(weights_of)
+    columns = tuple(algebra.const(k) for k in range(top_k))
+    for ids in _orders(list(weights_of)):
+        found_ids = finder.find(ids, columns, top_k)
+        if found_ids is None:
+            continue
+        products = tuple(weights_of[e] for e in ids)
+        if all(p is algebra.one for p in products):
+            return found_ids, None, top_k
+        found_weights = finder.find(products, columns, top_k)
+        prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
+        return found_ids, found_weights, top_k
+    raise Declined(*_unaligned(next(iter(weights_of)), "expert ids"))
+
+
+def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:
+    """Slots in the order of the graph, of the ids' constants, and reversed."""
+    by_constant = sorted(ids, key=lambda e: [i.args[0] for i in e.args[1] if i.kind == "const"] if e.kind == "leaf" else [])
+    return list(dict.fromkeys((tuple(ids), tuple(by_constant), tuple(by_constant[::-1]))))
+
+
+def _unaligned(e: Expr, what: str) -> tuple[Reason, str]:
+    if any(True for _ in subexpressions(e, _is_permuted)):
+        return Reason.SAME_PERMUTATION, f"{what} are still permuted"
+    return Reason.SLOT_WEIGHTS, f"no tensor [T, K] holds the {what}"
+
+
+def _find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
+    found = set()
+    for x, feature in {(e.x, e.feature_in) for e in experts}:
+        operand = finder.find((x,), (feature,), feature.args[1], depth=2)
+        reason, detail = _unaligned(x, "tokens")
+        prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)
+        found.add(operand)
+    prove(len(found) == 1, Reason.DIFFERENT_INPUTS)
+    return found.pop()
+
+
+def _expert_order(routings: Sequence[Routing]) -> list[int]:
+    """Indices of the terms that stand for experts 0 to E-1, once every slot is proven to have each of them once."""
+    lead = routings[0].expert
+    if lead is None or lead.kind == "var":
+        prove(len({r.ids for r in routings}) == len(routings), Reason.EXPERT_COVERAGE, "a slot is used twice")
+        prove(lead is None or len(routings) == 1, Reason.EXPERT_COVERAGE, "several sums over all experts")
+        return [0]
+    by_slot: dict[Expr, dict[int, int]] = {}
+    for i, routing in enumerate(routings):
+        prove(routing.expert is not None and routing.expert.kind == "const", Reason.EXPERT_COVERAGE, "mixed forms")
+        own = by_slot.setdefault(routing.ids, {})
+        number = routing.expert.args[0]
+        prove(number not in own, Reason.EXPERT_COVERAGE, f"expert {number} is used twice")
+        own[number] = i
+    first = next(iter(by_slot.values()))
+    for own in by_slot.values():
+        prove(sorted(own) == list(range(len(first))), Reason.EXPERT_COVERAGE, f"experts {sorted(own)}")
+    return [first[e] for e in range(len(first))]
+
+
+def _prove_shared_weights(algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:
+    """Slots written out one by one reach the same weights."""
+    weights_of: dict[Expr | None, tuple] = {}
+    for routing, expert in zip(routings, experts, strict=True):
+        leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
+        if routing.expert is None:
+            any_expert = algebra.var(-5, 0, "r")
+            leaves = [algebra.substitute(leaf, {routing.ids: any_expert}) for leaf in leaves]
+        own = (*leaves, expert.activation)
+        prove(weights_of.setdefault(routing.expert, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
+
+
+def _weight_index(routing: Routing, expert: ExpertTerm) -> Expr | None:
+    if routing.expert is None:
+        return routing.ids
+    return routing.expert if routing.expert.kind == "var" else None
+
+
+def _extent(expert: Expr | None, count: int) -> int | None:
+    if expert is None:
+        return None
+    if expert.kind == "var":
+        prove(isinstance(expert.args[1], int), Reason.EXPERT_COVERAGE, "a symbolic number of experts")
+        return expert.args[1]
+    return count
+
+
+def _all_or_none(biases: list[Expr | None]) -> bool:
+    present = [b is not None for b in biases]
+    prove(all(present) or not any(present), Reason.WEIGHT_LAYOUT, "some experts have a bias")
+    return all(present)
+
+
+def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | None:
+    if weights is None:
+        return None
+    prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
+    usable = weights.dtype in (dtype, torch.float32)
+    return weights if usable else Operand(weights.node, torch.float32 if dtype.itemsize < 4 else dtype)
+
+
+def _spelling(region: Region, routing: Routing) -> str:
+    names = {target_name(node) for node in region.nodes}
+    if names & {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}:
+        return "sorted grouped_mm"
+    fakes = (fake_of(node) for node in region.nodes)
+    if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
+        return "loop over experts"
+    if routing.expert is None:
+        return "gathered weights"
+    return "dense batched" if routing.expert.kind == "var" else "masked experts"
+
+
+def _furthest(declined: Sequence[Decline], taken: set[fx.Node]) -> list[Decline]:
+    best: dict[frozenset[Value], Decline] = {}
+    for decline in declined:
+        if decline.root in taken:
+            continue
+        known = best.get(decline.ids)
+        if known is None or decline.reason.rank > known.reason.rank:
+            best[decline.ids] = decline
+    return list(best.values())

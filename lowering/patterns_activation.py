@@ -1,0 +1,96 @@
+"""Which fused activation an expression between the two projections is."""
+
+import math
+from collections.abc import Iterator
+from itertools import permutations
+
+from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moeblaze_ops.lowering.elements import apply_pointwise
+from moeblaze_ops.lowering.expressions import Algebra, Expr
+
+
+class Formulas:
+    """The fused activations as expressions of one algebra, in every form people write."""
+
+    def __init__(self, algebra: Algebra):
+        self._algebra = algebra
+        self.gate = algebra.var(-2, 0, "r")
+        self.up = algebra.var(-3, 0, "r")
+        self._named = {e: name for name, forms in self._all() for e in forms}
+
+    def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
+        """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one."""
+        for order in permutations(halves):
+            symbols = dict(zip(order, (self.gate, self.up), strict=False))
+            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols)))
+            if name is not None:
+                return name, order
+        return None
+
+    def _rounded(self, e: Expr) -> Expr:
+        """Constants rounded, so that 1 / sqrt(2) written in two ways is one number."""
+        return _map_constants(self._algebra, e)
+
+    def _all(self) -> Iterator[tuple[str, list[Expr]]]:
+        g, u = self.gate, self.up
+        for gated, ungated, forms in (
+            ("swiglu", "silu", self._silu(g)),
+            ("geglu", "gelu", self._gelu(g)),
+            ("geglu_tanh", "gelu_tanh", self._gelu_tanh(g)),
+            ("reglu", "relu", [self._call("relu", g)]),
+        ):
+            yield ungated, [self._rounded(e) for e in forms]
+            yield gated, [self._rounded(self._algebra.mul(e, u)) for e in forms]
+        yield "relu2", [self._call("square", self._call("relu", g))]
+        yield "swiglu_clamped", [self._rounded(self._clamped(g, u))]
+
+    def _call(self, name: str, *args: Expr, params: tuple = ()) -> Expr:
+        return apply_pointwise(self._algebra, name, list(args), params, integers=False)
+
+    def _scaled(self, number: float, e: Expr) -> Expr:
+        return self._algebra.mul(self._algebra.const(number), e)
+
+    def _silu(self, g: Expr) -> list[Expr]:
+        exponential = self._call("exp", self._scaled(-1, g))
+        by_hand = self._call("div", g, self._algebra.add(self._algebra.one, exponential))
+        return [self._call("silu", g), by_hand]
+
+    def _gelu(self, g: Expr) -> list[Expr]:
+        by_hand = self._algebra.add(self._algebra.one, self._call("erf", self._scaled(1 / math.sqrt(2), g)))
+        return [self._call("gelu", g), self._algebra.mul(self._algebra.const(0.5), g, by_hand)]
+
+    def _gelu_tanh(self, g: Expr) -> list[Expr]:
+        cube = self._scaled(0.044715, self._algebra.mul(g, g, g))
+        cube_pow = self._scaled(0.044715, self._call("pow", g, params=(3,)))
+        scale = self._algebra.const(math.sqrt(2 / math.pi))
+
+        def by_hand(cubed: Expr) -> Expr:
+            inner = self._algebra.mul(scale, self._algebra.add(g, cubed))
+            outer = self._algebra.add(self._algebra.one, self._call("tanh", inner))
+            return self._algebra.mul(self._algebra.const(0.5), g, outer)
+
+        return [self._call("gelu_tanh", g), by_hand(cube), by_hand(cube_pow)]
+
+    def _clamped(self, g: Expr, u: Expr) -> Expr:
+        g = self._call("clamp", g, params=(None, CLAMP_LIMIT))
+        u = self._call("clamp", u, params=(-CLAMP_LIMIT, CLAMP_LIMIT))
+        gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
+        return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
+
+
+def _map_constants(algebra: Algebra, e: Expr) -> Expr:
+    constants: dict[Expr, Expr] = {}
+    stack: list[Expr] = [e]
+    seen: set[Expr] = set()
+    while stack:
+        top = stack.pop()
+        if top in seen:
+            continue
+        seen.add(top)
+        if top.kind == "const" and isinstance(top.args[0], float):
+            constants[top] = algebra.const(float(f"{top.args[0]:.5g}"))
+        elif top.kind in ("add", "mul"):
+            stack.extend(top.args)
+        elif top.kind == "call":
+            stack.extend(top.args[1])
+    return algebra.substitute(e, constants) if constants else e

@@ -1,0 +1,219 @@
+"""From one term of the combining sum to an expert: up projection, activation, down projection.
+
+A term is a product. Its one factor that depends on the feature of the output is the expert, everything else decides
+how much of it a token gets and is left to `patterns_routing`.
+"""
+
+from dataclasses import dataclass
+
+from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.patterns_activation import Formulas
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``weight`` (and ``bias``) as elements: leaves, or casts of leaves, indexed by expert and feature variables."""
+
+    weight: Expr
+    bias: Expr | None
+
+
+@dataclass(frozen=True)
+class ExpertTerm:
+    """One expert's part of the sum, with the variables its weights are indexed by."""
+
+    binders: tuple[Expr, ...]
+    routing: tuple[Expr, ...]
+    x: Expr
+    scale: tuple[Expr, ...]
+    up: tuple[Projection, ...]
+    down: Projection
+    activation: str
+    width: Expr  # the variable of F
+    feature_in: Expr  # the variable of D inside the up projection
+
+
+def _factors(e: Expr) -> tuple[Expr, ...]:
+    return e.args if e.kind == "mul" else (e,)
+
+
+def _terms(e: Expr) -> tuple[Expr, ...]:
+    return e.args if e.kind == "add" else (e,)
+
+
+def is_expert_term(e: Expr, feature: Expr) -> bool:
+    """A cheap look: somewhere in ``e`` a projection onto ``feature`` takes an activated projection."""
+    for down in subexpressions(e, lambda s: s.kind == "sum" and s.args[0].args[2] == "d" and feature in s.free):
+        if down.args[1].has_dot:
+            return True
+    return False
+
+
+def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr) -> ExpertTerm:
+    binders: list[Expr] = []
+    routing: list[Expr] = []
+    core = term
+    while True:
+        outputs = [f for f in _factors(core) if feature in f.free]
+        routing += [f for f in _factors(core) if feature not in f.free]
+        prove(len(outputs) == 1, Reason.NOT_TWO_PROJECTIONS, "the output is a product of several feature vectors")
+        core = outputs[0]
+        if core.kind == "sum" and core.args[0].args[2] == "r":
+            var, core = algebra.open(core)
+            binders.append(var)
+            continue
+        break
+    down_sum, down_bias = _projection(core, feature)
+    width, body = algebra.open(down_sum)
+    weights = [f for f in _factors(body) if feature in f.free]
+    prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
+    hidden = algebra.mul(*(f for f in _factors(body) if feature not in f.free))
+    read = _read_hidden(algebra, formulas, hidden, tuple(routing), width)
+    down = Projection(weights[0], down_bias)
+    return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
+
+
+def _projection(e: Expr, output: Expr) -> tuple[Expr, Expr | None]:
+    """``sum over d of ... [+ bias]``."""
+    sums = [t for t in _terms(e) if t.kind == "sum" and t.args[0].args[2] == "d"]
+    others = [t for t in _terms(e) if t not in sums]
+    prove(len(sums) == 1, Reason.NOT_TWO_PROJECTIONS, _describe(e))
+    prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
+    return sums[0], others[0] if others else None
+
+
+def _is_weight_element(e: Expr) -> bool:
+    while e.kind == "cast":
+        e = e.args[1]
+    return e.kind == "leaf"
+
+
+def _describe(e: Expr) -> str:
+    while e.kind in ("cast", "mul", "call", "add"):
+        if e.kind == "call":
+            return f"'{e.args[0]}' where a projection is expected"
+        e = e.args[1] if e.kind == "cast" else e.args[0]
+    return f"'{_spelled(e)}' where a projection is expected"
+
+
+def _spelled(e: Expr) -> str:
+    if e.kind == "leaf":
+        node = e.args[0].node
+        return str(getattr(node.target, "__name__", node.target))
+    return e.kind
+
+
+def _read_hidden(
+    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr
+) -> dict[str, object]:
+    halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
+    prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, _describe(hidden))
+    halves = tuple(sorted(halves, key=lambda e: e.uid))
+    scale = _input_scale(hidden, halves)
+    hidden, routing = _unscaled(algebra, hidden, routing, halves, scale)
+    activation, order, routing = _named_activation(algebra, formulas, hidden, routing, halves)
+    projections = [_read_up(algebra, half, width) for half in order]
+    inputs = {(x, feature_in) for _, x, feature_in in projections}
+    prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
+    x, feature_in = inputs.pop()
+    return {
+        "routing": routing,
+        "x": x,
+        "scale": scale,
+        "up": tuple(projection for projection, _, _ in projections),
+        "activation": activation,
+        "feature_in": feature_in,
+    }
+
+
+def _named_activation(
+    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...]
+) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
+    """The activation; constant factors of it have moved out of the down projection's sum, among the routing."""
+    constants = tuple(f for f in routing if f.kind == "const")
+    others = tuple(f for f in routing if f.kind != "const")
+    for own, rest in (((), routing), (constants, others)):
+        named = formulas.name(algebra.mul(hidden, *own), halves)
+        if named is not None:
+            return *named, rest
+    raise Declined(Reason.ACTIVATION, _spelled_activation(hidden, halves))
+
+
+def _is_up_projection(e: Expr, width: Expr) -> bool:
+    """A projection onto ``width``, or one plus a bias."""
+    if width not in e.free:
+        return False
+    if e.kind == "sum":
+        return e.args[0].args[2] == "d"
+    return e.kind == "add" and len(e.args) == 2 and any(
+        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b)
+        for a, b in (e.args, e.args[::-1])
+    )  # fmt: skip
+
+
+def _is_scaled_projection(e: Expr, width: Expr) -> bool:
+    sums = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d" and width in f.free]
+    return len(sums) == 1 and all(f is sums[0] or width not in f.free for f in _factors(e))
+
+
+def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Factors on the experts' input: they stand beside the projection inside a function or a bias addition."""
+    for half in halves:
+        if half.kind == "add":
+            (product,) = [t for t in half.args if t.has_dot]
+            return tuple(f for f in _factors(product) if f.kind != "sum" or f.args[0].args[2] != "d")
+    for product in subexpressions(hidden, lambda e: e.kind == "mul" and e is not hidden and any(h in e.args for h in halves)):
+        scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const")
+        if scale:
+            return scale
+    return ()
+
+
+def _unscaled(
+    algebra: Algebra, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...], scale: tuple[Expr, ...]
+) -> tuple[Expr, tuple[Expr, ...]]:
+    """``hidden`` with every scaled projection written as the bare one, which then stands for the pre-activation.
+
+    A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing.
+    """
+    if not scale or any(half.kind == "add" for half in halves):
+        return hidden, routing
+    inverse = algebra.var(-4, 0, "r")
+
+    def cancel(e: Expr) -> Expr:
+        if e.kind == "mul":
+            factors = [cancel(f) for f in e.args]
+            while inverse in factors and all(s in factors for s in scale):
+                for gone in (inverse, *scale):
+                    factors.remove(gone)
+            return algebra.mul(*factors)
+        if e.kind == "add":
+            return algebra.add(*map(cancel, e.args))
+        if e.kind == "call":
+            return algebra.call(e.args[0], tuple(map(cancel, e.args[1])), *e.args[2])
+        return e
+
+    marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
+    bare = cancel(algebra.mul(marked, *routing))
+    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
+    inside = [f for f in _factors(bare) if f.has_dot and any(True for _ in subexpressions(f, lambda e: e in halves))]
+    outside = tuple(f for f in _factors(bare) if f not in inside)
+    return algebra.mul(*inside), outside
+
+
+def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Expr, Expr]:
+    bias = None
+    if half.kind == "add":
+        (bias,) = [t for t in half.args if not t.has_dot]
+        (half,) = [f for t in half.args if t.has_dot for f in _factors(t) if f.kind == "sum"]
+    feature_in, body = algebra.open(half)
+    weights = [f for f in _factors(body) if width in f.free]
+    prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "up projection")
+    x = algebra.mul(*(f for f in _factors(body) if width not in f.free))
+    return Projection(weights[0], bias), x, feature_in
+
+
+def _spelled_activation(hidden: Expr, halves: tuple[Expr, ...]) -> str:
+    names = sorted({e.args[0] for e in subexpressions(hidden, lambda e: e.kind == "call")})
+    return f"{'gated ' if len(halves) == 2 else ''}{' of '.join(names) if names else 'no function'}"

@@ -1,0 +1,122 @@
+"""From the factors beside an expert to its routing: which ids choose it, and with which weights."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One term's routing. ``ids`` and ``weights`` are elements at the term's token and ``slot``."""
+
+    expert: Expr | None  # a constant or a bound variable that ids are compared with; None when ids index weights
+    ids: Expr
+    slot: Expr | None  # the variable over K, or None for one fixed slot
+    weights: tuple[Expr, ...]
+    distinct: tuple[Expr, ...] = ()  # ids that must differ within a token
+
+
+def weight_indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
+    """The expert ids that weights are indexed by: index atoms that are not feature variables."""
+    found: set[Expr] = set()
+    for weight in weights:
+        while weight.kind == "cast":
+            weight = weight.args[1]
+        prove(weight.kind == "leaf", Reason.PROJECTION_WEIGHTS, f"'{weight.kind}' of tensors")
+        for index in weight.args[1]:
+            atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]
+            found.update(atom for atom in atoms if atom.kind != "const" and atom not in features)
+    return found
+
+
+def read_indexed(algebra: Algebra, ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Routing:
+    """Weights are gathered by ``ids``: the term is one slot, or the sum over all slots."""
+    prove(len(binders) <= 1, Reason.ROUTING, "several sums around one expert")
+    slot = binders[0] if binders else None
+    prove(slot is None or slot in ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
+    factors, distinct = _without_markers(factors)
+    return Routing(None, ids, slot, factors, distinct)
+
+
+def read_compared(
+    algebra: Algebra, expert: Expr | None, binders: tuple[Expr, ...], factors: tuple[Expr, ...]
+) -> Routing:
+    """Ids are compared with one expert: ``sum over k of (ids == expert) * weight``, or one comparison."""
+    prove(all(b is expert for b in binders), Reason.ROUTING, "a sum around one expert")
+    selections: list[_Selection] = []
+    plain: list[Expr] = []
+    for factor in factors:
+        selection = _selection(algebra, factor, expert)
+        (plain.append(factor) if selection is None else selections.append(selection))
+    prove(selections, Reason.ROUTING, "no comparison with an expert id")
+    weighted = [s for s in selections if s.weights]
+    prove(len(weighted) <= 1, Reason.ROUTING, "several weighted selections")
+    summed = [s for s in selections if not s.once]
+    chosen = weighted[0] if weighted else (summed or selections)[0]
+    distinct = set(chosen.distinct)
+    for other in selections:
+        same = other.expert is chosen.expert and _same_ids(algebra, other, chosen)
+        prove(same, Reason.SLOT_WEIGHTS, "masks of different ids")
+        distinct.update(other.distinct)
+        if other is not chosen and not other.once:
+            distinct.add(other.ids)
+    if chosen.once and chosen.slot is not None:
+        distinct.add(chosen.ids)
+    plain, markers = _without_markers(tuple(plain))
+    prove(expert is None or all(expert not in f.free for f in plain), Reason.ROUTING, "weights vary with the expert")
+    return Routing(chosen.expert, chosen.ids, chosen.slot, (*chosen.weights, *plain), (*distinct, *markers))
+
+
+@dataclass(frozen=True)
+class _Selection:
+    expert: Expr
+    ids: Expr
+    slot: Expr | None
+    weights: tuple[Expr, ...]
+    once: bool  # counts a token once however many of its ids match
+    distinct: tuple[Expr, ...] = ()
+
+
+def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selection | None:
+    dtype = None
+    if factor.kind == "cast":
+        dtype, factor = factor.args
+    slot, body = algebra.open(factor) if factor.kind in ("sum", "any") else (None, factor)
+    parts = body.args if body.kind == "mul" and slot is not None else (body,)
+    comparisons = [p for p in parts if p.kind == "eq" and _expert_of(p, expert) is not None]
+    if len(comparisons) != 1:
+        if any(True for _ in subexpressions(factor, lambda e: e.kind == "eq")):
+            raise Declined(Reason.ROUTING, "a mask that is not one comparison with an expert id")
+        return None
+    weights, distinct = _without_markers(tuple(p for p in parts if p is not comparisons[0]))
+    if dtype is not None and weights:
+        # A cast of the sum is the cast of its one term.
+        weights = (algebra.cast(dtype, algebra.mul(*weights)),)
+    found, ids = _ids(comparisons[0], expert)
+    return _Selection(found, ids, slot, weights, factor.kind == "any", distinct)
+
+
+def _expert_of(comparison: Expr, expert: Expr | None) -> Expr | None:
+    for side in comparison.args:
+        if side is expert or (expert is None and side.kind == "const"):
+            return side
+    return None
+
+
+def _ids(comparison: Expr, expert: Expr | None) -> tuple[Expr, Expr]:
+    found = _expert_of(comparison, expert)
+    a, b = comparison.args
+    return found, b if a is found else a
+
+
+def _same_ids(algebra: Algebra, a: _Selection, b: _Selection) -> bool:
+    if a.slot is None or b.slot is None:
+        return a.slot is b.slot and a.ids is b.ids
+    return algebra.substitute(a.ids, {a.slot: b.slot}) is b.ids
+
+
+def _without_markers(factors: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    markers = tuple(f.args[0] for f in factors if f.kind == "distinct")
+    return tuple(f for f in factors if f.kind != "distinct"), markers

@@ -1,0 +1,48 @@
+"""Why a candidate is left alone: the obligations a match has to prove, by name."""
+
+from enum import Enum
+
+from torch import fx
+
+
+class Reason(Enum):
+    """Names are stable (they are counted and shown); values say what could not be proven.
+
+    The order is that of the proof: of several attempts at one layer the one that came furthest is reported.
+    """
+
+    NO_COMBINE = "the experts' outputs are not summed per token in a form that is recognised"
+    OTHER_TERMS = "the sum holds terms that are not expert outputs, or starts from a buffer that is not fresh zeros"
+    ROUTING = "an expert's weight is not a routing weight selected by comparing expert ids"
+    SLOT_WEIGHTS = "weights are not aligned with their slots"
+    NOT_TWO_PROJECTIONS = "an expert is not an up projection, a pointwise activation and a down projection"
+    ACTIVATION = "the activation between the projections is not one of the fused ones"
+    PROJECTION_WEIGHTS = "a projection's weight is not one tensor indexed by expert"
+    SAME_PERMUTATION = "tokens and outputs are not permuted alike"
+    DIFFERENT_INPUTS = "experts do not read the same tokens"
+    DIFFERENT_ACTIVATIONS = "experts do not share one activation"
+    EXPERT_COVERAGE = "experts 0 to E-1 are not each used exactly once"
+    WEIGHT_LAYOUT = "expert weights are not a view of [E, G, F, D]"
+    DISTINCT_EXPERTS = "a token may name one expert twice, and the output is stored instead of added"
+    DTYPE_PATH = "dtypes along the way are not those of the fused operators"
+    OPERAND_CHANGED = "an operand is written between its use and the end of the layer"
+    BUFFER_ALIASED = "a written buffer is visible elsewhere"
+    EXTRA_USER = "an intermediate result has another user"
+    CONTEXT = "autocast or gradient mode changes inside the layer"
+
+    @property
+    def rank(self) -> int:
+        return list(Reason).index(self)
+
+
+class Declined(Exception):
+    """An obligation was not met; ``node`` is where, when that is known."""
+
+    def __init__(self, reason: Reason, detail: str = "", node: fx.Node | None = None):
+        super().__init__(f"{reason.name}: {detail}" if detail else reason.name)
+        self.reason, self.detail, self.node = reason, detail, node
+
+
+def prove(condition: object, reason: Reason, detail: str = "", node: fx.Node | None = None) -> None:
+    if not condition:
+        raise Declined(reason, detail, node)

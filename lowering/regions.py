@@ -1,0 +1,113 @@
+"""The nodes that a match replaces, and why none of them is missed by anyone else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.operands import dependencies
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name
+
+_PROJECTIONS = frozenset((
+    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes between the operands and the root, in graph order, and the nodes that hold the result afterwards."""
+
+    root: fx.Node
+    nodes: tuple[fx.Node, ...]
+    carriers: tuple[fx.Node, ...]
+
+
+def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype) -> Region:
+    """The region behind ``root``, once nobody else can see that it is gone."""
+    nodes = dependencies(view, root, operands) - operands
+    nodes = {n for n in nodes if n.op not in ("placeholder", "get_attr")}
+    computed = _computed(view, nodes)
+    carriers = _carriers(view, root, nodes)
+    _prove_writes(view, root, nodes, carriers)
+    _prove_users(view, root, nodes, computed, carriers)
+    for node in computed:
+        prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
+        _prove_dtype(node, dtype, root)
+    ordered = tuple(sorted(nodes, key=view.position.__getitem__))
+    return Region(root, ordered, carriers)
+
+
+def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that hold, or are computed from, what a projection gave."""
+    computed: set[fx.Node] = set()
+    for node in sorted(nodes, key=view.position.__getitem__):
+        made = target_name(node) in _PROJECTIONS
+        if node.op != "output" and (made or any(n in computed for n in node.all_input_nodes)):
+            computed.add(node)
+    return computed
+
+
+def _carriers(view: GraphView, root: fx.Node, nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes of the root's buffer: whoever reads them after the root reads the result."""
+    target = view.writes.get(root)
+    if target is None:
+        return (root,)
+    position = view.position[root]
+    result = view.value_at(target, position)
+    carriers = []
+    for alias in view.aliases(target):
+        if view.position[alias] > position:
+            continue
+        prove(alias.op not in ("placeholder", "get_attr"), Reason.OTHER_TERMS, "the buffer is an input", alias)
+        held = view.value_at(alias, position)
+        whole = held is result or (isinstance(held, Value) and held.op == "reshape" and held.args[0] is result)
+        late = any(view.position[user] > position for user in alias.users)
+        prove(whole or not late, Reason.BUFFER_ALIASED, "a view of part of the buffer is read afterwards", alias)
+        if whole:
+            carriers.append(alias)
+    return tuple(carriers)
+
+
+def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
+    """Every buffer that the region writes belongs to it, so that the writes can go."""
+    for node in nodes:
+        target = view.writes.get(node)
+        if target is None:
+            continue
+        for alias in view.aliases(target):
+            if view.position[alias] > view.position[root]:
+                continue
+            own = alias in nodes or alias in carriers or all(view.position[u] < view.position[node] for u in alias.users)
+            prove(own and alias.op != "placeholder", Reason.BUFFER_ALIASED, f"'{alias.name}' shares a written buffer", node)
+
+
+def _prove_users(
+    view: GraphView, root: fx.Node, nodes: set[fx.Node], computed: set[fx.Node], carriers: tuple[fx.Node, ...]
+) -> None:
+    position = view.position[root]
+    for node in computed:
+        if node is root or node in carriers:
+            continue
+        for user in node.users:
+            prove(user in nodes, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user.name}'", user)
+    for carrier in carriers if root in view.writes else ():
+        first_write = min((view.position[n] for n in nodes if n in view.writes and _same_buffer(view, n, carrier)), default=position)
+        for user in carrier.users:
+            between = first_write <= view.position[user] <= position
+            prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
+
+
+def _same_buffer(view: GraphView, writer: fx.Node, carrier: fx.Node) -> bool:
+    return carrier in view.aliases(view.writes[writer])
+
+
+def _prove_dtype(node: fx.Node, dtype: torch.dtype, root: fx.Node) -> None:
+    fake = fake_of(node)
+    if not isinstance(fake, torch.Tensor) or not fake.dtype.is_floating_point:
+        return
+    allowed = {dtype, torch.float32, torch.float64} if dtype.itemsize < 4 else {dtype, torch.float64}
+    if dtype == torch.float64:
+        allowed = {dtype}
+    if fake.dtype not in allowed and fake.dtype != fake_of(root).dtype:
+        raise Declined(Reason.DTYPE_PATH, f"{fake.dtype} inside a layer computed in {dtype}", node)

@@ -1,0 +1,263 @@
+"""A functional view of a Dynamo graph: what every node holds, and when.
+
+Dynamo graphs mutate (``out.index_add_``, ``out[i] = ...``). `GraphView` walks the graph once and gives every node the
+interned `Value` that it holds, and a new one to all aliases of a buffer whenever the buffer is written. Two nodes with
+the same `Value` at a point of the graph hold the same numbers there; freshness of a buffer, absence of writes in
+between and absence of aliases then need no search of their own.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import is_contiguous_or_false
+
+from moeblaze_ops.lowering.expressions import Size, same_size, size_of
+
+
+class NotCanonical(Exception):
+    """An operator was used in a way that has no canonical form; its result stays opaque."""
+
+
+class Value:
+    """An interned tensor value: ``op`` applied to ``args`` (values and constants)."""
+
+    __slots__ = ("args", "dtype", "is_permutation", "node", "op", "shape")
+
+    def __init__(self, op: str, args: tuple, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node):
+        self.op, self.args, self.shape, self.dtype, self.node = op, args, shape, dtype, node
+        self.is_permutation = op == "argsort"
+
+    def __repr__(self) -> str:
+        return f"{self.op}@{self.node.name}"
+
+
+def fake_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    fake = fake_of(node)
+    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
+        return None
+    try:
+        return fake.untyped_storage()._cdata
+    except NotImplementedError:  # subclasses without storage
+        return None
+
+
+def target_name(node: fx.Node) -> str:
+    """The name that an operator has as a method and as a function alike (``view``, ``index_add_``, ``linear``)."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.overloadpacket.__name__
+    return getattr(node.target, "__name__", type(node.target).__name__)
+
+
+_INPLACE_OPERATORS = {
+    operator.iadd: "add", operator.isub: "sub", operator.imul: "mul", operator.itruediv: "div",
+    operator.ifloordiv: "floordiv", operator.imod: "mod", operator.ipow: "pow", operator.iand: "and_",
+    operator.ior: "or_", operator.ixor: "xor", operator.imatmul: "matmul", operator.setitem: "setitem",
+}  # fmt: skip
+
+def inplace_name(node: fx.Node) -> str | None:
+    """The functional name of a node that writes its first argument, or None for one that does not."""
+    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+        return _INPLACE_OPERATORS[node.target]
+    name = target_name(node)
+    if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+        return None if name in ("and_", "or_", "not_", "is_") else name[:-1]
+    inplace = node.kwargs.get("inplace")
+    if node.op == "call_function" and inplace is None and name in _INPLACE_POSITION:
+        position = _INPLACE_POSITION[name]
+        inplace = node.args[position] if len(node.args) > position else False
+    return name if inplace else None
+
+
+_INPLACE_POSITION = {"relu": 1, "silu": 1, "mish": 1, "relu6": 1, "hardswish": 1, "selu": 1, "leaky_relu": 2,
+                     "elu": 2, "celu": 2, "hardtanh": 3, "threshold": 3, "dropout": 3}  # fmt: skip
+
+
+def _written_otherwise(node: fx.Node) -> list[fx.Node]:
+    """Arguments, past the first, that a node may write: ``out=``, mutable schemas, graph bodies that mutate."""
+    written = [node.kwargs["out"]] if isinstance(node.kwargs.get("out"), fx.Node) else []
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        for index, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+                written += [value] if isinstance(value, fx.Node) else []
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_body_writes, node.all_input_nodes)):
+        written += node.all_input_nodes
+    return written
+
+
+def _body_writes(node: fx.Node) -> bool:
+    owner = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return False
+    body = getattr(owner, node.target, None) if isinstance(node.target, str) else None
+    if not isinstance(body, fx.GraphModule):
+        return False
+    return any(
+        inplace_name(inner) is not None or _written_otherwise(inner) for inner in body.graph.nodes if inner.op != "output"
+    )
+
+
+_CONTEXT_CALLS = {"_enter_autocast": 1, "_exit_autocast": -1, "_set_grad_enabled": 0, "_enter_inference_mode": 1,
+                  "_exit_inference_mode": -1}  # fmt: skip
+
+
+@dataclass
+class GraphView:
+    """Values of all nodes of one graph. ``table`` maps an operator's name to its canonical form."""
+
+    graph: fx.Graph
+    table: dict[str, Callable]
+    position: dict[fx.Node, int] = field(default_factory=dict)
+    context: dict[fx.Node, tuple] = field(default_factory=dict)
+    writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes
+    _now: dict[fx.Node, Any] = field(default_factory=dict)
+    _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
+    _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
+    _pool: dict[tuple, Value] = field(default_factory=dict)
+    _node: fx.Node | None = None
+
+    def __post_init__(self) -> None:
+        context: tuple = ()
+        for index, node in enumerate(self.graph.nodes):
+            self.position[node] = index
+            self._node = node
+            context = _next_context(context, node)
+            self.context[node] = context
+            if node.op != "output":
+                self._visit(node)
+
+    # What others ask.
+
+    def value_at(self, node: fx.Node, position: int) -> Any:
+        """What ``node`` holds right after the node at ``position`` ran."""
+        held = None
+        for when, value in self._history[node]:
+            if when <= position:
+                held = value
+        return held
+
+    def value(self, node: fx.Node) -> Any:
+        """What ``node`` holds when it is first computed (for a writing node: what it wrote)."""
+        return self._history[node][0][1]
+
+    def aliases(self, node: fx.Node) -> list[fx.Node]:
+        storage = _storage_of(node)
+        return self._aliases.get(storage, [node]) if storage is not None else [node]
+
+    # What canonical forms use to build values.
+
+    def make(self, op: str, *args: Any, shape: tuple | None = None, dtype: torch.dtype | None = None) -> Value:
+        fake = fake_of(self._node)
+        if shape is None:
+            shape = tuple(map(size_of, fake.shape))
+        dtype = dtype or fake.dtype
+        key = (op, args, shape, dtype)
+        found = self._pool.get(key)
+        if found is None:
+            found = self._pool[key] = Value(op, args, shape, dtype, self._node)
+        return found
+
+    def opaque(self, node: fx.Node, tag: Any = None) -> Any:
+        fake = fake_of(node)
+        if isinstance(fake, torch.Tensor):
+            kind = "input" if node.op in ("placeholder", "get_attr") else "opaque"
+            value = self.make(kind, node, tag, shape=tuple(map(size_of, fake.shape)), dtype=fake.dtype)
+            value.node = node
+            return value
+        if isinstance(fake, (int, float, bool, torch.SymInt)):
+            return size_of(fake) if isinstance(fake, torch.SymInt) else fake
+        if isinstance(fake, (tuple, list)):
+            return tuple(
+                self.make("output", node, i, tag, shape=tuple(map(size_of, item.shape)), dtype=item.dtype)
+                if isinstance(item, torch.Tensor) else size_of(item) if isinstance(item, torch.SymInt) else item
+                for i, item in enumerate(fake)
+            )  # fmt: skip
+        return fake
+
+    # The walk.
+
+    def _visit(self, node: fx.Node) -> None:
+        written = inplace_name(node)
+        target = node.args[0] if written and node.args and isinstance(node.args[0], fx.Node) else None
+        if target is not None and not isinstance(fake_of(target), torch.Tensor):
+            target = None  # arithmetic on Python numbers
+        value = self._compute(written if target is not None else target_name(node), node)
+        self._record(node, value)
+        if target is not None:
+            self.writes[node] = target
+            if not isinstance(value, Value):  # setitem returns None
+                value = self._now[target] if value is None else self.opaque(target, node)
+            self._write(target, value, node)
+        for other in _written_otherwise(node):
+            if other is not target:
+                self.writes[node] = other
+                self._write(other, self.opaque(other, node), node)
+        storage = _storage_of(node)
+        if storage is not None:
+            self._aliases.setdefault(storage, []).append(node)
+
+    def _record(self, node: fx.Node, value: Any) -> None:
+        self._now[node] = value
+        self._history.setdefault(node, []).append((self.position[self._node], value))
+
+    def _compute(self, name: str, node: fx.Node) -> Any:
+        form = self.table.get(name) if node.op in ("call_function", "call_method") else None
+        if form is None or "out" in node.kwargs:
+            return self.opaque(node)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])
+        try:
+            return form(self, *args, **kwargs)
+        except NotCanonical:
+            return self.opaque(node)
+
+    def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
+        before = self._now[target]
+        storage = _storage_of(target)
+        same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
+        for alias in same_buffer:
+            if self._now[alias] is before:
+                self._record(alias, value)
+            elif _is_reshape(alias, target):
+                self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
+                                              dtype=value.dtype))  # fmt: skip
+            else:
+                self._record(alias, self.opaque(alias, at))
+        if any(alias.op == "placeholder" for alias in same_buffer):
+            # Two placeholders may be views of one tensor of the caller.
+            for node in self.graph.nodes:
+                if node is at:
+                    break
+                if node.op == "placeholder" and node not in same_buffer and isinstance(fake_of(node), torch.Tensor):
+                    self._record(node, self.opaque(node, at))
+
+
+def _is_reshape(a: fx.Node, b: fx.Node) -> bool:
+    """Both hold all of their storage in row-major order."""
+    fakes = fake_of(a), fake_of(b)
+    numels = [math.prod(map(size_of, fake.shape)) for fake in fakes]
+    return same_size(*numels) and all(is_contiguous_or_false(f) and size_of(f.storage_offset()) == 0 for f in fakes)
+
+
+def _next_context(context: tuple, node: fx.Node) -> tuple:
+    if node.op != "call_function":
+        return context
+    name = target_name(node)
+    if name not in _CONTEXT_CALLS:
+        return context
+    if _CONTEXT_CALLS[name] > 0:
+        return (*context, (name, node.args))
+    if _CONTEXT_CALLS[name] < 0:
+        return context[:-1]
+    kept = tuple(entry for entry in context if entry[0] != name)
+    return kept if kept != context else (*kept, (name, node.args))

@@ -1,0 +1,280 @@
+"""What an expert layer takes in memory, before it runs, and the choice of ``keep`` from it.
+
+``memory_estimate`` follows the buffers of the ops through one eager training step on a GPU. With N = T * K, s the bytes
+of a number and i = 4 those of an index, backward finds in memory, besides x and the parameters,
+
+    routing    i * (2 N + E + 1 + 2 B)       what ``dispatch`` returned
+    weights    4 N                           routing weights in fp32
+    h          s * N * G * F                 with keep="preactivation" only
+
+and the peak is the largest sum of what is alive during one op (``_steps``). Sizes are those that tensors ask for: an
+allocator rounds each up, to 512 bytes on CUDA.
+"""
+
+import bisect
+import functools
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from moeblaze_ops import config
+from moeblaze_ops.validation import require, schedule_rows
+
+log = logging.getLogger(__name__)
+
+KEEP = ("preactivation", "input", "auto")
+
+_INDEX = 4
+_PARTIAL_COLUMNS = 128
+"""Columns of F behind one partial sum of the routing weights' gradient."""
+_USABLE = 0.9
+"""Part of the free memory that ``auto`` plans with: the rest is lost to fragmentation and to other libraries."""
+_LARGEST_T = 2**40
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """An expert layer but for its number of tokens."""
+
+    D: int
+    F: int
+    E: int
+    K: int
+    dtype: torch.dtype
+    gated: bool = True
+    bias: bool = False
+    router: bool = False
+
+    def __str__(self) -> str:
+        return f"D={self.D}, F={self.F}, E={self.E}, K={self.K}, {self.dtype}, {'gated' if self.gated else 'ungated'}"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one layer in one training step.
+
+    ``kept`` is alive from forward to backward because of the layer, beyond x, the parameters and the output. ``peak`` is
+    the most that is allocated at once in forward and backward beyond what was allocated before: output, x gradient and
+    weight gradients count, x and its layer's parameters do not. ``buffers`` names what is kept, ``steps`` what is alive
+    during each op, in order.
+    """
+
+    kept: int
+    peak: int
+    buffers: dict[str, int]
+    steps: dict[str, int]
+
+    @property
+    def peak_step(self) -> str:
+        """The op during which the peak occurs."""
+        return max(self.steps, key=self.steps.__getitem__)
+
+
+def memory_estimate(
+    T: int,
+    D: int,
+    F: int,
+    E: int,
+    K: int,
+    dtype: torch.dtype = torch.bfloat16,
+    keep: str = "preactivation",
+    *,
+    gated: bool = True,
+    bias: bool = False,
+    router: bool = False,
+) -> MemoryEstimate:
+    """Bytes that a layer keeps for backward and the peak of a training step, before anything runs.
+
+    Args:
+        T: tokens. D: model width. F: hidden width of an expert. E: experts. K: experts per token.
+        dtype: of x and the weights.
+        keep: ``"preactivation"`` or ``"input"``, as for ``moe``.
+        gated: the activation has a gate and an up half.
+        bias: both projections have biases.
+        router: include the router of ``MoE``; without it routing weights and expert ids are given, as to ``moe``.
+
+    Raises:
+        ValueError: ``keep`` is neither of the two.
+    """
+    choices = KEEP[:2]
+    require(keep in choices, "memory_estimate", "keep", f"be {' or '.join(choices)}", repr(keep))
+    return _estimate(T, LayerSizes(D, F, E, K, dtype, gated, bias, router), keep)
+
+
+def _estimate(T: int, sizes: LayerSizes, keep: str) -> MemoryEstimate:
+    size_of = _buffers(T, sizes)
+    names = _kept(sizes, keep)
+    steps = {
+        step: sum(size_of[name] for name in (*_kept(sizes, "input"), *alive))
+        for step, alive in _steps(sizes, keep).items()
+    }
+    buffers = {name: size_of[name] for name in names}
+    return MemoryEstimate(sum(buffers.values()), max(steps.values()), buffers, steps)
+
+
+def _kept(sizes: LayerSizes, keep: str) -> tuple[str, ...]:
+    router = ("scores", "choice") if sizes.router else ()
+    return (*router, "weights", "routing", *(("h",) if keep == "preactivation" else ()))
+
+
+def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
+    """Bytes of every buffer by name."""
+    D, F, E, K = sizes.D, sizes.F, sizes.E, sizes.K
+    G = 2 if sizes.gated else 1
+    N = T * K
+    number = sizes.dtype.itemsize
+    weight = max(number, 4)
+    partials = -(-F // _PARTIAL_COLUMNS) + sizes.bias
+    return {
+        "x": number * T * D,
+        "routing": _INDEX * (2 * N + E + 1 + 2 * schedule_rows(N, E)),
+        "weights": weight * N,
+        # fp32 scores; int64 ids and fp32 scores of the K best, and their sum.
+        "scores": 4 * T * E,
+        "choice": (8 + 4) * N + 4 * T,
+        "h": number * N * G * F,
+        "a": number * N * F,
+        "rows": number * N * D,
+        "partials": 4 * N * partials + weight * N,
+        "w_up": number * E * G * F * (D + sizes.bias),
+        "w_down": number * E * D * (F + sizes.bias),
+        "router": number * E * D,
+    }
+
+
+def _steps(sizes: LayerSizes, keep: str) -> dict[str, tuple[str, ...]]:
+    """Names of the buffers alive during each op, beyond the routing; a gradient has the name of what it belongs to.
+
+    The output is an ``x``, the rows of a projection to the model width are ``rows``, and ``wa`` is an ``a``.
+    """
+    if keep == "preactivation":
+        forward = {"expert_up": ("h", "a"), "expert_down": ("h", "a", "rows", "x")}
+        backward = {
+            "expert_down_backward": ("x", "h", "h", "a", "partials"),
+            "gradient of w_down": ("x", "h", "h", "a", "w_down"),
+        }
+    else:
+        forward = {"expert_up": ("a",), "expert_down": ("a", "rows", "x")}
+        backward = {
+            "expert_mlp_backward": ("x", "h", "a", "partials"),
+            "gradient of w_down": ("x", "h", "a", "w_down"),
+        }
+    steps = {
+        **forward,
+        **backward,
+        "expert_up_backward": ("x", "h", "w_down", "rows", "x"),
+        "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
+    }
+    if sizes.router:
+        steps["router"] = ("x", "w_down", "x", "w_up", "x", "x", "router", "scores", "scores")
+    return steps
+
+
+@dataclass(frozen=True)
+class KeepChoice:
+    """How ``keep="auto"`` was settled for one layer: ``"preactivation"`` up to ``tokens``, ``"input"`` beyond."""
+
+    sizes: LayerSizes
+    device: str
+    layers: int
+    free_bytes: int | None
+    tokens: int
+
+    def __str__(self) -> str:
+        return f'keep="auto" for {self.sizes} on {self.device}: {self._limits()}'
+
+    def _limits(self) -> str:
+        if self.free_bytes is None:
+            return '"preactivation", since the free memory of the device is unknown'
+        kept = _estimate(1 << 20, self.sizes, "preactivation").kept / 2**20
+        return (
+            f'"preactivation" up to {self.tokens} tokens, "input" beyond: {self.free_bytes / 2**30:.2f} GiB are free, '
+            f"{_USABLE:.0%} of which are for a step of {self.layers} such layers, which keep {kept:.0f} bytes a token each"
+        )
+
+
+_choices: deque[KeepChoice] = deque(maxlen=64)
+
+
+def recent_choices() -> list[KeepChoice]:
+    """What ``keep="auto"`` was settled to, oldest first; ``str`` of a choice says why."""
+    return list(_choices)
+
+
+def forget_choices() -> None:
+    """Let ``keep="auto"`` look at the free memory again, in eager calls and in what is compiled from now on."""
+    _choices.clear()
+    _choose.cache_clear()
+
+
+def choose_keep(T: int, sizes: LayerSizes, device: torch.device) -> str:
+    """The fastest of ``"preactivation"`` and ``"input"`` that fits the memory free now.
+
+    It fits if ``config.layers_in_flight`` times what a layer keeps, and the rest of one layer's peak, are at most 90% of
+    the free memory of the device. That is looked at once for each kind of layer and device: with ``torch.compile`` at
+    compile time. What is allocated later, such as optimizer state, is not seen. Eager calls stick to the answer, so that
+    a checkpointed layer does the same when it is run again. A compiled graph guards on T, not on the memory.
+    """
+    limit = _token_limit(
+        sizes.D,
+        sizes.F,
+        sizes.E,
+        sizes.K,
+        sizes.dtype,
+        sizes.gated,
+        device.type,
+        device.index,
+        config.layers_in_flight,
+    )
+    return "preactivation" if limit >= T else "input"
+
+
+def _token_limit(
+    D: int,
+    F: int,
+    E: int,
+    K: int,
+    dtype: torch.dtype,
+    gated: bool,
+    device_type: str,
+    device_index: int | None,
+    layers: int,
+) -> int:
+    """The tokens up to which ``"preactivation"`` fits; a number, so that a graph with a symbolic T can compare with it."""
+    device = device_type if device_index is None else f"{device_type}:{device_index}"
+    return _choose(LayerSizes(D, F, E, K, dtype, gated), device, layers).tokens
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
+_token_limit._dynamo_marked_constant = True
+
+
+@functools.cache
+def _choose(sizes: LayerSizes, device: str, layers: int) -> KeepChoice:
+    free = free_bytes(device)
+    tokens = _LARGEST_T if free is None else _largest_fitting(sizes, layers, _USABLE * free)
+    choice = KeepChoice(sizes, device, layers, free, tokens)
+    log.info("%s", choice)
+    _choices.append(choice)
+    return choice
+
+
+def _largest_fitting(sizes: LayerSizes, layers: int, budget: float) -> int:
+    def too_many(T: int) -> bool:
+        estimate = _estimate(T, sizes, "preactivation")
+        return (layers - 1) * estimate.kept + estimate.peak > budget
+
+    return bisect.bisect_left(range(_LARGEST_T), True, key=too_many) - 1
+
+
+def free_bytes(device: str) -> int | None:
+    """Bytes that can still be allocated on ``device``, PyTorch's own cache included; None where it is unknown."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if torch.device(device).type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -1,0 +1,129 @@
+"""Compiles kernels for a GPU that is not there: what launchers would launch, and the resources it would take.
+
+A launcher runs on fake CUDA tensors while its launches are recorded instead of made; each record is then
+compiled for a target with the same specialisation (alignment, values equal to one) that a real launch would get.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from torch._subclasses import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moeblaze_ops.kernels import launch as launch_module
+
+_TYPE_NAMES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its grid, its arguments by name, and warps and stages."""
+
+    kernel: object
+    num_programs: object
+    arguments: dict
+    options: dict
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers a thread, bytes spilled and of shared memory, and its tensor-core instruction."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_core: str | None
+
+
+@contextlib.contextmanager
+def recorded_launches(capability: tuple[int, int]):
+    """Yields the list that collects launches; tensors made inside are fake, on a device of ``capability``."""
+    launches = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def record(*args, **keywords):
+                arguments = dict(zip(self.kernel.arg_names, args, strict=False))
+                options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+                launches.append(Launch(self.kernel, grid[0], arguments | keywords, options))
+
+            return record
+
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        mock.patch.object(launch_module, "wrap_triton", Recorder),
+    ):
+        yield launches
+
+
+def compile_launch(launch: Launch, capability: tuple[int, int]) -> Resources:
+    """Compiles a recorded launch for a device of this capability and reads its resources."""
+    kernel = launch.kernel
+    signature, constants, attributes = {}, {}, {}
+    for parameter in kernel.params:
+        value = launch.arguments[parameter.name]
+        position = (kernel.arg_names.index(parameter.name),)
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialised and value is not False and _is_one(value)):
+            signature[parameter.name] = "constexpr"
+            constants[position] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = _TYPE_NAMES[value.dtype]
+            aligned = value.storage_offset() * value.element_size() % 16 == 0
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 1 << 31 else "i64"
+            aligned = specialised and value % 16 == 0
+        if aligned:
+            attributes[position] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
+    registers, spill_bytes = _assembler_report(compiled.asm["ptx"], target.arch)
+    instruction = re.search(r"(wgmma|tcgen05)\.mma|mma\.sync", compiled.asm["ptx"])
+    tensor_core = instruction and (instruction.group(1) or "mma")
+    return Resources(registers, spill_bytes, compiled.metadata.shared, tensor_core)
+
+
+def _is_one(value) -> bool:
+    return isinstance(value, int) and value == 1
+
+
+def _assembler_report(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers and spilled bytes that ptxas reports."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = tools / "ptxas-blackwell"
+    if arch < 100 or not assembler.exists():
+        assembler = tools / "ptxas"
+    target = re.search(r"\.target (sm_\w+)", ptx).group(1)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(assembler), "-v", "--gpu-name", target, file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
+    spills = [int(count) for count in re.findall(r"(\d+) bytes spill", report)]
+    return registers, sum(spills)

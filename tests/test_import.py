@@ -1,0 +1,59 @@
+"""A cold import, in a process of its own."""
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import sys, time
+import torch
+
+def settings():
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "interop threads": torch.get_num_interop_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "random state": torch.get_rng_state().sum().item(),
+    }
+
+# torch's registry of flop formulas, which the ops add theirs to, imports Triton where it is installed.
+import torch.utils.flop_counter
+
+loaded, before = set(sys.modules), settings()
+start = time.perf_counter()
+import moeblaze_ops
+seconds = time.perf_counter() - start
+changed = {name: value for name, value in settings().items() if before[name] != value}
+assert not changed, changed
+heavy = {"torch._dynamo", "torch._inductor", "torch._functorch", "triton"} & (set(sys.modules) - loaded)
+assert not heavy, heavy
+assert callable(moeblaze_ops.enable) and callable(moeblaze_ops.explain)
+print(seconds)
+"""
+
+
+def test_cold_import():
+    """It changes no setting, imports neither the compiler nor Triton, and takes a fraction of what torch takes."""
+    result = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    # Tens of milliseconds on an idle machine; the bound allows for a busy one.
+    assert float(result.stdout) < 3
+
+
+def test_switch_changes_no_compiler_setting_by_import():
+    program = (
+        "import torch, torch._dynamo, torch._inductor.config as inductor, torch._dynamo.config as dynamo\n"
+        "before = inductor.save_config_portable(), dynamo.save_config_portable()\n"
+        "import moeblaze_ops.compile\n"
+        "assert (inductor.save_config_portable(), dynamo.save_config_portable()) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_explain_stays_a_function():
+    """``moeblaze_ops.explain`` is a function although a module has the same name, whatever was imported first."""
+    program = "import moeblaze_ops.explain, moeblaze_ops\nassert callable(moeblaze_ops.explain)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

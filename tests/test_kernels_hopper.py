@@ -1,0 +1,287 @@
+"""The Hopper kernels on a GPU against fp32 products, outputs full of NaN before and NaN wherever nothing may be read."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeblaze_ops.activations import activate, activation_gradient
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""Relative error in norm: one rounding of the result, one of an intermediate."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, storage and routing of one test. ``load`` names how ids are drawn."""
+
+    num_tokens: int = 500
+    num_d: int = 256
+    num_f: int = 256
+    num_experts: int = 6
+    top_k: int = 3
+    parts: int = 2
+    f_inner: bool = False
+    interleaved: bool = False
+    split: bool = False
+    bias: bool = False
+    weighted: bool = True
+    load: str = "random"
+    dtype: torch.dtype = torch.bfloat16
+    activation: str = "swiglu"
+
+
+BASE = Problem()
+PROBLEMS = {
+    "base": BASE,
+    "fp16": replace(BASE, dtype=torch.float16),
+    "one_token": replace(BASE, num_tokens=1),
+    "empty_expert": replace(BASE, load="empty"),
+    "all_to_one_expert": replace(BASE, load="one"),
+    "unused_slots": replace(BASE, load="unused"),
+    "all_unused": replace(BASE, load="none"),
+    "ragged_widths": replace(BASE, num_d=328, num_f=200),
+    "narrow": replace(BASE, num_d=64, num_f=72),
+    "long_rows": replace(BASE, num_d=1536, num_f=640, num_tokens=3000),
+    "f_inner": replace(BASE, f_inner=True),
+    "f_inner_ragged": replace(BASE, f_inner=True, num_d=328, num_f=200),
+    "interleaved": replace(BASE, interleaved=True),
+    "split": replace(BASE, split=True),
+    "split_f_inner": replace(BASE, split=True, f_inner=True),
+    "bias": replace(BASE, bias=True),
+    "bias_ragged_split": replace(BASE, bias=True, split=True, num_d=328, num_f=200),
+    "unweighted": replace(BASE, weighted=False),
+    "ungated_bias": replace(BASE, parts=1, activation="gelu", bias=True, num_f=200),
+} | {
+    activation: replace(BASE, activation=activation, parts=parts)
+    for parts, activations in {
+        2: ("geglu", "geglu_tanh", "reglu", "swiglu_clamped"),
+        1: ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"),
+    }.items()
+    for activation in activations
+}
+
+
+def draw_experts(problem: Problem) -> Tensor:
+    """Shape [T, K], int64."""
+    T, K, E = problem.num_tokens, problem.top_k, problem.num_experts
+    experts_TK = torch.randn(T, E, device="cuda").topk(K, dim=-1).indices
+    if problem.load == "empty":
+        experts_TK = experts_TK.masked_fill(experts_TK == 2, 3)
+    elif problem.load == "one":
+        experts_TK = torch.full_like(experts_TK, 4)
+    elif problem.load == "unused":
+        experts_TK = experts_TK.masked_fill(torch.rand(T, K, device="cuda") < 0.4, -1)
+    elif problem.load == "none":
+        experts_TK = torch.full_like(experts_TK, -1)
+    return experts_TK
+
+
+@dataclass(frozen=True)
+class Routing:
+    slots_N: Tensor
+    offsets_E1: Tensor
+    blocks_B2: Tensor
+    rows: list[slice]
+    tokens: list[Tensor]
+
+
+def route(problem: Problem) -> Routing:
+    """The structures of ``dispatch``, by plain loops."""
+    experts_N = draw_experts(problem).flatten().tolist()
+    by_expert = [[s for s, e in enumerate(experts_N) if e == expert] for expert in range(problem.num_experts)]
+    slots = [slot for members in by_expert for slot in members]
+    offsets, entries, rows = [0], [], []
+    for expert, members in enumerate(by_expert):
+        rows.append(slice(offsets[-1], offsets[-1] + len(members)))
+        entries += [(expert, first) for first in range(rows[-1].start, rows[-1].stop, 128)]
+        offsets.append(rows[-1].stop)
+    num_slots = len(experts_N)
+    slots += [-1] * (num_slots - len(slots))
+    entries = [(len(entries), 0), *entries]
+    entries += [(-1, 0)] * (num_slots // 128 + problem.num_experts + 1 - len(entries))
+
+    def ints(values):
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    tokens = [ints(members).long() // problem.top_k for members in by_expert]
+    return Routing(ints(slots), ints(offsets), ints(entries), rows, tokens)
+
+
+def random(problem: Problem, *shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(problem.dtype)
+
+
+def grouped(problem: Problem, routing: Routing, *widths: int) -> Tensor:
+    """Rows in expert order, NaN where there are none."""
+    values = random(problem, problem.num_tokens * problem.top_k, *widths)
+    values[routing.rows[-1].stop :] = float("nan")
+    return values
+
+
+def nan_like(problem: Problem, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.full(shape, float("nan"), device="cuda", dtype=dtype or problem.dtype)
+
+
+def up_weights(problem: Problem, fill=random) -> list[Tensor]:
+    E, G, num_f, num_d = problem.num_experts, problem.parts, problem.num_f, problem.num_d
+    shape = (E, 1 if problem.split else G, num_f, num_d)
+    order = (0, 1, 2, 3)
+    if problem.f_inner:
+        order = (0, 3, 1, 2)
+    elif problem.interleaved:
+        order = (0, 2, 1, 3)
+    inverse = [order.index(axis) for axis in range(4)]
+
+    def make() -> Tensor:
+        return fill(problem, *(shape[axis] for axis in order)).permute(inverse)
+
+    return [make() for _ in range(G if problem.split else 1)]
+
+
+def up_biases(problem: Problem) -> list[Tensor]:
+    if not problem.bias:
+        return []
+    parts = [1] * problem.parts if problem.split else [problem.parts]
+    return [random(problem, problem.num_experts, part, problem.num_f) for part in parts]
+
+
+def down_weight(problem: Problem, fill=random) -> Tensor:
+    E, num_f, num_d = problem.num_experts, problem.num_f, problem.num_d
+    return fill(problem, E, num_d, num_f).transpose(1, 2) if problem.f_inner else fill(problem, E, num_f, num_d)
+
+
+def joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors, dim=1).float()
+
+
+def assert_close(values: Tensor, reference: Tensor) -> None:
+    assert not values.isnan().any()
+    scale = reference.float().norm().clamp_min(1e-6)
+    assert (values.float() - reference.float()).norm() / scale < TOLERANCE[values.dtype]
+
+
+def run_twice(run, outputs: list[Tensor]) -> None:
+    """Runs on NaN outputs, twice, and asserts that both runs agree bit for bit."""
+    run()
+    first = [output.clone() for output in outputs]
+    run()
+    for output, before in zip(outputs, first, strict=True):
+        assert torch.equal(output.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.fixture(params=PROBLEMS.values(), ids=PROBLEMS.keys())
+def problem(request):
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return request.param
+
+
+def test_expert_up_matches_reference(problem):
+    from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
+
+    routing, N = route(problem), problem.num_tokens * problem.top_k
+    x_TD = random(problem, problem.num_tokens, problem.num_d)
+    w_up, b_up = up_weights(problem), up_biases(problem)
+    h_NGF = nan_like(problem, N, problem.parts, problem.num_f)
+    has_a = problem.activation != "identity"
+    a_NF = nan_like(problem, N if has_a else 0, problem.num_f)
+    args = (routing.slots_N, routing.offsets_E1, routing.blocks_B2, problem.top_k, problem.activation, h_NGF, a_NF)
+    run_twice(lambda: hopper_expert_up(x_TD, w_up, b_up, *args), [h_NGF, a_NF])
+    for e, (rows, tokens) in enumerate(zip(routing.rows, routing.tokens, strict=True)):
+        h = torch.einsum("td,gfd->tgf", x_TD[tokens].float(), joined(w_up)[e])
+        assert_close(h_NGF[rows], h + joined(b_up)[e] if b_up else h)
+        if has_a:
+            assert_close(a_NF[rows], activate(h_NGF[rows], problem.activation))
+    assert h_NGF[routing.rows[-1].stop :].isnan().all()
+
+
+def test_down_rows_matches_reference(problem):
+    from moeblaze_ops.kernels.hopper_rows import hopper_down_rows
+
+    routing = route(problem)
+    a_NF = grouped(problem, routing, problem.num_f)
+    w_down = down_weight(problem)
+    b_down = [random(problem, problem.num_experts, problem.num_d)] if problem.bias else []
+    y_ND = nan_like(problem, a_NF.shape[0], problem.num_d)
+    run_twice(lambda: hopper_down_rows(a_NF, [w_down], b_down, routing.offsets_E1, routing.blocks_B2, y_ND), [y_ND])
+    for e, rows in enumerate(routing.rows):
+        y = a_NF[rows].float() @ w_down[e].float()
+        assert_close(y_ND[rows], y + b_down[0][e].float() if b_down else y)
+    assert y_ND[routing.rows[-1].stop :].isnan().all()
+
+
+def test_up_backward_rows_matches_reference(problem):
+    from moeblaze_ops.kernels.hopper_rows import hopper_up_backward_rows
+
+    routing = route(problem)
+    dh_NGF = grouped(problem, routing, problem.parts, problem.num_f)
+    w_up = up_weights(problem)
+    dx_ND = nan_like(problem, dh_NGF.shape[0], problem.num_d)
+    run_twice(lambda: hopper_up_backward_rows(dh_NGF, w_up, routing.offsets_E1, routing.blocks_B2, dx_ND), [dx_ND])
+    for e, rows in enumerate(routing.rows):
+        assert_close(dx_ND[rows], torch.einsum("rgf,gfd->rd", dh_NGF[rows].float(), joined(w_up)[e]))
+
+
+def test_down_backward_matches_reference(problem):
+    from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward, num_partials
+
+    routing = route(problem)
+    dout_TD = random(problem, problem.num_tokens, problem.num_d)
+    h_NGF = grouped(problem, routing, problem.parts, problem.num_f)
+    N = h_NGF.shape[0]
+    w_down = down_weight(problem)
+    weights_TK = torch.rand(problem.num_tokens, problem.top_k, device="cuda") if problem.weighted else None
+    dh_NGF, wa_NF = nan_like(problem, *h_NGF.shape), nan_like(problem, N, problem.num_f)
+    partials_CN = nan_like(problem, num_partials(problem.num_f), N, dtype=torch.float32)
+    args = (routing.slots_N, routing.offsets_E1, routing.blocks_B2, problem.top_k, problem.activation)
+    outputs = [dh_NGF, partials_CN, wa_NF]
+    run_twice(lambda: hopper_down_backward(dout_TD, h_NGF, [w_down], weights_TK, *args, *outputs), outputs)
+    for e, (rows, tokens) in enumerate(zip(routing.rows, routing.tokens, strict=True)):
+        da = dout_TD[tokens].float() @ w_down[e].float().T
+        scale = torch.ones(len(tokens), 1, device="cuda")
+        if weights_TK is not None:
+            scale = weights_TK.flatten()[routing.slots_N[rows].long()][:, None]
+        h = h_NGF[rows].float()
+        a = activate(h, problem.activation)
+        assert_close(wa_NF[rows], a * scale)
+        assert_close(dh_NGF[rows], activation_gradient(da * scale, h, problem.activation))
+        dweights = partials_CN[:, rows].sum(0)
+        assert not dweights.isnan().any()
+        # Sums of F products of both signs, one of the factors rounded: relative to the sum of their sizes.
+        assert ((dweights - (da * a).sum(1)).abs() <= 4e-3 * (da * a).abs().sum(1) + 1e-6).all()
+
+
+@pytest.mark.parametrize("which", ["up", "down"])
+def test_weight_grad_matches_reference(problem, which):
+    from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
+
+    routing = route(problem)
+    parts = problem.parts if which == "up" else 1
+    gathered_TD = random(problem, problem.num_tokens, problem.num_d)
+    grouped_NGF = grouped(problem, routing, parts, problem.num_f)
+    dw = up_weights(problem, nan_like) if which == "up" else [down_weight(problem, nan_like)]
+    args = (routing.slots_N, routing.offsets_E1, problem.top_k)
+    run_twice(lambda: hopper_weight_grad(gathered_TD, grouped_NGF, dw, *args), dw)
+    for e, (rows, tokens) in enumerate(zip(routing.rows, routing.tokens, strict=True)):
+        reference = torch.einsum("rgf,rd->gfd", grouped_NGF[rows].float(), gathered_TD[tokens].float())
+        result = torch.cat([part[e].view(-1, *part.shape[-2:]) for part in dw])
+        assert_close(result, reference)
+
+
+def test_weight_grad_isolates_experts(problem):
+    """Inf and NaN in one expert's rows, of either operand, reach no other expert."""
+    from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
+
+    routing = route(problem)
+    gathered_TD = random(problem, problem.num_tokens, problem.num_d)
+    grouped_NGF = grouped(problem, routing, problem.parts, problem.num_f)
+    grouped_NGF[routing.rows[3]] = float("inf")
+    dw = up_weights(problem, nan_like)
+    hopper_weight_grad(gathered_TD, grouped_NGF, dw, routing.slots_N, routing.offsets_E1, problem.top_k)
+    for e in (0, 1, 2, 4, 5):
+        assert all(part[e].isfinite().all() for part in dw)

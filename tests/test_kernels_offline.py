@@ -1,0 +1,92 @@
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="compiles Triton kernels")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad
+from moeblaze_ops.kernels.configs import shared_memory_bytes
+from moeblaze_ops.kernels.dispatch import launch_dispatch
+from moeblaze_ops.kernels.expert_down import launch_expert_down
+from moeblaze_ops.kernels.expert_down_backward import launch_expert_down_backward
+from moeblaze_ops.kernels.expert_up import launch_expert_up
+from moeblaze_ops.kernels.expert_up_backward import launch_expert_up_backward
+from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad
+from tests.offline import compile_launch, recorded_launches
+
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+
+# dtype, (T, E, K, D, F), activation, biases, weight on input.
+LAYERS = {
+    "many_rows": (torch.bfloat16, (32768, 128, 8, 2048, 768), "swiglu", False, False),
+    "few_rows": (torch.bfloat16, (64, 128, 4, 2880, 2880), "swiglu_clamped", True, False),
+    "middling_rows_weight_on_input": (torch.float16, (1024, 16, 1, 1024, 512), "geglu", True, True),
+    "ungated": (torch.bfloat16, (8192, 8, 2, 1024, 4096), "relu2", False, False),
+    "fp32": (torch.float32, (8192, 8, 2, 512, 1024), "swiglu", False, False),
+}
+
+
+def train(dtype, sizes, activation, bias, weight_on_input):
+    """Calls every launcher once, as one training step of a layer would."""
+    T, E, K, D, F = sizes
+    G = 2 if "glu" in activation else 1
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    x, weights = new(T, D), new(T, K, dtype=torch.float32)
+    w_up, w_down = [new(E, G, F, D)], [new(E, D, F).transpose(1, 2)]
+    b_up, b_down = ([new(E, G, F)], [new(E, D)]) if bias else ([], [])
+    on_input, on_output = (weights, None) if weight_on_input else (None, weights)
+    routing = launch_dispatch(new(T, K, dtype=torch.int64), E)
+    slots, offsets = routing[:2]
+    h, a = launch_expert_up(x, w_up, b_up, on_input, *routing, activation)
+    out = launch_expert_down(h, a, w_down, b_down, on_output, *routing, activation)
+    dh, _, wa = launch_expert_down_backward(out, h, w_down, b_down, on_output, *routing, activation)
+    launch_expert_up_backward(dh, x if weight_on_input else None, w_up, on_input, *routing)
+    launch_expert_weight_grad(x, dh, w_up, on_input, slots, offsets, K)
+    launch_expert_weight_grad(out, wa.unsqueeze(1), w_down, None, slots, offsets, K)
+    if bias:
+        launch_expert_bias_grad(dh.view(T * K, G * F), None, slots, offsets, K, False)
+        launch_expert_bias_grad(out, on_output, slots, offsets, K, True)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernels_compile_without_spills(layer, capability):
+    with recorded_launches(capability) as launches:
+        train(*LAYERS[layer])
+    for launch in launches:
+        resources = compile_launch(launch, capability)
+        assert resources.spill_bytes == 0, launch.name
+        assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
+        assert resources.tensor_core == expected_tensor_core(launch, LAYERS[layer][0], capability), launch.name
+
+
+def expected_tensor_core(launch, dtype, capability):
+    """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
+    if "BLOCK_K" not in launch.arguments or dtype == torch.float32:
+        return None
+    return {9: "wgmma", 10: "tcgen05"}.get(capability[0], "mma") if launch.arguments["BLOCK_M"] >= 64 else "mma"
+
+
+def test_tokens_do_not_change_what_is_compiled():
+    def specialisation(T):
+        with recorded_launches((9, 0)) as launches:
+            dtype, (_, *sizes), *rest = LAYERS["many_rows"]
+            train(dtype, (T, *sizes), *rest)
+        fixed = []
+        for launch in launches:
+            dynamic = {p.name for p in launch.kernel.params if p.do_not_specialize}
+            plain = {
+                name: value
+                for name, value in launch.arguments.items()
+                if name not in dynamic and not isinstance(value, torch.Tensor)
+            }
+            fixed.append((launch.name, plain, launch.options))
+        return fixed
+
+    assert specialisation(16384) == specialisation(16387) == specialisation(50000)

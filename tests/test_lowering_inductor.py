@@ -1,0 +1,185 @@
+"""Lowerings, read in the code that Inductor generates for a CUDA device; no device is needed."""
+
+import re
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import moeblaze_ops
+from moeblaze_ops import config
+from tests import fakecuda
+
+pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+
+T, K, E, D, F = 64, 2, 4, 64, 128
+CALL = "torch.ops.moeblaze."
+FORWARD_KERNELS = ["_count_kernel", "_scan_kernel", "_place_kernel", "_expert_up_kernel", "_expert_down_kernel"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_cuda():
+    fakecuda.require_fake_cuda()
+
+
+def layer(x, weights, experts, w_up, w_down):
+    return torch.relu(moeblaze_ops.moe(x * 2, weights, experts, w_up, w_down)) + 1
+
+
+def layer_inputs(device: str, num_tokens: int = T, **keywords) -> tuple:
+    experts_TK = torch.arange(num_tokens * K, device=device).view(num_tokens, K) % E
+    return (
+        torch.randn(num_tokens, D, device=device, **keywords),
+        torch.rand(num_tokens, K, device=device, **keywords),
+        experts_TK,
+        torch.randn(E, 2 * F, D, device=device, **keywords),
+        torch.randn(E, D, F, device=device, **keywords),
+    )
+
+
+def fake_layer_inputs() -> tuple:
+    with FakeTensorMode():
+        return layer_inputs("cuda")
+
+
+def assert_in_order(names: list[str], kernels: list[str]) -> None:
+    found = [name for name in kernels if name in names]
+    assert found == names, kernels
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_forward_is_inlined(dynamic):
+    code = fakecuda.generated_code(layer, fake_layer_inputs(), dynamic=dynamic)
+    assert CALL not in code
+    kernels = fakecuda.launches(code)
+    assert_in_order([*FORWARD_KERNELS, "_combine_kernel"], kernels)
+    assert "relu" in kernels[-1], "the pointwise consumer is a kernel of Inductor's that reads our output"
+    assert "clone" not in code
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_training_is_inlined(dynamic):
+    sources: list[str] = []
+    compiled = torch.compile(layer, backend=fakecuda.shadow_backend(sources), dynamic=dynamic)
+    torch._dynamo.reset()
+    for num_tokens in (24, 40, 72) if dynamic else (24,):
+        compiled(*layer_inputs("cpu", num_tokens, requires_grad=True)[:2], *training_tail(num_tokens)).sum().backward()
+    assert len(sources) == 2, "one forward and one backward graph"
+    forward, backward = sources
+    assert CALL not in forward and CALL not in backward
+    assert_in_order(FORWARD_KERNELS, fakecuda.launches(forward))
+    kernels = fakecuda.launches(backward)
+    assert kernels.count("_expert_weight_grad_kernel") == 2
+    assert_in_order(["_expert_down_backward_kernel", "_expert_up_backward_kernel"], kernels)
+
+
+def training_tail(num_tokens: int) -> tuple:
+    _, _, experts_TK, w_up, w_down = layer_inputs("cpu", num_tokens)
+    return experts_TK, w_up.requires_grad_(), w_down.requires_grad_()
+
+
+def test_op_is_called_on_cpu():
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    inputs = layer_inputs("cpu")
+    output, codes = run_and_get_code(torch.compile(layer), *inputs)
+    torch.testing.assert_close(output, layer(*inputs))
+    assert CALL in fakecuda.without_comments(codes[0])
+
+
+def test_checking_expert_ids_calls_dispatch(monkeypatch):
+    monkeypatch.setattr(config, "check_expert_ids", True)
+    code = fakecuda.generated_code(layer, fake_layer_inputs())
+    assert f"{CALL}dispatch" in code
+    assert f"{CALL}expert_up" not in code
+    assert "_expert_up_kernel" in fakecuda.launches(code)
+
+
+def test_weights_are_read_in_place():
+    """Transposed storage reaches the kernels with its own strides: no copy of a weight in any form."""
+
+    def transposed(x, weights, experts, w_up, w_down):
+        return moeblaze_ops.moe(x, weights, experts, w_up, w_down, transposed=True)
+
+    with FakeTensorMode():
+        x, weights, experts, w_up, w_down = layer_inputs("cuda")
+        w_up, w_down = w_up.transpose(1, 2).contiguous(), w_down.transpose(1, 2).contiguous()
+    code = fakecuda.generated_code(transposed, (x, weights, experts, w_up, w_down))
+    assert fakecuda.launches(code) == [*FORWARD_KERNELS, "_combine_kernel"]
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """An op whose launcher mixes a mutating custom op, as the Hopper kernels come, and a Triton kernel."""
+    triton = pytest.importorskip("triton")
+    from moeblaze_ops.lowering.inductor import register_traced_lowering
+    from tests import toy_kernels
+
+    library = torch.library.Library("moeblaze_tests", "FRAGMENT")
+    tags = (torch.Tag.needs_exact_strides,)
+    library.define("fill(Tensor x, Tensor[] ws, Tensor(a!) out, Tensor(b!) scratch, SymInt n) -> ()", tags=tags)
+    library.define("mixed(Tensor x, Tensor[] ws, Tensor? bias, SymInt n) -> (Tensor, Tensor[])", tags=tags)
+    torch.library.register_fake("moeblaze_tests::fill", lambda *args: None, lib=library)
+    torch.library.register_fake(
+        "moeblaze_tests::mixed", lambda x, ws, bias, n: (torch.empty_like(x), [torch.empty_like(x)]), lib=library
+    )
+    strides = []
+
+    def launch(x, ws, bias, n):
+        assert bias is None
+        strides.append([tuple(w.stride()) for w in ws])
+        out, scratch, total, last = (torch.empty_like(x) for _ in range(4))
+        torch.ops.moeblaze_tests.fill(x, ws, out, scratch, n)
+        grid = (triton.cdiv(x.numel(), 128),)
+        torch.library.wrap_triton(toy_kernels.add_kernel)[grid](out, scratch, total, x.numel(), 128)
+        torch.ops.moeblaze_tests.fill(total, ws, last, scratch, n)
+        return total, [last]
+
+    register_traced_lowering(torch.ops.moeblaze_tests.mixed.default, launch)
+    yield strides
+    library._destroy()
+
+
+def test_launcher_with_mutating_op(toy):
+    def function(x, w):
+        total, (last,) = torch.ops.moeblaze_tests.mixed(x * 2, [w.t(), w.t() * 1.0], None, x.shape[0])
+        return torch.relu(total) + last
+
+    with FakeTensorMode():
+        inputs = torch.empty(64, 32, device="cuda"), torch.empty(32, 64, device="cuda")
+    code = fakecuda.generated_code(function, inputs)
+    steps = re.findall(r"moeblaze_tests\.fill\.default\(|add_kernel_0\.run\(|triton_poi\w+\.run\(", code)
+    assert [step.partition("_")[0] for step in steps] == ["triton", "triton", "moeblaze", "add", "moeblaze", "triton"], (
+        "writes happen in the launcher's order"
+    )
+    assert "clone" not in code and ".copy_(" not in code, "buffers are written in place"
+    assert code.count("# reuse") >= 2, "buffers of the launcher take part in memory planning"
+
+
+def test_arguments_keep_their_strides(toy):
+    """The second weight is computed: its layout is Inductor's choice, unless the op's tag is respected."""
+
+    def function(x, w):
+        total, (last,) = torch.ops.moeblaze_tests.mixed(x, [w.t(), (w.t() + 1) * 2], None, x.shape[0])
+        return total + last
+
+    toy.clear()
+    with FakeTensorMode():
+        inputs = torch.empty(64, 32, device="cuda"), torch.empty(32, 64, device="cuda")
+    code = fakecuda.generated_code(function, inputs)
+    assert toy == [[(1, 64), (1, 64)]]
+    assert "empty_strided_cuda((64, 32), (1, 64)" in code
+
+
+def test_symbolic_sizes_reach_the_launcher(toy):
+    def function(x, w):
+        total, (last,) = torch.ops.moeblaze_tests.mixed(x, [w], None, x.shape[0] + 1)
+        return total + last
+
+    with FakeTensorMode():
+        inputs = torch.empty(64, 32, device="cuda"), torch.empty(32, 64, device="cuda")
+    code = fakecuda.generated_code(function, inputs, dynamic=True)
+    calls = [line for line in code.splitlines() if "moeblaze_tests.fill.default(" in line]
+    assert len(calls) == 2
+    assert all("1 + s" in line for line in calls), calls

@@ -1,0 +1,207 @@
+"""What memory_estimate predicts against what is allocated, and what keep="auto" makes of it.
+
+The step on a GPU is measured without one: the launchers run on CPU tensors, allocate all that they allocate, and launch
+nothing; the profiler counts.
+"""
+
+import importlib
+import logging
+
+import pytest
+import torch
+
+import moeblaze_ops
+from moeblaze_ops import config, memory
+from moeblaze_ops.memory import LayerSizes, memory_estimate
+
+LAUNCHERS = {
+    "dispatch": "dispatch",
+    "expert_up": "expert_up",
+    "expert_up_backward": "expert_up_backward",
+    "expert_down": "expert_down",
+    "expert_down_backward": "expert_down_backward",
+    "expert_mlp": "expert_mlp",
+    "expert_mlp_backward": "expert_mlp",
+    "expert_weight_grad": "weight_grad",
+    "expert_bias_grad": "bias_grad",
+}
+
+# T, D, F, E, K: proportions of layers in use, small.
+SHAPES = {
+    "fine": (2048, 128, 48, 32, 8),
+    "coarse": (1024, 256, 896, 8, 2),
+    "few_experts": (4096, 32, 128, 4, 1),
+    "weights_dominate": (64, 256, 256, 16, 2),
+}
+
+
+@pytest.fixture
+def launchers_on_cpu(monkeypatch):
+    """Let the CPU run what a GPU would, but for the kernels themselves."""
+    pytest.importorskip("triton", reason="the launchers import Triton")
+    monkeypatch.setattr(config, "hopper", "off")
+    for file in {*LAUNCHERS.values(), "combine"} - {"expert_mlp"}:
+        module = importlib.import_module(f"moeblaze_ops.kernels.{file}")
+        monkeypatch.setattr(module, "launch", lambda *args, **keywords: None)
+    with torch.library._scoped_library("moeblaze", "IMPL") as library:
+        for name, file in LAUNCHERS.items():
+            launcher = getattr(importlib.import_module(f"moeblaze_ops.kernels.{file}"), f"launch_{name}")
+            library.impl(name, launcher, "CPU", allow_override=True)
+        yield
+
+
+def allocated(run):
+    """Bytes that ``run`` leaves allocated, and the most allocated at once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for size in sizes:
+        now += size
+        peak = max(peak, now)
+    return result, now, peak
+
+
+def make_step(shape, keep, activation, router, dtype):
+    T, D, F, E, K = SHAPES[shape]
+    torch.manual_seed(0)
+    module = moeblaze_ops.MoE(D, F, E, K, activation=activation, bias=True, keep=keep).to(dtype)
+    x = torch.randn(T, D, dtype=dtype, requires_grad=True)
+    if router:
+        return lambda: module(x), torch.randn(T, D, dtype=dtype)
+    weights = torch.rand(T, K, dtype=torch.float32, requires_grad=True)
+    experts = torch.randint(0, E, (T, K))
+
+    def run():
+        return moeblaze_ops.moe(
+            x, weights, experts, module.w_up, module.w_down, b_up=module.b_up, b_down=module.b_down,
+            activation=activation, keep=keep,
+        )  # fmt: skip
+
+    return run, torch.randn(T, D, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("keep", ["preactivation", "input"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("router", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_estimate_matches_what_a_gpu_step_allocates(shape, keep, activation, router, dtype, launchers_on_cpu):
+    forward, dout = make_step(shape, keep, activation, router, dtype)
+    estimate = memory_estimate(
+        *SHAPES[shape], dtype, keep, gated=activation == "swiglu", bias=True, router=router
+    )  # fmt: skip
+    out, after_forward, _ = allocated(forward)
+    given = 0 if router else estimate.buffers["weights"]
+    kept = after_forward - out.numel() * out.element_size() + given
+    assert kept == pytest.approx(estimate.kept, rel=0.05)
+
+    def step():
+        out = forward()
+        out.backward(dout)
+        return out
+
+    _, _, peak = allocated(step)
+    assert peak + given == pytest.approx(estimate.peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mib"),
+    [
+        ((65536, 1024, 4096, 16, 4), {"h": 4096, "total": 4224}),
+        ((32768, 2048, 8192, 16, 4), {"h": 2048, "total": 2176}),
+    ],
+    ids=["conf3_swiglu", "conf4_silu"],
+)
+def test_known_layers(shape, mib):
+    """The floors of two layers of the MoEBlaze paper: x and h."""
+    T, D, *_ = shape
+    estimate = memory_estimate(*shape, gated=mib["h"] == 4096)
+    assert estimate.buffers["h"] == mib["h"] * 2**20
+    assert estimate.kept + 2 * T * D == pytest.approx(mib["total"] * 2**20, rel=0.01)
+    assert memory_estimate(*shape, keep="input").kept < 4 * 2**20
+
+
+def test_memory_estimate_rejects_a_keep_that_is_no_point():
+    message = "memory_estimate: keep must be preactivation or input, got 'auto'"
+    with pytest.raises(ValueError, match=message):
+        memory_estimate(8, 8, 8, 8, 2, keep="auto")
+
+
+SIZES = LayerSizes(D=16, F=24, E=4, K=2, dtype=torch.float32)
+
+
+@pytest.fixture
+def free_memory(monkeypatch):
+    """Set the free memory to what a step of ``tokens`` tokens takes in ``layers`` layers, and ask anew."""
+
+    def set_to_fit(tokens, layers=1):
+        estimate = memory_estimate(tokens, 16, 24, 4, 2, torch.float32)
+        free = None if tokens is None else -(-((layers - 1) * estimate.kept + estimate.peak) * 10 // 9)
+        monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+        memory.forget_choices()
+
+    yield set_to_fit
+    memory.forget_choices()
+
+
+@pytest.mark.parametrize("layers", [1, 12])
+def test_auto_takes_the_fastest_point_that_fits(layers, free_memory, monkeypatch):
+    monkeypatch.setattr(config, "layers_in_flight", layers)
+    free_memory(1000, layers)
+    cpu = torch.device("cpu")
+    assert [memory.choose_keep(T, SIZES, cpu) for T in (0, 1000, 1001)] == ["preactivation", "preactivation", "input"]
+
+
+def test_auto_keeps_more_where_the_free_memory_is_unknown(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    memory.forget_choices()
+    assert memory.choose_keep(10**9, SIZES, torch.device("cpu")) == "preactivation"
+    assert "the free memory of the device is unknown" in str(memory.recent_choices()[-1])
+    memory.forget_choices()
+
+
+def test_auto_says_what_it_chose_and_why(free_memory, caplog):
+    free_memory(1 << 20)
+    with caplog.at_level(logging.INFO, logger="moeblaze_ops.memory"):
+        memory.choose_keep(8, SIZES, torch.device("cpu"))
+        memory.choose_keep(9, SIZES, torch.device("cpu"))
+    (message,) = caplog.messages
+    assert message == str(memory.recent_choices()[-1])
+    assert message == (
+        'keep="auto" for D=16, F=24, E=4, K=2, torch.float32, gated on cpu: "preactivation" up to 1048576 tokens, "input" '
+        "beyond: 1.15 GiB are free, 90% of which are for a step of 1 such layers, which keep 408 bytes a token each"
+    )
+
+
+def test_auto_sticks_to_its_choice_until_it_is_asked_anew(free_memory, monkeypatch):
+    free_memory(100)
+    assert memory.choose_keep(50, SIZES, torch.device("cpu")) == "preactivation"
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    assert memory.choose_keep(50, SIZES, torch.device("cpu")) == "preactivation"
+    memory.forget_choices()
+    assert memory.choose_keep(50, SIZES, torch.device("cpu")) == "input"
+
+
+def test_auto_compiles_to_one_graph_for_each_point(free_memory):
+    free_memory(100)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = moeblaze_ops.MoE(16, 24, 4, 2, keep="auto")
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append([n.target.__name__ for n in gm.graph.nodes if str(n.target).startswith("moeblaze")][1:])
+        return gm.forward
+
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for tokens in (10, 99, 100, 101, 500, 60):
+        x = torch.randn(tokens, 16)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert torch.equal(compiled(x), module(x))
+    assert graphs == [["expert_up.default", "expert_down.default"], ["expert_mlp.default"]]
+
+
+def test_free_memory_of_this_machine_is_known():
+    assert memory.free_bytes("cpu") > 0
+    assert memory.free_bytes("meta") is None
