@@ -257,8 +257,8 @@ def launch_expert_down_backward(
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
 
     Returns:
-        dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty fp32 [0, K]
-        without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous; rows of
+        dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
+        (an empty fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous; rows of
         dh and wa in expert order, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
     """
     (w,) = w_down

@@ -45,9 +45,7 @@ def launch_expert_mlp(
     """
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)
-    h_NGF, a_NF = launch_expert_up(
-        x_TD, w_up, b_up, on_input, *routing, activation, store_h=activation == _IDENTITY
-    )
+    h_NGF, a_NF = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, activation, store_h=activation == _IDENTITY)
     return launch_expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)
 
 
@@ -79,9 +77,7 @@ def launch_expert_mlp_backward(
     on_input, on_output = _sides(weights_TK, weight_on_input)
     # The epilogue of the next kernel activates h: only h is wanted here.
     h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY)
-    return launch_expert_down_backward(
-        dout_TD, h_NGF, w_down, b_down, on_output, *routing, activation, overwrite_h=True
-    )
+    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, on_output, *routing, activation, overwrite_h=True)
 
 
 def _sides(weights_TK, weight_on_input):

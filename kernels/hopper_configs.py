@@ -107,7 +107,8 @@ class WeightGradPlan:
     wide_offsets: bool
     gathered_is_a: bool
     store_n: int
-    copy_warps: int = 4
+    copy_warps: int = 2
+    registers: int = REGISTERS
     a_k_inner: bool = False
     b_k_inner: bool = False
     gathered: bool = True

@@ -15,7 +15,7 @@ from torch import Tensor
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY, activate_backward
 from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier, shared_memory_descriptor
 from moeblaze_ops.kernels.hopper_configs import STRIP_ROWS, GatherPlan, down_backward_tile
-from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, epilogue_layout, produce
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, row_layout, produce
 from moeblaze_ops.kernels.hopper_launch import describe, describe_weight, launch_persistent, needs_wide_offsets
 from moeblaze_ops.kernels.hopper_tiles import (
     allocate_barriers,
@@ -75,7 +75,7 @@ def _finish_strip(handoff, strips, strip, half, half_row, rows, end, column, wei
     dh_ptr, wa_ptr, partials_ptr = outputs
     dtype: gl.constexpr = dh_ptr.dtype.element_ty
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
-    layout: gl.constexpr = epilogue_layout(gl.num_warps())
+    layout: gl.constexpr = row_layout(gl.num_warps())
     wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
     scale = gl.expand_dims(weights, 1)
     products = gl.zeros([ROWS, CHUNK], gl.float32, layout)
@@ -114,7 +114,7 @@ def _strip_start(strip, first, end, next_first, next_end, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_slots(slots_ptr, row, end):
-    layout: gl.constexpr = gl.SliceLayout(1, epilogue_layout(gl.num_warps()))
+    layout: gl.constexpr = gl.SliceLayout(1, row_layout(gl.num_warps()))
     return gl.load(slots_ptr + gl.maximum(gl.minimum(row + gl.arange(0, ROWS, layout), end - 1), 0))
 
 
@@ -123,7 +123,7 @@ def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
     if PLAN.has_weights:
         return gl.load(weights_ptr + gl.maximum(slots, 0)).to(gl.float32)
     else:
-        return gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, epilogue_layout(gl.num_warps())))
+        return gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, row_layout(gl.num_warps())))
 
 
 @gluon.jit
@@ -131,7 +131,7 @@ def _finish(handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num
     num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
     half_strips: gl.constexpr = num_strips // 2
     dh_ptr, wa_ptr, partials_ptr = outputs
-    rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, epilogue_layout(gl.num_warps())))
+    rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     num_programs = gl.num_programs(0)
     _, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
     for slot in gl.static_range(strips.SLOTS):

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY, activate
 from moeblaze_ops.kernels.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper_configs import GatherPlan, up_tile
-from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, epilogue_layout, produce
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, row_layout, produce
 from moeblaze_ops.kernels.hopper_launch import bias_stride, describe, describe_weight, launch_persistent, needs_wide_offsets, part_views
 from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
 
@@ -33,7 +33,7 @@ def _store_h(half, h_desc, row, column, PLAN: gl.constexpr):
 def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr, PLAN: gl.constexpr):
     """Stores ``a`` of STRIP_ROWS rows, and their h too when TMA could not."""
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
-    layout: gl.constexpr = epilogue_layout(gl.num_warps())
+    layout: gl.constexpr = row_layout(gl.num_warps())
     rows = row + gl.arange(0, STRIP_ROWS, gl.SliceLayout(1, layout))
     a_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
     for chunk in gl.static_range(num_chunks):

@@ -64,8 +64,11 @@ def allocate_handoff(dtype: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.constexpr_function
-def epilogue_layout(num_warps):
-    """Each group of 8 lanes holds a row of CHUNK columns, 16 bytes a lane."""
+def row_layout(num_warps):
+    """Each group of 8 lanes holds 64 columns of a row, 16 bytes a lane; further columns repeat over registers.
+
+    Loads and copies touch whole lines of 128 bytes, and a thread meets few rows, so few row offsets.
+    """
     return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
 
@@ -87,7 +90,7 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.con
     tile: gl.constexpr = PLAN.tile
     parts: gl.constexpr = PLAN.parts
     block_k: gl.constexpr = tile.block_k
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // block_k, block_k // 8], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = row_layout(gl.num_warps())
     rows = gl.arange(0, tile.block_m, gl.SliceLayout(1, layout))
     ks = gl.arange(0, block_k, gl.SliceLayout(0, layout))
     step = 0
@@ -125,10 +128,11 @@ def consume(HALF: gl.constexpr, ring, order, bias_ptrs, handoff, PLAN: gl.conste
     num_steps: gl.constexpr = (PLAN.contracted + tile.block_k - 1) // tile.block_k
     step = 0
     num_tiles = 0
+    next_expert, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
     for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
-        expert, first, end, column_block = order.locate(index)
-        multiplied = gl.where(first + HALF * half_m < end, num_steps, 0)
-        accumulator = bias_accumulator(bias_ptrs, expert, column_block * PLAN.part_n, half_m, layout, PLAN)
+        multiplied = gl.where(next_first + HALF * half_m < next_end, num_steps, 0)
+        accumulator = bias_accumulator(bias_ptrs, next_expert, next_column_block * PLAN.part_n, half_m, layout, PLAN)
+        next_expert, next_first, next_end, next_column_block = order.locate(index + gl.num_programs(0))
         accumulator, step = multiply(ring, step, multiplied, accumulator, HALF, PLAN)
         step = skip(ring, step, num_steps - multiplied)
         mbarrier.wait(handoff.empty.index(HALF), (num_tiles & 1) ^ 1)

@@ -38,8 +38,12 @@ def _produce(ring, order, rows_desc, weight_descs, PLAN: gl.constexpr):
     tile: gl.constexpr = PLAN.tile
     parts: gl.constexpr = PLAN.parts
     step = 0
+    next_expert, next_first, _, next_column_block = order.locate(gl.program_id(0))
     for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
-        expert, first, _, column_block = order.locate(index)
+        expert = next_expert
+        first = next_first
+        column = next_column_block * tile.block_n
+        next_expert, next_first, _, next_column_block = order.locate(index + gl.num_programs(0))
         for part in gl.static_range(parts):
             for k in range(0, PLAN.contracted, tile.block_k):
                 ring.wait_empty(step)
@@ -47,7 +51,7 @@ def _produce(ring, order, rows_desc, weight_descs, PLAN: gl.constexpr):
                 ready = ring.ready.index(stage)
                 mbarrier.expect(ready, tile.a_bytes + tile.b_bytes)
                 load_matrix(rows_desc, part, first, k, ready, ring.a.index(stage))
-                load_weight(ring, stage, 0, weight_descs[part], expert, k, column_block * tile.block_n, PLAN)
+                load_weight(ring, stage, 0, weight_descs[part], expert, k, column, PLAN)
                 step += 1
 
 
@@ -59,10 +63,13 @@ def _consume(HALF: gl.constexpr, ring, order, bias_ptrs, y_desc, y_ptr, staging,
     num_steps: gl.constexpr = PLAN.parts * ((PLAN.contracted + tile.block_k - 1) // tile.block_k)
     staged = staging.index(HALF)
     step = 0
+    next_expert, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
     for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
-        expert, first, end, column_block = order.locate(index)
-        row = first + HALF * half_m
-        column = column_block * tile.block_n
+        expert = next_expert
+        row = next_first + HALF * half_m
+        end = next_end
+        column = next_column_block * tile.block_n
+        next_expert, next_first, next_end, next_column_block = order.locate(index + gl.num_programs(0))
         multiplied = gl.where(row < end, num_steps, 0)
         accumulator = bias_accumulator(bias_ptrs, expert, column, half_m, layout, PLAN)
         accumulator, step = multiply(ring, step, multiplied, accumulator, HALF, PLAN)

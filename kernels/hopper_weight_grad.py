@@ -1,6 +1,6 @@
 """Weight gradients: ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[t(r), :]``.
 
-The rows of an expert are the contracted axis. Four warps copy the gathered tokens with cp.async, TMA brings the
+The rows of an expert are the contracted axis. Two warps copy the gathered tokens with cp.async, one has TMA bring the
 other operand, two consumers multiply the transposed left operand. The operand that lies along the rows of the
 output tile is the one whose axis is the outer one in the storage of dW, so that TMA can write it: d for weights
 stored [E, D, F], f otherwise.
@@ -29,7 +29,7 @@ from moeblaze_ops.kernels.gluon_api import (
     tma_store_wait,
 )
 from moeblaze_ops.kernels.hopper_configs import WeightGradPlan, weight_grad_tile
-from moeblaze_ops.kernels.hopper_gather import row_starts
+from moeblaze_ops.kernels.hopper_gather import row_layout, row_starts
 from moeblaze_ops.kernels.hopper_launch import describe, launch_persistent, needs_wide_offsets, part_views
 from moeblaze_ops.kernels.hopper_tiles import (
     accumulator_layout,
@@ -104,71 +104,102 @@ def _split_tile(tile, PLAN: gl.constexpr):
         return row_block // row_blocks, row_block % row_blocks, tile // all_row_blocks
 
 
-@gluon.constexpr_function
-def _copy_layout(num_columns, num_warps):
-    """16 bytes a lane, along the rows of a copied matrix first."""
-    lanes = min(num_columns // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
-
-
 @gluon.jit
 def _copy_matrix(buffer, base_ptr, row_offsets, column, rows_inside, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Starts the copy of a matrix whose rows begin at ``row_offsets``; zeros outside ``rows_inside`` and WIDTH."""
     block: gl.constexpr = buffer.shape[1]
-    columns = gl.expand_dims(column + gl.arange(0, block, gl.SliceLayout(0, layout)), 0)
-    ptrs = base_ptr + gl.expand_dims(row_offsets, 1) + columns
+    columns = gl.arange(0, block, gl.SliceLayout(0, layout))
+    ptrs = gl.expand_dims(base_ptr + column + columns, 0) + gl.expand_dims(row_offsets, 1)
     inside = gl.expand_dims(rows_inside, 1)
     if WIDTH % block != 0:
-        inside = inside & (columns < WIDTH)
+        inside = inside & gl.expand_dims(column + columns < WIDTH, 0)
     inside, _ = gl.broadcast(inside, ptrs)
     copy_rows(buffer, ptrs, mask=inside)
 
 
 @gluon.jit
-def _produce(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_desc, grouped_ptr, PLAN: gl.constexpr):
+def _operand_columns(tile, PLAN: gl.constexpr):
+    """First columns of the gathered and of the grouped operand of an output tile."""
+    _, row_block, column_block = _split_tile(tile, PLAN)
+    if PLAN.gathered_is_a:
+        return row_block * PLAN.gathered_block, column_block * PLAN.grouped_block
+    else:
+        return column_block * PLAN.gathered_block, row_block * PLAN.grouped_block
+
+
+@gluon.jit
+def _gathered_buffer(ring, stage, PLAN: gl.constexpr):
+    if PLAN.gathered_is_a:
+        return ring.a.index(stage)
+    else:
+        return ring.b.index(stage)
+
+
+@gluon.jit
+def _grouped_buffer(ring, stage, PLAN: gl.constexpr):
+    if PLAN.gathered_is_a:
+        return ring.b.index(stage)
+    else:
+        return ring.a.index(stage)
+
+
+@gluon.jit
+def _produce_grouped(ring, tiles, grouped_desc, PLAN: gl.constexpr):
+    """Brings the grouped operand of every whole step by TMA; the last, ragged one is left to the copying warps."""
     block_k: gl.constexpr = PLAN.tile.block_k
-    layout: gl.constexpr = _copy_layout(PLAN.gathered_block, gl.num_warps())
-    grouped_layout: gl.constexpr = _copy_layout(PLAN.grouped_block, gl.num_warps())
-    gathered_width: gl.constexpr = PLAN.gathered_width
-    grouped_width: gl.constexpr = PLAN.grouped_width
-    ks = gl.arange(0, block_k, gl.SliceLayout(1, layout))
-    grouped_ks = gl.arange(0, block_k, gl.SliceLayout(1, grouped_layout))
     step = 0
+    _, next_tile, next_first, next_end, _ = tiles.locate(0)
     for turn in range(tiles.rounds()):
-        _, tile, first, end, _ = tiles.locate(turn)
-        part, row_block, column_block = _split_tile(tile, PLAN)
-        if PLAN.gathered_is_a:
-            x_column = row_block * PLAN.gathered_block
-            grouped_column = column_block * PLAN.grouped_block
-        else:
-            x_column = column_block * PLAN.gathered_block
-            grouped_column = row_block * PLAN.grouped_block
-        next_slots = gl.load(slots_ptr + first + ks, mask=first + ks < end, other=0)
+        part, _, _ = _split_tile(next_tile, PLAN)
+        _, column = _operand_columns(next_tile, PLAN)
+        first = next_first
+        end = next_end
+        _, next_tile, next_first, next_end, _ = tiles.locate(turn + 1)
         for row in range(first, end, block_k):
-            x_offsets = row_starts(next_slots, stride_x8, PLAN)
-            ahead = row + block_k + ks
-            next_slots = gl.load(slots_ptr + ahead, mask=ahead < end, other=0)
             ring.wait_empty(step)
             stage = step % ring.STAGES
             ready = ring.ready.index(stage)
-            if PLAN.gathered_is_a:
-                x_buffer = ring.a.index(stage)
-                grouped_buffer = ring.b.index(stage)
-            else:
-                x_buffer = ring.b.index(stage)
-                grouped_buffer = ring.a.index(stage)
             if row + block_k <= end:
                 mbarrier.expect(ready, PLAN.grouped_bytes)
-                load_matrix(grouped_desc, part, row, grouped_column, ready, grouped_buffer)
+                load_matrix(grouped_desc, part, row, column, ready, _grouped_buffer(ring, stage, PLAN))
             else:
-                grouped_rows = row + grouped_ks
-                offsets = grouped_rows.to(gl.int64) * (PLAN.parts * grouped_width) + part * grouped_width
-                _copy_matrix(
-                    grouped_buffer, grouped_ptr, offsets, grouped_column, grouped_rows < end, grouped_width, grouped_layout
-                )
                 mbarrier.arrive(ready)
-            _copy_matrix(x_buffer, x_ptr, x_offsets, x_column, row + ks < end, gathered_width, layout)
-            copy_rows_arrive(ready, increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _produce_gathered(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN: gl.constexpr):
+    """Copies the gathered operand, and both operands of a ragged step; slots are read a step ahead, across tiles."""
+    block_k: gl.constexpr = PLAN.tile.block_k
+    gathered_width: gl.constexpr = PLAN.gathered_width
+    grouped_width: gl.constexpr = PLAN.grouped_width
+    layout: gl.constexpr = row_layout(gl.num_warps())
+    ks = gl.arange(0, block_k, gl.SliceLayout(1, layout))
+    step = 0
+    _, next_tile, next_first, next_end, _ = tiles.locate(0)
+    next_slots = gl.load(slots_ptr + next_first + ks, mask=next_first + ks < next_end, other=0)
+    for turn in range(tiles.rounds()):
+        part, _, _ = _split_tile(next_tile, PLAN)
+        x_column, grouped_column = _operand_columns(next_tile, PLAN)
+        first = next_first
+        end = next_end
+        _, next_tile, next_first, next_end, _ = tiles.locate(turn + 1)
+        for row in range(first, end, block_k):
+            x_offsets = row_starts(next_slots, stride_x8, PLAN)
+            rows_inside = row + ks < end
+            # No tile with rows comes after one without: experts are visited in the order of their loads.
+            is_last = row + block_k >= end
+            ahead = gl.where(is_last, next_first, row + block_k) + ks
+            next_slots = gl.load(slots_ptr + ahead, mask=ahead < gl.where(is_last, next_end, end), other=0)
+            ring.wait_empty(step)
+            stage = step % ring.STAGES
+            x_buffer = _gathered_buffer(ring, stage, PLAN)
+            _copy_matrix(x_buffer, x_ptr, x_offsets, x_column, rows_inside, gathered_width, layout)
+            if row + block_k > end:
+                offsets = (row + ks).to(gl.int64) * (PLAN.parts * grouped_width) + part * grouped_width
+                grouped_buffer = _grouped_buffer(ring, stage, PLAN)
+                _copy_matrix(grouped_buffer, grouped_ptr, offsets, grouped_column, rows_inside, grouped_width, layout)
+            copy_rows_arrive(ring.ready.index(stage), increment_count=False)
             step += 1
 
 
@@ -197,11 +228,15 @@ def _consume(HALF: gl.constexpr, ring, tiles, dw_descs, staging, PLAN: gl.conste
     layout: gl.constexpr = accumulator_layout(PLAN)
     staged = staging.index(HALF)
     step = 0
+    next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(0)
     for turn in range(tiles.rounds()):
-        expert, tile, first, end, exists = tiles.locate(turn)
-        part, row_block, column_block = _split_tile(tile, PLAN)
+        expert = next_expert
+        exists = next_exists
+        part, row_block, column_block = _split_tile(next_tile, PLAN)
+        num_steps = gl.cdiv(next_end - next_first, PLAN.tile.block_k)
+        next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(turn + 1)
         accumulator = gl.zeros([half_m, block_n], gl.float32, layout)
-        accumulator, step = multiply(ring, step, gl.cdiv(end - first, PLAN.tile.block_k), accumulator, HALF, PLAN)
+        accumulator, step = multiply(ring, step, num_steps, accumulator, HALF, PLAN)
         row = row_block * PLAN.tile.block_m + HALF * half_m
         column = column_block * block_n
         if exists:
@@ -239,10 +274,11 @@ def _weight_grad_kernel(
         [
             (_consume, (gl.constexpr(0), ring, tiles, dw_descs, staging, PLAN)),
             (_consume, (gl.constexpr(1), ring, tiles, dw_descs, staging, PLAN)),
-            (_produce, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_desc, grouped_ptr, PLAN)),
+            (_produce_grouped, (ring, tiles, grouped_desc, PLAN)),
+            (_produce_gathered, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN)),
         ],
-        [4, PLAN.copy_warps],
-        [200, 96],
+        [4, 1, PLAN.copy_warps],
+        [PLAN.registers, PLAN.registers, PLAN.registers],
     )
 
 

@@ -3,8 +3,8 @@
 Forward. A program holds whole rows of logits. Each expert's choice score (the logit, or its softmax or sigmoid plus a bias)
 becomes an int32 key of the same order, so that the largest of a row comes from one integer maximum, and the first
 expert that has it from one integer minimum; both are single warp instructions where a row fills a warp. K rounds take
-the largest key and lower it out of the way. Experts outside the kept groups, and padding, have the lowest key from the start, which
-no number has. Weights then come from the K chosen logits, read again by index.
+the largest key and lower it out of the way. Experts outside the kept groups, and padding, have the lowest key from the
+start, which no number has. Weights then come from the K chosen logits, read again by index.
 
 With groups, a row is laid out as [GROUPS, GROUP_BLOCK], each group padded to a power of two, so that a reduction over the last
 axis scores every group at once.

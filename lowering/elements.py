@@ -17,7 +17,7 @@ from moeblaze_ops.lowering.values import Value
 
 Indices = tuple[Expr, ...]
 
-_MAX_PROJECTIONS = 2
+MAX_PROJECTIONS = 2
 _SHALLOW = frozenset((
     "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
     "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where",
@@ -65,7 +65,7 @@ class Evaluator(IndexingRules):
         kind = value.args[0] if value.op == "pointwise" else value.op
         rule = self._rules.get(value.op)
         integers = not value.dtype.is_floating_point
-        if rule is None or (depth >= _MAX_PROJECTIONS and not integers and kind not in _SHALLOW):
+        if rule is None or (depth >= MAX_PROJECTIONS and not integers and kind not in _SHALLOW):
             return self.algebra.leaf(value, indices)
         return rule(value, indices, depth)
 
@@ -190,7 +190,7 @@ class Evaluator(IndexingRules):
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             return e if whole or x.dtype == torch.bool or _is_count(e) else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
-        on_path = depth < _MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free)
+        on_path = depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free)
         return e if on_path else self.algebra.cast(value.dtype, e)
 
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:

@@ -9,41 +9,28 @@ Off CUDA, and where an argument asks for a check on the host, the generated code
 """
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moeblaze_ops import config
+from moeblaze_ops.library import LAUNCHERS
 from moeblaze_ops.lowering import inductor_api
-
-_KERNEL_FILE = {
-    "dispatch": "dispatch",
-    "expert_up": "expert_up",
-    "expert_up_backward": "expert_up_backward",
-    "expert_down": "expert_down",
-    "expert_down_backward": "expert_down_backward",
-    "expert_weight_grad": "weight_grad",
-    "expert_bias_grad": "bias_grad",
-}
-"""The file of ``kernels/`` that holds ``launch_<op>``, for every op that has a lowering."""
 
 
 def register_lowerings() -> None:
     """Register a lowering for every op of the namespace."""
-    for name, file in _KERNEL_FILE.items():
-        register_traced_lowering(getattr(torch.ops.moeblaze, name).default, _launcher(name, file), _checks_on_host(name))
+    for op, launcher in LAUNCHERS.items():
+        register_traced_lowering(op, launcher, _checks_on_host if op is torch.ops.moeblaze.dispatch.default else _never)
 
 
-def register_traced_lowering(
-    op: torch._ops.OpOverload, launcher: Callable, must_call: Callable[[], bool] = lambda: False
-) -> None:
-    """Lower ``op`` on CUDA to what ``launcher`` does with the same arguments, unless ``must_call()``.
+def register_traced_lowering(op: torch._ops.OpOverload, launcher: Callable[[], Callable], must_call: Callable[[], bool]) -> None:
+    """Lower ``op`` on CUDA to what ``launcher()`` does with the same arguments, unless ``must_call()``.
 
     Args:
         op: an op tagged ``needs_exact_strides``, that returns tensors or lists of tensors.
-        launcher: takes the arguments of ``op`` in its order and returns its outputs; traceable with fake tensors.
+        launcher: returns what takes the arguments of ``op`` in its order and returns its outputs, on fake tensors too.
         must_call: whether the generated code has to call the op.
     """
     call_op = inductor_api.fallback(op)
@@ -60,7 +47,7 @@ def register_traced_lowering(
             filled = list(leaves)
             for i, value in zip(positions, values, strict=True):
                 filled[i] = value
-            return launcher(*tree_unflatten(filled, structure))
+            return launcher()(*tree_unflatten(filled, structure))
 
         values, _ = tree_flatten(_in_schema_order(op, args, kwargs))
         return inductor_api.inline(inductor_api.trace(launch, fakes), [values[i] for i in positions], op.name())
@@ -74,12 +61,9 @@ def _in_schema_order(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> li
     return [*args, *(kwargs[name] for name in named)]
 
 
-def _launcher(name: str, file: str) -> Callable:
-    def launch(*args):
-        return getattr(import_module(f"moeblaze_ops.kernels.{file}"), f"launch_{name}")(*args)
-
-    return launch
+def _checks_on_host() -> bool:
+    return config.check_expert_ids
 
 
-def _checks_on_host(name: str) -> Callable[[], bool]:
-    return lambda: name == "dispatch" and config.check_expert_ids
+def _never() -> bool:
+    return False

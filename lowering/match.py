@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.lowering.canonical_indexing  # noqa: F401  (fills the table)
 from moeblaze_ops.lowering.canonical import TABLE
-from moeblaze_ops.lowering.elements import Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
+from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, subexpressions
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand
 from moeblaze_ops.lowering.patterns_activation import Formulas
@@ -129,7 +129,8 @@ class Matcher:
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
         routings = [self._routing(expert, feature) for expert in experts]
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
-        ids, weights, top_k = _find_routing(self._algebra, finder, routings)
+        depth = MAX_PROJECTIONS if experts[0].scale else 0
+        ids, weights, top_k = _find_routing(self._algebra, finder, routings, depth)
         x = _find_x(finder, experts)
         prove(len({(e.activation, bool(e.scale), len(e.up)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
@@ -234,16 +235,20 @@ def _chooses(e: Expr) -> bool:
     return e.kind in ("eq", "any", "group")
 
 
-def _find_routing(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[Operand, Operand | None, int]:
-    """The nodes of ids and weights, and K."""
+def _find_routing(
+    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
+) -> tuple[Operand, Operand | None, int]:
+    """The nodes of ids and weights (whose elements were taken inside ``depth`` projections), and K."""
     slots = {routing.slot is not None for routing in routings}
     prove(len(slots) == 1, Reason.SLOT_WEIGHTS, "some experts see one slot, some all")
     if True in slots:
-        return _find_summed(algebra, finder, routings)
-    return _find_per_slot(algebra, finder, routings)
+        return _find_summed(algebra, finder, routings, depth)
+    return _find_per_slot(algebra, finder, routings, depth)
 
 
-def _find_summed(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[Operand, Operand | None, int]:
+def _find_summed(
+    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
+) -> tuple[Operand, Operand | None, int]:
     results = set()
     for ids, slot, weights in {(r.ids, r.slot, r.weights) for r in routings}:
         top_k = slot.args[1]
@@ -253,14 +258,16 @@ def _find_summed(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[
         product = algebra.mul(*weights)
         found_weights = None
         if product is not algebra.one:
-            found_weights = finder.find((product,), (slot,), top_k)
+            found_weights = finder.find((product,), (slot,), top_k, depth)
             prove(found_weights is not None, *_unaligned(product, "routing weights"))
         results.add((found_ids, found_weights, top_k))
     prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
     return results.pop()
 
 
-def _find_per_slot(algebra, finder: Finder, routings: Sequence[Routing]) -> tuple[Operand, Operand | None, int]:
+def _find_per_slot(
+    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
+) -> tuple[Operand, Operand | None, int]:
     weights_of: dict[Expr, Expr] = {}
     for routing in routings:
         product = algebra.mul(*routing.weights)
@@ -275,7 +282,7 @@ def _find_per_slot(algebra, finder: Finder, routings: Sequence[Routing]) -> tupl
         products = tuple(weights_of[e] for e in ids)
         if all(p is algebra.one for p in products):
             return found_ids, None, top_k
-        found_weights = finder.find(products, columns, top_k)
+        found_weights = finder.find(products, columns, top_k, depth)
         prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
         return found_ids, found_weights, top_k
     raise Declined(*_unaligned(next(iter(weights_of)), "expert ids"))
@@ -296,7 +303,7 @@ def _unaligned(e: Expr, what: str) -> tuple[Reason, str]:
 def _find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
     found = set()
     for x, feature in {(e.x, e.feature_in) for e in experts}:
-        operand = finder.find((x,), (feature,), feature.args[1], depth=2)
+        operand = finder.find((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
         reason, detail = _unaligned(x, "tokens")
         prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)
         found.add(operand)
@@ -324,7 +331,7 @@ def _expert_order(routings: Sequence[Routing]) -> list[int]:
     return [first[e] for e in range(len(first))]
 
 
-def _prove_shared_weights(algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:
+def _prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:
     """Slots written out one by one reach the same weights."""
     weights_of: dict[Expr | None, tuple] = {}
     for routing, expert in zip(routings, experts, strict=True):

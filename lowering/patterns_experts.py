@@ -111,9 +111,12 @@ def _read_hidden(
     prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, _describe(hidden))
     halves = tuple(sorted(halves, key=lambda e: e.uid))
     scale = _input_scale(hidden, halves)
-    hidden, routing = _unscaled(algebra, hidden, routing, halves, scale)
-    activation, order, routing = _named_activation(algebra, formulas, hidden, routing, halves)
-    projections = [_read_up(algebra, half, width) for half in order]
+    symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
+    hidden = algebra.substitute(hidden, dict(zip(halves, symbols, strict=True)))
+    if scale and all(half.kind == "sum" for half in halves):
+        hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale)
+    activation, order, routing = _named_activation(algebra, formulas, hidden, routing, symbols)
+    projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     inputs = {(x, feature_in) for _, x, feature_in in projections}
     prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
     x, feature_in = inputs.pop()
@@ -177,8 +180,6 @@ def _unscaled(
 
     A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing.
     """
-    if not scale or any(half.kind == "add" for half in halves):
-        return hidden, routing
     inverse = algebra.var(-4, 0, "r")
 
     def cancel(e: Expr) -> Expr:
@@ -197,7 +198,7 @@ def _unscaled(
     marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
     bare = cancel(algebra.mul(marked, *routing))
     prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
-    inside = [f for f in _factors(bare) if f.has_dot and any(True for _ in subexpressions(f, lambda e: e in halves))]
+    inside = [f for f in _factors(bare) if any(half in f.free for half in halves)]
     outside = tuple(f for f in _factors(bare) if f not in inside)
     return algebra.mul(*inside), outside
 

@@ -29,8 +29,9 @@ __version__ = "0.1.0"
 from moeblaze_ops.explain import explain  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
+from moeblaze_ops.routing import route  # noqa: E402
 
-__all__ = ["MoE", "disable", "enable", "enabled", "explain", "moe"]
+__all__ = ["MoE", "disable", "enable", "enabled", "explain", "moe", "route"]
 
 
 def __getattr__(name: str):

@@ -38,6 +38,7 @@ _STAMP = "torch.ops.moeblaze"
 
 _enabled = False
 
+
 @dataclass
 class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""

@@ -12,6 +12,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "moeblaze"
 
+LAUNCHERS: dict[torch._ops.OpOverload, Callable[[], Callable]] = {}
+"""For every op, what returns its CUDA implementation; also what the Inductor lowerings trace."""
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
@@ -49,6 +52,7 @@ def register_op(
     torch.library.register_fake(qualname, _announced(fake), lib=_library)
     _library.impl(name, cpu, "CPU")
     _library.impl(name, _cuda_implementation(launcher), "CUDA")
+    LAUNCHERS[op] = launcher
     torch.library.register_autograd(
         qualname, backward or _no_double_backward(name), setup_context=setup_context, lib=_library
     )

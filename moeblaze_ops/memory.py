@@ -107,10 +107,7 @@ def memory_estimate(
 def _estimate(T: int, sizes: LayerSizes, keep: str) -> MemoryEstimate:
     size_of = _buffers(T, sizes)
     names = _kept(sizes, keep)
-    steps = {
-        step: sum(size_of[name] for name in (*_kept(sizes, "input"), *alive))
-        for step, alive in _steps(sizes, keep).items()
-    }
+    steps = {step: sum(size_of[name] for name in (*_kept(sizes, "input"), *alive)) for step, alive in _steps(sizes, keep).items()}
     buffers = {name: size_of[name] for name in names}
     return MemoryEstimate(sum(buffers.values()), max(steps.values()), buffers, steps)
 

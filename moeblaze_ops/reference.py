@@ -155,10 +155,8 @@ def route(
     choice_TE = logits_TE if scoring == "softmax" and bias_E is None else scores_TE
     choice_TE = choice_TE if bias_E is None else choice_TE + bias_E
     groups = torch.arange(E).view(num_groups, -1).tolist()
-    best = [
-        _best_experts(row, groups, top_k, top_groups, 2 if scoring == "sigmoid" else 1)
-        for row in choice_TE.detach()
-    ]
+    num_summed = 2 if scoring == "sigmoid" else 1
+    best = [_best_experts(row, groups, top_k, top_groups, num_summed) for row in choice_TE.detach()]
     experts_TK = torch.tensor(best, dtype=torch.int64, device=logits_TE.device).view(-1, top_k)
     weights_TK = scores_TE.gather(1, experts_TK)
     if scoring == "softmax_topk":

@@ -135,9 +135,7 @@ def check_route_backward(
 def _check_logits(op: str, logits_TE: Tensor) -> None:
     shape = list(logits_TE.shape)
     require(logits_TE.dim() == 2, op, "logits_TE", "have 2 dimensions [T, E]", f"shape {shape}")
-    require(
-        1 <= logits_TE.shape[1] <= MAX_EXPERTS, op, "logits_TE", f"have 1 to {MAX_EXPERTS} experts", f"shape {shape}"
-    )
+    require(1 <= logits_TE.shape[1] <= MAX_EXPERTS, op, "logits_TE", f"have 1 to {MAX_EXPERTS} experts", f"shape {shape}")
     allowed = logits_TE.dtype in _FLOAT_DTYPES and not (logits_TE.dtype == torch.float64 and logits_TE.is_cuda)
     rule = "be bfloat16, float16, float32 or (on CPU) float64"
     require_dtype(allowed, op, "logits_TE", rule, f"{logits_TE.dtype} on {logits_TE.device}")
@@ -157,17 +155,13 @@ def _wide_dtype(logits_TE: Tensor) -> torch.dtype:
     return torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
 
 
-def _route_fake(
-    logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups
-) -> tuple[Tensor, Tensor]:
+def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
     check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape, dtype=_wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
 
 
-def _route_cpu(
-    logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups
-) -> tuple[Tensor, Tensor]:
+def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
     check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
     logits_TE = logits_TE.to(_wide_dtype(logits_TE))
     choice_TE = _choice_scores(logits_TE, bias_E, scoring)
@@ -200,9 +194,7 @@ def _choice_scores(logits_TE: Tensor, bias_E: Tensor | None, scoring: str) -> Te
     return scores_TE if bias_E is None else scores_TE + bias_E
 
 
-def _order_groups_first(
-    choice_TE: Tensor, scoring: str, num_groups: int, top_groups: int
-) -> tuple[Tensor, Tensor]:
+def _order_groups_first(choice_TE: Tensor, scoring: str, num_groups: int, top_groups: int) -> tuple[Tensor, Tensor]:
     """The choice scores of the kept groups' experts, and the ids of these experts, in the order of ids."""
     E = choice_TE.shape[1]
     grouped = choice_TE.unflatten(1, (num_groups, E // num_groups))
@@ -242,21 +234,13 @@ def _route_gradient(ctx, dweights_TK, dexperts_TK):
     return dlogits_TE, None, None, None, None, None, None, None
 
 
-def _route_backward_fake(
-    dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale
-) -> Tensor:
-    check_route_backward(
-        "route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale
-    )
+def _route_backward_fake(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
+    check_route_backward("route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale)
     return logits_TE.new_empty(logits_TE.shape)
 
 
-def _route_backward_cpu(
-    dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale
-) -> Tensor:
-    check_route_backward(
-        "route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale
-    )
+def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
+    check_route_backward("route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale)
     experts_TK = experts_TK.long()
     wide_TE = logits_TE.to(_wide_dtype(logits_TE))
     zeros_TE = torch.zeros_like(wide_TE, memory_format=torch.contiguous_format)

@@ -51,9 +51,7 @@ def _register_device_guard() -> None:
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(_GUARD_SOURCE)
     flags = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", f"-I{sysconfig.get_path('include')}"]
-    subprocess.run(
-        ["g++", *flags, str(source), "-o", str(library), f"-L{torch_folder}/lib", "-lc10"], check=True, timeout=300
-    )
+    subprocess.run(["g++", *flags, str(source), "-o", str(library), f"-L{torch_folder}/lib", "-lc10"], check=True, timeout=300)
     ctypes.CDLL(str(library))
 
 

@@ -43,7 +43,8 @@ def train(function):
     counters.clear()
     x, weights = torch.randn(6, 4, requires_grad=True), torch.rand(6, 2)
     experts = torch.arange(12).view(6, 2) % 3
-    torch.compile(lambda *inputs: function(*inputs))(x, weights, experts, torch.randn(3, 5, 4), torch.randn(3, 4, 5)).sum().backward()
+    w_up, w_down = torch.randn(3, 5, 4), torch.randn(3, 4, 5)
+    torch.compile(lambda *inputs: function(*inputs))(x, weights, experts, w_up, w_down).sum().backward()
     hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     print("RESULT", hits, x.grad.abs().sum().item())
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeblaze_ops import cpu
 from moeblaze_ops.activations import ACTIVATIONS
+from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
 
 ops = torch.ops.moeblaze
@@ -201,3 +202,19 @@ def test_frozen_weights_get_no_gradient_computation():
     called = {event.name for event in profile.events()}
     assert {"moeblaze::expert_mlp_backward", "moeblaze::expert_up_backward"} <= called
     assert not called & {"moeblaze::expert_weight_grad", "moeblaze::expert_bias_grad"}
+
+
+def test_expert_mlp_lowers_to_its_kernels():
+    torch.manual_seed(10)
+    layer = make_layer(dtype=torch.float32)
+    sources = []
+    backend = shadow_backend(sources)
+    out = torch.compile(lambda: ops.expert_mlp(*arguments(layer)), backend=backend, fullgraph=True)()
+    torch.testing.assert_close(out, layer.run())
+    out.sum().backward()
+    forward, backward = sources
+    assert all("torch.ops.moeblaze" not in source for source in sources)
+    assert launches(forward) == ["_expert_up_kernel", "_expert_down_kernel", "_combine_kernel"]
+    h_shape = "({}, 2, 12)".format(layer.weights_TK.numel())
+    assert h_shape not in forward and backward.count(f"empty_strided_cuda({h_shape}") == 1
+    assert launches(backward).count("_expert_up_kernel") == 1 and "_expert_down_kernel" not in launches(backward)

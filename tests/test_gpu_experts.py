@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import moeblaze_ops
 from moeblaze_ops import config, reference
 from moeblaze_ops.activations import ACTIVATIONS
 from tests.layers import ROUTINGS, STORAGES, make_layer
@@ -45,12 +46,11 @@ def assert_no_worse_than_eager(layer, weight_on="output"):
     for index, (got, plain, want, repeat) in enumerate(zip(ours, eager, truth, again, strict=True)):
         scale = want.norm() + torch.finfo(torch.float32).tiny
         error, eager_error = (got.double() - want).norm() / scale, (plain.double() - want).norm() / scale
-        # Ours rounds where eager does or later; eps/4 covers results whose eager error happens to vanish.
-        assert error <= 1.5 * eager_error + torch.finfo(layer.x_TD.dtype).eps / 4, (
-            index,
-            float(error),
-            float(eager_error),
-        )
+        # Ours rounds where eager does or later. On top, fp32 sums are taken in another order than cuBLAS takes them,
+        # which half precision does not see; eps/4 covers half results whose eager error happens to vanish.
+        eps = torch.finfo(layer.x_TD.dtype).eps
+        slack = 4 * eps if layer.x_TD.dtype == torch.float32 else eps / 4
+        assert error <= 1.5 * eager_error + slack, (index, float(error), float(eager_error))
         assert torch.equal(got, repeat), f"result {index} differs between two runs"
 
 
@@ -166,18 +166,18 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
     layer = gpu_layer()
     dout = torch.randn_like(layer.x_TD)
     expected = step(lambda: layer.run(), layer.leaves, dout)
+    w_up, w_down = layer.stored
 
     def run():
-        routing = ops.dispatch(layer.experts_TK, 6)
-        h, a = ops.expert_up(layer.x_TD, layer.w_up, [], None, *routing, "swiglu")
-        return ops.expert_down(h, a, layer.w_down, [], layer.weights_TK, *routing, "swiglu")
+        # Views of the weights have to be made while capturing: backward runs on the stream of forward.
+        return moeblaze_ops.moe(layer.x_TD, layer.weights_TK, layer.experts_TK, w_up, w_down)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step(run, layer.leaves, dout)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         captured = step(run, layer.leaves, dout)
     for result in captured:
         result.fill_(float("nan"))

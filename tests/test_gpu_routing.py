@@ -25,15 +25,16 @@ def poisoned_buffers():
 
 def choice_scores(router, logits_TE, bias_E):
     logits_TE = logits_TE.float()
-    scores_TE = {"softmax": logits_TE.softmax, "softmax_topk": lambda dim: logits_TE, "sigmoid": lambda dim: logits_TE.sigmoid()}
-    return scores_TE[router.scoring](1) + (0 if bias_E is None else bias_E)
+    scores_TE = {"softmax": logits_TE.softmax(1), "softmax_topk": logits_TE, "sigmoid": logits_TE.sigmoid()}
+    return scores_TE[router.scoring] + (0 if bias_E is None else bias_E)
 
 
 def assert_same_choices(router, got, expected, logits_TE, bias_E):
-    """Equal ids where the choice needs no transcendental function or bias; else as good as the CPU's to a few roundings."""
+    """Equal ids where no two choice scores are within a rounding; else choices as good as the CPU's to a few roundings."""
     assert torch.all((got >= 0) & (got < router.num_experts))
     assert all(len(set(row)) == router.top_k for row in got.tolist())
-    if router.scoring != "sigmoid" and bias_E is None:
+    rounded = router.scoring == "sigmoid" and (router.num_groups > 1 or not logits_TE.isfinite().all())
+    if bias_E is None and not rounded:
         assert torch.equal(got, expected)
     elif not logits_TE.isnan().any():
         choice_TE = choice_scores(router, logits_TE, bias_E)
@@ -53,7 +54,8 @@ def assert_matches_cpu(router, logits_TE, run=op):
     dweights = torch.randn(weights.shape)
     (dlogits,) = torch.autograd.grad(weights, on_gpu[0], dweights.cuda())
     truth = exact_weights(router, logits_TE.double(), experts.cpu())
-    torch.testing.assert_close(weights.detach().cpu(), truth.float(), equal_nan=True)
+    # exp rounds its argument, of at most 16 outside the special values, to fp32.
+    torch.testing.assert_close(weights.detach().cpu(), truth.float(), rtol=1e-5, atol=1e-12, equal_nan=True)
     options = (router.scoring, router.renormalize, router.scale)
     expected = route_backward(dweights.double(), logits_TE.double(), truth, experts.cpu(), *options)
     scale = expected.nan_to_num().abs().max().item() if expected.numel() else 0.0
@@ -98,7 +100,7 @@ def test_every_size(num_experts, top_k, scoring, case):
 @pytest.mark.parametrize(("num_experts", "num_groups"), [(160, 8), (256, 8), (384, 3), (4096, 64)])
 def test_groups(scoring, num_experts, num_groups):
     torch.manual_seed(2)
-    router = Router(num_experts, 6, scoring, True, 2.5, num_groups, num_groups // 2, biased=False)
+    router = Router(num_experts, 6, scoring, True, 2.5, num_groups, num_groups // 2 + 1)
     assert_matches_cpu(router, make_logits("distinct", num_experts, num_tokens=67))
 
 

@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moeblaze_ops.kernels.configs import choose_route, choose_route_backward
 from moeblaze_ops.kernels.route import launch_route, launch_route_backward
-from tests.fakecuda import fake_device
+from moeblaze_ops.routing import route
+from tests.fakecuda import fake_device, launches, shadow_backend
 from tests.offline import compile_launch, recorded_launches
 from tests.routers import Router
 
@@ -48,10 +49,10 @@ def train(router, logits_TE, bias_E):
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_compile_without_spills(model, capability):
     dtype, router = MODELS[model]
-    with recorded_launches(capability) as launches:
+    with recorded_launches(capability) as recorded:
         logits_TE = torch.empty(32768, router.num_experts, dtype=dtype, device="cuda")
         train(router, logits_TE, torch.empty(router.num_experts, device="cuda") if router.biased else None)
-    for launch in launches:
+    for launch in recorded:
         resources = compile_launch(launch, capability)
         assert resources.spill_bytes == 0, launch.name
         assert resources.shared_bytes <= 48 << 10, launch.name
@@ -87,3 +88,20 @@ def test_tiles_hold_16_keys_a_thread_or_fewer_except_at_1024_columns(columns):
     keys = tile.rows * columns // (32 * tile.num_warps)
     assert keys <= (32 if columns == 1024 else 16)
     assert tile.num_warps <= 16 and choose_route_backward(columns).rows >= 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_training_launches_the_kernels(dynamic):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    sources = []
+    bias_E = torch.randn(32)
+
+    def run(logits_TE):
+        options = {"scoring": "sigmoid", "renormalize": True, "scale": 2.5, "num_groups": 8, "top_groups": 4}
+        return route(logits_TE, 4, bias=bias_E, **options)[0]
+
+    logits_TE = torch.randn(19, 32, requires_grad=True)
+    torch.compile(run, backend=shadow_backend(sources), dynamic=dynamic)(logits_TE).sum().backward()
+    assert [launches(source) for source in sources] == [["_route_kernel"], ["_route_backward_kernel"]]
+    assert not any("torch.ops.moeblaze." in source for source in sources)

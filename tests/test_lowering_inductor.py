@@ -96,6 +96,16 @@ def test_checking_expert_ids_calls_dispatch(monkeypatch):
     assert "_expert_up_kernel" in fakecuda.launches(code)
 
 
+def test_every_op_has_a_lowering():
+    from torch._inductor.lowering import lowerings
+
+    fakecuda.generated_code(layer, fake_layer_inputs())
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")]
+    assert "moeblaze::expert_weight_grad" in names
+    ops = [getattr(torch.ops.moeblaze, name.partition("::")[2]).default for name in names]
+    assert [op for op in ops if not lowerings[op].__name__.startswith("lower_")] == []
+
+
 def test_weights_are_read_in_place():
     """Transposed storage reaches the kernels with its own strides: no copy of a weight in any form."""
 
@@ -136,7 +146,7 @@ def toy():
         torch.ops.moeblaze_tests.fill(total, ws, last, scratch, n)
         return total, [last]
 
-    register_traced_lowering(torch.ops.moeblaze_tests.mixed.default, launch)
+    register_traced_lowering(torch.ops.moeblaze_tests.mixed.default, lambda: launch, lambda: False)
     yield strides
     library._destroy()
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moeblaze_ops
-from moeblaze_ops import config
+from moeblaze_ops import config, memory
 
 ops = torch.ops.moeblaze
 T, D, F, E, K = 48, 16, 24, 4, 2
@@ -136,6 +136,15 @@ def test_keep_decides_what_is_kept(keep, extra, through, monkeypatch):
     if through == "knob":
         monkeypatch.setattr(config, "keep", keep)
     assert kept_shapes(run_layers, layers, xs) == sorted(ROUTER + ROUTING + extra)
+
+
+def test_auto_through_the_knob(monkeypatch):
+    monkeypatch.setattr(config, "keep", "auto")
+    for free, names in ((1 << 40, ["expert_up", "expert_down"]), (0, ["expert_mlp"])):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        memory.forget_choices()
+        assert ops_of_a_step(run_layers, *make_model())[0] == ["dispatch", *names]
+    memory.forget_choices()
 
 
 def test_input_repeats_the_up_projection_only():

@@ -67,7 +67,8 @@ def check_backward(layer, weight_on="output"):
     assert got[1].dtype == torch.float32
     # Sums over F of products that are larger than the sum.
     assert_near(got[1], expected[1], roundings=64)
-    assert_near((got[0], got[2]), (expected[0], expected[2]), used, roundings=8)
+    # The gradient of a, a sum over D, is larger than the dh it leads to where the slope is small.
+    assert_near((got[0], got[2]), (expected[0], expected[2]), used, roundings=16)
 
     x = layer.x_TD if weight_on == "input" else None
     arguments = (dh, x, layer.w_up, on_input, *layer.routing)

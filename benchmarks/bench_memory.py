@@ -1,0 +1,169 @@
+"""What MoE layers keep for backward and take at their peak, measured on a GPU and beside the estimate.
+
+    python benchmarks/bench_memory.py --shapes fine coarse conf3 --json memory.json
+    python benchmarks/bench_memory.py --scaling --json scaling.json --plot scaling.png
+
+kept: bytes allocated after forward beyond what was allocated before it and beyond the output. peak: highest allocation
+over forward and backward beyond what was allocated before. ``--scaling`` is conf1 over 8 thousand to 8 million tokens.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+
+import moeblaze_ops
+from bench_layer import MIB, SHAPES, GroupedMoE, Shape, event_time, memory
+from environment import describe
+from moeblaze_ops.memory import memory_estimate
+
+SCALING_TOKENS = [2**exponent for exponent in (13, 15, 17, 19, 21, 23)]
+LABELS = {
+    "grouped_mm": "grouped_mm, eager",
+    "grouped_mm+compile": "grouped_mm + torch.compile",
+    "preactivation": 'moeblaze, keep="preactivation"',
+    "input": 'moeblaze, keep="input"',
+}
+
+
+@dataclass
+class Measurement:
+    """One contender on one shape; memory in MiB, time in ms, estimates for our layers run eagerly."""
+
+    shape: str
+    T: int
+    contender: str
+    kept_mib: float | None = None
+    peak_mib: float | None = None
+    estimated_kept_mib: float | None = None
+    estimated_peak_mib: float | None = None
+    peak_step: str | None = None
+    step_ms: float | None = None
+    failure: str | None = None
+
+
+def ours(keep: str) -> Callable[[Shape], nn.Module]:
+    def make(shape: Shape) -> nn.Module:
+        return moeblaze_ops.MoE(
+            shape.D, shape.F, shape.E, shape.K, activation=shape.activation, keep=keep, device="cuda", dtype=torch.bfloat16
+        )
+
+    return make
+
+
+CONTENDERS: dict[str, Callable[[Shape], nn.Module]] = {
+    "grouped_mm": GroupedMoE,
+    "grouped_mm+compile": lambda shape: torch.compile(GroupedMoE(shape)),
+    "preactivation": ours("preactivation"),
+    "input": ours("input"),
+    "preactivation+compile": lambda shape: torch.compile(ours("preactivation")(shape)),
+    "input+compile": lambda shape: torch.compile(ours("input")(shape)),
+}
+
+
+def measure(name: str, shape: Shape, contender: str) -> Measurement:
+    row = Measurement(name, shape.T, contender)
+    keep = contender.removesuffix("+compile")
+    if keep in ("preactivation", "input"):
+        estimate = memory_estimate(
+            shape.T, shape.D, shape.F, shape.E, shape.K, keep=keep, gated=shape.activation == "swiglu", router=True
+        )
+        row.estimated_kept_mib, row.estimated_peak_mib = estimate.kept / MIB, estimate.peak / MIB
+        row.peak_step = estimate.peak_step
+    torch._dynamo.reset()
+    try:
+        layer = CONTENDERS[contender](shape)
+        x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        dout = torch.randn_like(x)
+        layer(x).backward(dout)
+        row.kept_mib, row.peak_mib = memory(layer, x, dout)
+
+        def step() -> None:
+            layer.zero_grad(set_to_none=True)
+            x.grad = None
+            layer(x).backward(dout)
+
+        row.step_ms = statistics.median(event_time(step, 10))
+    except Exception as failure:  # a contender that fails, out of memory say, is a result
+        row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
+    return row
+
+
+def print_table(rows: list[Measurement]) -> None:
+    print(
+        f"{'shape':12} {'T':>8} {'contender':22} {'kept':>9} {'estimate':>9} {'ratio':>6} {'peak':>9} {'estimate':>9}"
+        f" {'ratio':>6} {'f+b ms':>9}  step at the estimated peak"
+    )
+    for row in rows:
+        head = f"{row.shape:12} {row.T:8} {row.contender:22}"
+        if row.failure:
+            print(head, row.failure)
+            continue
+        print(
+            f"{head} {_compared(row.kept_mib, row.estimated_kept_mib)} {_compared(row.peak_mib, row.estimated_peak_mib)}"
+            f" {row.step_ms:9.3f}  {row.peak_step or ''}"
+        )
+
+
+def _compared(measured: float, estimated: float | None) -> str:
+    if estimated is None:
+        return f"{measured:9.1f} {'':9} {'':6}"
+    return f"{measured:9.1f} {estimated:9.1f} {measured / estimated:6.3f}"
+
+
+def plot(rows: list[Measurement], path: str) -> None:
+    """Bytes kept and peak against tokens, one line for each contender of ``LABELS``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharex=True, sharey=True)
+    for axis, field, title in zip(axes, ("kept_mib", "peak_mib"), ("kept for backward", "peak of a step"), strict=True):
+        for contender, label in LABELS.items():
+            points = [(row.T, getattr(row, field)) for row in rows if row.contender == contender and not row.failure]
+            if points:
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        axis.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("MiB")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["fine", "finest", "wide", "mid", "coarse"], choices=SHAPES)
+    parser.add_argument("--scaling", action="store_true", help="conf1 over the token counts instead of the shapes")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--json", help="write measurements, device and versions to this file")
+    parser.add_argument("--plot", help="draw bytes against tokens to this file")
+    arguments = parser.parse_args()
+
+    if arguments.scaling:
+        shapes = [("conf1", replace(SHAPES["conf1"], T=tokens)) for tokens in SCALING_TOKENS]
+    else:
+        shapes = [(name, SHAPES[name]) for name in arguments.shapes]
+    rows = []
+    for name, shape in shapes:
+        measured = []
+        for contender in arguments.contenders:
+            measured.append(measure(name, shape, contender))
+            torch.cuda.empty_cache()
+        print_table(measured)
+        rows += measured
+        if arguments.json:
+            report = {**describe(), "command": vars(arguments), "measurements": [asdict(row) for row in rows]}
+            with open(arguments.json, "w") as file:
+                json.dump(report, file, indent=1)
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
