@@ -204,7 +204,8 @@ def _fit(
     """``tile``, with block_k in bytes, cut to the widths of the problem and to the shared memory of the device."""
     block_n = _clip(tile.block_n, columns, 16)
     block_k = _clip(tile.block_k // operands.element_size, contraction, 16)
-    num_warps = min(tile.num_warps, max(4, num_weights * tile.block_m * block_n // 2048))
+    # A warp for every 4 KB of results, so that their epilogue fits its registers.
+    num_warps = min(tile.num_warps, max(4, num_weights * tile.block_m * block_n * operands.element_size // 4096))
     limit = shared_memory_bytes(capability)
     while True:
         stage = (tile.block_m + num_weights * block_n) * block_k * operands.element_size

@@ -65,6 +65,8 @@ def _write_strip(
     up = gate
     if GATED:
         up = tl.load(h_tile + stride_h_g, mask=tile_in, other=0.0).to(tl.float32)
+    # dh may be h's memory, and in a small tile several threads hold the same element: all load before any stores.
+    tl.debug_barrier()
     a, dgate, dup = activate_backward(gate, up, da, ACTIVATION, GATED)
     scale = scale[:, None]
     dh_tile = dh_ptr + wide_rows * (G * F) + cols[None, :]  # [BLOCK_M, columns]
@@ -257,9 +259,9 @@ def launch_expert_down_backward(
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
 
     Returns:
-        dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
-        (an empty fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous; rows of
-        dh and wa in expert order, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
+        dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
+        fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous;
+        rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
     """
     (w,) = w_down
     num_experts, F, D = w.shape

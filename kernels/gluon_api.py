@@ -23,6 +23,8 @@ __all__ = [
     "aggregate",
     "copy_rows",
     "copy_rows_arrive",
+    "copy_rows_commit",
+    "copy_rows_wait",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -47,4 +49,6 @@ tma_store = _newest(tma, "async_store", "async_copy_shared_to_global")
 tma_store_wait = tma.store_wait
 copy_rows = _newest(async_copy, "async_load", "async_copy_global_to_shared")
 copy_rows_arrive = async_copy.mbarrier_arrive
+copy_rows_commit = async_copy.commit_group
+copy_rows_wait = async_copy.wait_group
 reinterpret = _newest(shared_memory_descriptor, "reinterpret", "_reinterpret")

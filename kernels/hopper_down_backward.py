@@ -6,22 +6,30 @@ For row r of expert e, with token t(r) and routing weight s(r):
     dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
 
 The consumers hand dA', rounded, to two epilogue warps, which work in strips of 8 rows. What a strip needs from
-memory is asked for two strips ahead, across tiles: h by TMA into one of two slots, the weights by way of
-the slots. The partial sums are stored for each column block, so no two programs add to the same number.
+memory is asked for two strips ahead, across tiles: h by cp.async into shared memory (every thread reads what it
+copied, and TMA would need a fence that also waits for the stores), the weights by way of the slots. The partial sums are stored for each column block, so no two programs add to the same number.
 """
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY, activate_backward
-from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier, shared_memory_descriptor
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS
+from moeblaze_ops.kernels.gluon_api import (
+    aggregate,
+    copy_rows,
+    copy_rows_commit,
+    copy_rows_wait,
+    gl,
+    gluon,
+    mbarrier,
+    shared_memory_descriptor,
+)
+from moeblaze_ops.kernels.hopper_activations import activate_backward
 from moeblaze_ops.kernels.hopper_configs import STRIP_ROWS, GatherPlan, down_backward_tile
 from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, row_layout, produce
-from moeblaze_ops.kernels.hopper_launch import describe, describe_weight, launch_persistent, needs_wide_offsets
+from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
 from moeblaze_ops.kernels.hopper_tiles import (
-    allocate_barriers,
     allocate_matrices,
     allocate_ring,
-    load_matrix,
     read_tile_order,
 )
 
@@ -30,43 +38,49 @@ ROWS = gl.constexpr(STRIP_ROWS)
 
 @aggregate
 class HStrips:
-    """Slots for the strips of h on their way from memory; the parts of a strip lie side by side."""
+    """Slots for the strips of h on their way from memory; the parts of a strip follow one another."""
 
     matrices: shared_memory_descriptor
-    ready: shared_memory_descriptor
+    h_ptr: gl.tensor
+    num_rows: gl.tensor
     SLOTS: gl.constexpr
     PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, matrices, ready, SLOTS, PARTS):
+    def __init__(self, matrices, h_ptr, num_rows, SLOTS, PARTS):
         self.matrices = matrices
-        self.ready = ready
+        self.h_ptr = h_ptr
+        self.num_rows = num_rows
         self.SLOTS = gl.constexpr(SLOTS)
         self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
-    def start(self, strip, h_desc, row, column, exists):
-        """Starts the loads of the strip whose first row is ``row``, the ``strip``-th of this program."""
-        slot = strip % self.SLOTS
-        ready = self.ready.index(slot)
-        mbarrier.expect(ready, self.PARTS * ROWS * self.matrices.shape[2] * 2, pred=exists)
+    def start(self, strip, row, column, WIDTH: gl.constexpr):
+        """Starts the copy of the strip whose first row is ``row``, the ``strip``-th of this program."""
+        block: gl.constexpr = self.matrices.shape[2]
+        layout: gl.constexpr = row_layout(gl.num_warps())
+        rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), self.num_rows - 1)
+        columns = gl.arange(0, block, gl.SliceLayout(0, layout))
+        row_offsets = gl.expand_dims(rows.to(gl.int64) * (self.PARTS * WIDTH), 1)
         for part in gl.static_range(self.PARTS):
-            load_matrix(h_desc, part, row, column, ready, self.matrices.index(slot * self.PARTS + part), exists)
+            h_ptrs = gl.expand_dims(self.h_ptr + column + columns, 0) + row_offsets + part * WIDTH
+            matrix = self.matrices.index((strip % self.SLOTS) * self.PARTS + part)
+            if WIDTH % block == 0:
+                copy_rows(matrix, h_ptrs)
+            else:
+                inside, _ = gl.broadcast(gl.expand_dims(column + columns < WIDTH, 0), h_ptrs)
+                copy_rows(matrix, h_ptrs, mask=inside)
+        copy_rows_commit()
 
     @gluon.jit
-    def wait(self, strip):
-        mbarrier.wait(self.ready.index(strip % self.SLOTS), (strip // self.SLOTS) & 1)
+    def wait(self):
+        """Waits for the oldest strip on its way."""
+        copy_rows_wait(self.SLOTS - 1)
 
     @gluon.jit
     def load(self, strip, part: gl.constexpr, chunk: gl.constexpr, layout: gl.constexpr):
         matrix = self.matrices.index((strip % self.SLOTS) * self.PARTS + part)
         return matrix.slice(chunk * CHUNK, CHUNK, 1).load(layout)
-
-
-@gluon.jit
-def _allocate_strips(dtype: gl.constexpr, PLAN: gl.constexpr):
-    matrices = allocate_matrices(dtype, PLAN.strip_slots * PLAN.h_parts, ROWS, PLAN.tile.block_n)
-    return HStrips(matrices, allocate_barriers(PLAN.strip_slots, 1), PLAN.strip_slots, PLAN.h_parts)
 
 
 @gluon.jit
@@ -89,11 +103,7 @@ def _finish_strip(handoff, strips, strip, half, half_row, rows, end, column, wei
         up = gate
         if PLAN.gated:
             up = strips.load(strip, 1, chunk, layout).to(gl.float32)
-        if PLAN.activation == IDENTITY:
-            a = gate
-            dgate = da * scale
-        else:
-            a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation, PLAN.gated)
+        a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation, PLAN.gated)
         products += da * a
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
         gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=inside)
@@ -127,7 +137,7 @@ def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _finish(handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num_rows, PLAN: gl.constexpr):
+def _finish(handoff, strips, order, slots_ptr, weights_ptr, outputs, PLAN: gl.constexpr):
     num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
     half_strips: gl.constexpr = num_strips // 2
     dh_ptr, wa_ptr, partials_ptr = outputs
@@ -135,8 +145,7 @@ def _finish(handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num
     num_programs = gl.num_programs(0)
     _, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
     for slot in gl.static_range(strips.SLOTS):
-        exists = gl.program_id(0) < order.count()
-        strips.start(slot, h_desc, next_first + slot * ROWS, next_column_block * PLAN.part_n, exists)
+        strips.start(slot, next_first + slot * ROWS, next_column_block * PLAN.part_n, PLAN.columns)
     slots = _load_slots(slots_ptr, next_first, next_end)
     next_weights = _load_weights(weights_ptr, slots, PLAN)
     slots = _load_slots(slots_ptr, next_first + ROWS, next_end)
@@ -153,20 +162,20 @@ def _finish(handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num
             slots = _load_slots(slots_ptr, ahead_row, ahead_end)
             count = num_tiles * num_strips + strip
             half = strip // half_strips
-            strips.wait(count)
+            strips.wait()
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             half_row = (strip % half_strips) * ROWS
             rows = first + strip * ROWS + rows_of_strip
             column = column_block * PLAN.part_n
-            stored = (dh_ptr, wa_ptr, partials_ptr + column_block.to(gl.int64) * num_rows)
+            stored = (dh_ptr, wa_ptr, partials_ptr + column_block.to(gl.int64) * strips.num_rows)
             _finish_strip(handoff, strips, count, half, half_row, rows, end, column, weights, stored, PLAN)
             mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 1)
             ahead = strip + strips.SLOTS
             ahead_row, _ = _strip_start(ahead, first, end, next_first, next_end, PLAN)
             ahead_column = gl.where(ahead < num_strips, column_block, next_column_block) * PLAN.part_n
-            exists = (ahead < num_strips) | (index + num_programs < order.count())
-            strips.start(count + strips.SLOTS, h_desc, ahead_row, ahead_column, exists)
+            strips.start(count + strips.SLOTS, ahead_row, ahead_column, PLAN.columns)
         num_tiles += 1
+    copy_rows_wait(0)
 
 
 @gluon.jit
@@ -174,7 +183,7 @@ def _down_backward_kernel(
     dout_ptr,
     stride_dout8,
     weight_desc,
-    h_desc,
+    h_ptr,
     weights_ptr,
     outputs,
     slots_ptr,
@@ -184,16 +193,17 @@ def _down_backward_kernel(
     PLAN: gl.constexpr,
 ):
     copy_threads: gl.constexpr = 32 * PLAN.gather_warps
-    ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
-    handoff = allocate_handoff(h_desc.dtype, PLAN)
-    strips = _allocate_strips(h_desc.dtype, PLAN)
+    ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
+    handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
+    h_matrices = allocate_matrices(h_ptr.dtype.element_ty, PLAN.strip_slots * PLAN.h_parts, ROWS, PLAN.tile.block_n)
+    strips = HStrips(h_matrices, h_ptr, gl.to_tensor(num_rows), PLAN.strip_slots, PLAN.h_parts)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), ring, order, (), handoff, PLAN)),
             (consume, (gl.constexpr(1), ring, order, (), handoff, PLAN)),
             (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), PLAN)),
-            (_finish, (handoff, strips, order, h_desc, slots_ptr, weights_ptr, outputs, num_rows, PLAN)),
+            (_finish, (handoff, strips, order, slots_ptr, weights_ptr, outputs, PLAN)),
         ],
         [4, PLAN.gather_warps, PLAN.epilogue_warps],
         [PLAN.registers, PLAN.registers, PLAN.registers],
@@ -251,7 +261,7 @@ def hopper_down_backward(
         dout_TD,
         dout_TD.stride(0) // 8,
         weight_desc,
-        describe(h_NGF.transpose(0, 1), 1, STRIP_ROWS, tile.block_n),
+        h_NGF,
         partials_CN if weights_TK is None else weights_TK,
         (dh_NGF, wa_NF, partials_CN),
         slots_N,

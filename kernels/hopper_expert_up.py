@@ -8,8 +8,9 @@ are written by masked stores.
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY, activate
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
 from moeblaze_ops.kernels.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper_activations import activate
 from moeblaze_ops.kernels.hopper_configs import GatherPlan, up_tile
 from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, row_layout, produce
 from moeblaze_ops.kernels.hopper_launch import bias_stride, describe, describe_weight, launch_persistent, needs_wide_offsets, part_views

@@ -56,9 +56,12 @@ class Evaluator(IndexingRules):
     def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
         """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
         chain: list[Value] = []
-        while (inner := _accumulator(value)) is not None and (inner, indices, depth) not in self._memo:
-            chain.append(inner)
-            value = inner
+        stack = _accumulators(value)
+        while stack:
+            inner = stack.pop()
+            if (inner, indices, depth) not in self._memo and (below := _accumulators(inner)):
+                chain.append(inner)
+                stack += below
         return chain[::-1]
 
     def _evaluate(self, value: Value, indices: Indices, depth: int) -> Expr:
@@ -187,6 +190,10 @@ class Evaluator(IndexingRules):
         (x,) = value.args
         e = self.element(x, indices, depth)
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
+            if value.dtype == torch.bool and e.kind == "sum" and _is_indicator(e.args[1]):
+                return self.algebra.any(*self.algebra.open(e))
+            if value.dtype == torch.bool:
+                return e if _is_indicator(e) else self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             return e if whole or x.dtype == torch.bool or _is_count(e) else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
@@ -229,7 +236,8 @@ class Evaluator(IndexingRules):
         if len(dims) != 1:
             return self.algebra.leaf(value, indices)
         var = self.algebra.fresh(indices, x.shape[dims[0]])
-        return self.algebra.any(var, self.element(x, self._reduced_indices(value, indices, (var,)), depth))
+        body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
+        return self.algebra.any(var, body) if _is_indicator(body) else self.algebra.leaf(value, indices)
 
     def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim = value.args
@@ -283,23 +291,28 @@ class Evaluator(IndexingRules):
         return self.element(keys, (row.args[1],)) if counts is expected else group
 
 
-def _accumulator(value: Value) -> Value | None:
-    inner = None
+def _accumulators(value: Value) -> list[Value]:
+    """Operands of the same shape that ``value`` adds something to."""
+    inner: tuple[Value, ...] = ()
     if value.op in ("put", "scatter"):
-        inner = value.args[0]
+        inner = value.args[:1]
     elif value.op == "pointwise" and value.args[0] == "add":
-        inner = value.args[1][0]
-    return inner if inner is not None and inner.shape == value.shape else None
+        inner = value.args[1]
+    return [x for x in inner if x.shape == value.shape]
 
 
 _EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def _is_indicator(e: Expr) -> bool:
+    return e.kind in ("eq", "any") or (e.kind == "mul" and all(map(_is_indicator, e.args)))
 
 
 def _is_count(e: Expr) -> bool:
     """Built from comparisons by sums and products only: a small integer whatever its dtype."""
     if e.kind in ("sum", "prefix"):
         return _is_count(e.args[1])
-    return e.kind in ("eq", "any") or (e.kind == "mul" and all(map(_is_count, e.args)))
+    return _is_indicator(e) or (e.kind == "mul" and all(map(_is_count, e.args)))
 
 
 def _lower_bound(e: Expr) -> float:
@@ -369,9 +382,9 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, algebra.const(1 / b.args[0]))
         case "div":
             return algebra.mul(a, algebra.call("reciprocal", (b,)))
-        case "floordiv" if b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+        case "floordiv" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
             return algebra.div(a, b.args[0])
-        case "mod" if b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+        case "mod" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
             return algebra.mod(a, b.args[0])
         case "square":
             return algebra.mul(a, a)

@@ -7,7 +7,7 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class IndexingRules:
             coordinates.append(index)
         replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
         hits = self.element(mask, tuple(coordinates), depth)
-        unique = next((e for e in subexpressions(hits, lambda e: e.kind == "leaf")), None) if hits.kind == "eq" else None
+        ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
+        unique = ids[0] if len(ids) == 1 else None
         return _Landed(free, hits, self.algebra.substitute(body, replace), unique)
 
     def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr) -> "_Landed | None":

@@ -5,6 +5,7 @@ sum of expert terms by `patterns_experts` and `patterns_routing`, and the operan
 in the graph by `operands` and `layouts`. Nothing here changes the graph.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,15 @@ from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, subexpressions
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
-from moeblaze_ops.lowering.operands import Finder, Operand
+from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
 from moeblaze_ops.lowering.patterns_activation import Formulas
-from moeblaze_ops.lowering.patterns_experts import ExpertTerm, is_expert_term, read_expert
+from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_expert_term, read_expert
 from moeblaze_ops.lowering.patterns_routing import Routing, read_compared, read_indexed, weight_indices
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.regions import Region, prove_region
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name, target_name
+
+log = logging.getLogger("moeblaze")
 
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
@@ -70,6 +73,7 @@ class Decline:
     reason: Reason
     detail: str
     ids: frozenset[Value] = field(default_factory=frozenset)
+    complete: bool = False  # every term of the sum is an expert's
 
 
 class Matcher:
@@ -80,6 +84,8 @@ class Matcher:
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
+        self._expert_terms: dict[Expr, bool] = {}
+        self._term_ids: dict[Expr, frozenset[Value]] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
         """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
@@ -89,39 +95,84 @@ class Matcher:
         for node in reversed(list(self.view.graph.nodes)):
             if node in taken or not _may_combine(node):
                 continue
-            result = self.match(node)
+            result = self._attempt(node)
             if isinstance(result, MoEMatch):
                 found.append(result)
                 taken.update(result.region.nodes)
-            elif isinstance(result, Decline):
+            elif result is not None:
                 declined.append(result)
+                if result.complete:  # what is left of this sum without its last terms is no layer of its own
+                    taken.update(n for n in dependencies(self.view, node) if self._is_part(n, result))
         results = [*found, *_furthest(declined, taken)]
         return sorted(results, key=lambda r: self.view.position[r.root])
 
+    def _attempt(self, root: fx.Node) -> MoEMatch | Decline | None:
+        try:
+            return self.match(root)
+        except Exception as error:
+            # A graph that we cannot read has to compile all the same.
+            log.debug("%s", root.format_node(), exc_info=True)
+            return Decline(root, root, Reason.INTERNAL, f"{type(error).__name__}: {error}")
+
     def match(self, root: fx.Node) -> MoEMatch | Decline | None:
         """The layer whose output ``root`` completes; None when it does not look like one."""
-        target = self.view.writes.get(root, root)
-        value = self.view.value_at(target, self.view.position[root])
-        if not isinstance(value, Value) or len(value.shape) < 2 or not value.dtype.is_floating_point:
+        value = self._result(root)
+        if value is None:
             return None
-        tokens = tuple(
-            self._algebra.zero if size == 1 else self._algebra.var(i, size, "t") for i, size in enumerate(value.shape[:-1])
-        )
-        feature = self._algebra.var(len(tokens), value.shape[-1], "d")
-        try:
-            element = self._evaluator.element(value, (*tokens, feature))
-        except Unroll:
-            return None
-        terms = element.args if element.kind == "add" else (element,)
-        experts = [t for t in terms if is_expert_term(t, feature) and _is_routed(t)]
+        tokens, feature = self._indices(value)
+        terms = self._terms(value)
+        experts = [term for term in terms if self._is_expert(term, feature)]
+        ids = frozenset(v for term in terms for v in self._ids(term))
         if not experts:
-            return None
-        ids = frozenset(leaf.args[0] for term in experts for leaf in _routed_by(term))
+            masked = [term for term in terms if _is_masked(term) and feature in term.free]
+            if len(masked) < 2:
+                return None
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids)
         try:
             prove(len(experts) == len(terms), Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts)
         except Declined as declined:
-            return Decline(root, declined.node or root, declined.reason, declined.detail, ids)
+            complete = declined.reason is not Reason.OTHER_TERMS
+            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, complete)
+
+    def _result(self, root: fx.Node) -> Value | None:
+        target = self.view.writes.get(root, root)
+        value = self.view.value_at(target, self.view.position[root])
+        fits = isinstance(value, Value) and len(value.shape) >= 2 and value.dtype.is_floating_point
+        return value if fits else None
+
+    def _indices(self, value: Value) -> tuple[tuple[Expr, ...], Expr]:
+        """A symbolic token and feature."""
+        *sizes, width = value.shape
+        tokens = tuple(self._algebra.zero if n == 1 else self._algebra.var(i, n, "t") for i, n in enumerate(sizes))
+        return tokens, self._algebra.var(len(sizes), width, "d")
+
+    def _terms(self, value: Value) -> tuple[Expr, ...]:
+        tokens, feature = self._indices(value)
+        try:
+            element = self._evaluator.element(value, (*tokens, feature))
+        except Unroll:
+            return ()
+        return element.args if element.kind == "add" else (element,)
+
+    def _is_expert(self, term: Expr, feature: Expr) -> bool:
+        known = self._expert_terms.get(term)
+        if known is None:
+            known = self._expert_terms[term] = is_expert_term(term, feature) and _is_routed(term)
+        return known
+
+    def _ids(self, term: Expr) -> frozenset[Value]:
+        known = self._term_ids.get(term)
+        if known is None:
+            known = self._term_ids[term] = frozenset(_routed_by(term))
+        return known
+
+    def _is_part(self, node: fx.Node, whole: Decline) -> bool:
+        """Whether ``node`` sums some of the terms of a candidate that was declined."""
+        if not _may_combine(node) or (value := self._result(node)) is None:
+            return False
+        ids = {v for term in self._terms(value) for v in self._ids(term)}
+        return bool(ids) and ids <= whole.ids
 
     def _prove(
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr]
@@ -156,6 +207,7 @@ class Matcher:
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
         self._prove_distinct(routings)
+        prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
         dtype = w_down.dtype
         same = all(view.dtype == dtype for view in (*w_up, *b_up, *([b_down] if b_down else [])))
         prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
@@ -196,8 +248,15 @@ class Matcher:
         for ids in {ids for routing in routings for ids in routing.distinct}:
             proven = ids.kind == "leaf" and ids.args[0].op == "output" and target_name(ids.args[0].args[0]) == "topk"
             proven = proven and ids.args[0].args[1] == 1 and _last_axis(ids.args[0].args[0])
-            slots = [v for index in ids.args[1][:-1] for v in index.free if v.args[2] == "r"] if proven else []
-            prove(proven and not slots, Reason.DISTINCT_EXPERTS)
+            proven = proven and _slot_is_last(ids.args[1])
+            prove(proven, Reason.DISTINCT_EXPERTS)
+
+
+def _slot_is_last(indices: tuple[Expr, ...]) -> bool:
+    """The slot variable is the last index (or an offset of it), and in no other."""
+    *others, last = indices
+    plain = last.kind == "var" or (last.kind == "linear" and len(last.args[1]) == 1)
+    return plain and not any(v in other.free for v in last.free for other in others)
 
 
 def _last_axis(topk: fx.Node) -> bool:
@@ -215,18 +274,22 @@ def _is_permuted(e: Expr) -> bool:
     return e.kind in ("inverse", "group") or (e.kind == "leaf" and e.args[0].is_permutation)
 
 
-def _routed_by(term: Expr) -> Iterator[Expr]:
-    """Integer leaves that a term compares with an expert or indexes weights by."""
-    for e in subexpressions(term, lambda e: e.kind == "leaf" and not e.args[0].dtype.is_floating_point):
-        yield e
-    for e in subexpressions(term, lambda e: e.kind == "leaf" and e.args[0].dtype.is_floating_point):
+def _routed_by(term: Expr) -> Iterator[Value]:
+    """Integer tensors that a term compares with an expert or indexes weights by."""
+    for e in subexpressions(term, lambda e: e.kind == "leaf"):
+        if not e.args[0].dtype.is_floating_point:
+            yield e.args[0]
         for index in e.args[1]:
-            yield from subexpressions(index, lambda i: i.kind == "leaf")
+            yield from (leaf.args[0] for leaf in subexpressions(index, lambda i: i.kind == "leaf"))
 
 
 def _is_routed(term: Expr) -> bool:
     """Whether ids choose: a comparison, a group of sorted rows, or a stack of matrices indexed by data."""
     return next(iter(subexpressions(term, _chooses)), None) is not None
+
+
+def _is_masked(term: Expr) -> bool:
+    return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None
 
 
 def _chooses(e: Expr) -> bool:

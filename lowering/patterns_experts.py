@@ -78,7 +78,7 @@ def _projection(e: Expr, output: Expr) -> tuple[Expr, Expr | None]:
     """``sum over d of ... [+ bias]``."""
     sums = [t for t in _terms(e) if t.kind == "sum" and t.args[0].args[2] == "d"]
     others = [t for t in _terms(e) if t not in sums]
-    prove(len(sums) == 1, Reason.NOT_TWO_PROJECTIONS, _describe(e))
+    prove(len(sums) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
     prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
     return sums[0], others[0] if others else None
 
@@ -89,26 +89,22 @@ def _is_weight_element(e: Expr) -> bool:
     return e.kind == "leaf"
 
 
-def _describe(e: Expr) -> str:
-    while e.kind in ("cast", "mul", "call", "add"):
-        if e.kind == "call":
-            return f"'{e.args[0]}' where a projection is expected"
-        e = e.args[1] if e.kind == "cast" else e.args[0]
-    return f"'{_spelled(e)}' where a projection is expected"
-
-
-def _spelled(e: Expr) -> str:
+def describe(e: Expr, feature: Expr) -> str:
+    """What stands where a projection is expected: the operator that ``feature`` leads to."""
+    while e.kind in ("cast", "mul", "add", "sum"):
+        parts = e.args[1:] if e.kind in ("cast", "sum") else e.args
+        e = next((part for part in parts if feature in part.free), parts[0])
     if e.kind == "leaf":
         node = e.args[0].node
-        return str(getattr(node.target, "__name__", node.target))
-    return e.kind
+        return f"'{getattr(node.target, '__name__', node.target)}' where a projection is expected"
+    return f"'{e.args[0] if e.kind == 'call' else e.kind}' where a projection is expected"
 
 
 def _read_hidden(
     algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr
 ) -> dict[str, object]:
     halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
-    prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, _describe(hidden))
+    prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
     halves = tuple(sorted(halves, key=lambda e: e.uid))
     scale = _input_scale(hidden, halves)
     symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
@@ -207,7 +203,7 @@ def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Exp
     bias = None
     if half.kind == "add":
         (bias,) = [t for t in half.args if not t.has_dot]
-        (half,) = [f for t in half.args if t.has_dot for f in _factors(t) if f.kind == "sum"]
+        (half,) = [f for t in half.args for f in _factors(t) if f.kind == "sum" and f.args[0].args[2] == "d"]
     feature_in, body = algebra.open(half)
     weights = [f for f in _factors(body) if width in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "up projection")

@@ -91,6 +91,7 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
             raise Declined(Reason.ROUTING, "a mask that is not one comparison with an expert id")
         return None
     weights, distinct = _without_markers(tuple(p for p in parts if p is not comparisons[0]))
+    prove(factor.kind != "any" or not weights, Reason.ROUTING, "a mask of several conditions")
     if dtype is not None and weights:
         # A cast of the sum is the cast of its one term.
         weights = (algebra.cast(dtype, algebra.mul(*weights)),)

@@ -29,6 +29,8 @@ class Reason(Enum):
     BUFFER_ALIASED = "a written buffer is visible elsewhere"
     EXTRA_USER = "an intermediate result has another user"
     CONTEXT = "autocast or gradient mode changes inside the layer"
+    OPERANDS = "the fused operators do not take these operands"
+    INTERNAL = "an error in the matcher"
 
     @property
     def rank(self) -> int:

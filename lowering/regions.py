@@ -25,8 +25,8 @@ class Region:
 
 def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype) -> Region:
     """The region behind ``root``, once nobody else can see that it is gone."""
-    nodes = dependencies(view, root, operands) - operands
-    nodes = {n for n in nodes if n.op not in ("placeholder", "get_attr")}
+    above = set().union(*(dependencies(view, operand) for operand in operands))
+    nodes = {n for n in dependencies(view, root, frozenset(above)) - above if n.op not in ("placeholder", "get_attr")}
     computed = _computed(view, nodes)
     carriers = _carriers(view, root, nodes)
     _prove_writes(view, root, nodes, carriers)
@@ -90,12 +90,17 @@ def _prove_users(
         if node is root or node in carriers:
             continue
         for user in node.users:
-            prove(user in nodes, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user.name}'", user)
+            prove(user in nodes or reads_size(user), Reason.EXTRA_USER, f"'{node.name}' is also used by '{user.name}'", user)
     for carrier in carriers if root in view.writes else ():
         first_write = min((view.position[n] for n in nodes if n in view.writes and _same_buffer(view, n, carrier)), default=position)
         for user in carrier.users:
             between = first_write <= view.position[user] <= position
             prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
+
+
+def reads_size(node: fx.Node) -> bool:
+    fake = fake_of(node)
+    return node.op != "output" and fake is not None and not isinstance(fake, (torch.Tensor, tuple, list))
 
 
 def _same_buffer(view: GraphView, writer: fx.Node, carrier: fx.Node) -> bool:

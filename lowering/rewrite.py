@@ -21,6 +21,7 @@ import moeblaze_ops.experts_up  # noqa: F401
 from moeblaze_ops.lowering.layouts import WeightView
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
+from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.values import fake_of, target_name
 
 log = logging.getLogger("moeblaze")
@@ -87,16 +88,15 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results = Matcher(gm.graph).matches()
-    matches = [result for result in results if isinstance(result, MoEMatch)]
-    report.candidates += [_candidate(result) for result in results]
     for result in results:
-        key = "rewritten" if isinstance(result, MoEMatch) else f"declined_{result.reason.name}"
-        counters["moeblaze"][key] += 1
-    for candidate in report.candidates[len(report.candidates) - len(results) :]:
-        log.debug("%s (%s): %s", candidate.module_path, candidate.source, candidate.became or f"{candidate.reason}: {candidate.detail}")
-    for match in matches:
-        _replace(gm.graph, match)
-    if matches:
+        if isinstance(result, MoEMatch):
+            result = _replace(gm.graph, result) or result
+        candidate = _candidate(result)
+        report.candidates.append(candidate)
+        counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
+        outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
+        log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+    if any(isinstance(result, MoEMatch) for result in results):
         gm.graph.lint()
         gm.recompile()
 
@@ -144,6 +144,7 @@ class _Inserter:
 
     def __init__(self, graph: fx.Graph, after: fx.Node):
         self._graph, self._after, self._meta = graph, after, after.meta
+        self.nodes: list[fx.Node] = []
         fakes = (fake_of(node) for node in graph.nodes)
         self._mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)))
 
@@ -151,6 +152,7 @@ class _Inserter:
         with self._graph.inserting_after(self._after):
             create = self._graph.call_method if isinstance(target, str) else self._graph.call_function
             node = create(target, args)
+        self.nodes.append(node)
         fakes = fx.node.map_arg(args, fake_of)
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
         with self._mode:
@@ -187,8 +189,21 @@ class _Inserter:
         return node if fake.dtype == operand.dtype else self.call("to", node, operand.dtype)
 
 
-def _replace(graph: fx.Graph, match: MoEMatch) -> None:
+def _replace(graph: fx.Graph, match: MoEMatch) -> Decline | None:
+    """Put the ops in place of a match; nothing is changed if they do not take its operands."""
     insert = _Inserter(graph, match.root)
+    try:
+        out = _insert_ops(insert, match)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        for node in reversed(insert.nodes):
+            graph.erase_node(node)
+        return Decline(match.root, match.root, Reason.OPERANDS, str(error))
+    _redirect(graph, match, insert, out)
+    _erase(graph, match)
+    return None
+
+
+def _insert_ops(insert: "_Inserter", match: MoEMatch) -> fx.Node:
     x_TD = insert.rows(match.x, match.D)
     experts_TK = insert.rows(match.experts, match.K)
     weights_TK = insert.rows(match.weights, match.K) if match.weights is not None else None
@@ -202,17 +217,14 @@ def _replace(graph: fx.Graph, match: MoEMatch) -> None:
     h_NGF, a_NF = insert.items(up, 2)
     out = insert.call(_ops.expert_down.default, h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
     result = fake_of(match.region.carriers[0])
-    if result.dtype != match.dtype:
-        out = insert.call("to", out, result.dtype)
-    _redirect(graph, match, insert, out)
-    _erase(graph, match)
+    return out if result.dtype == match.dtype else insert.call("to", out, result.dtype)
 
 
 def _redirect(graph: fx.Graph, match: MoEMatch, insert: _Inserter, out: fx.Node) -> None:
     """Whoever reads the old result after the root reads the new one."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     after = order[match.root]
-    inserted = {node for node, i in order.items() if after < i <= order[out]}
+    inserted = set(insert.nodes)
     for carrier in match.region.carriers:
         readers = [u for u in carrier.users if order[u] > after and u not in inserted]
         if readers:

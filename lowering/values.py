@@ -213,13 +213,20 @@ class GraphView:
 
     def _compute(self, name: str, node: fx.Node) -> Any:
         form = self.table.get(name) if node.op in ("call_function", "call_method") else None
-        if form is None or "out" in node.kwargs:
+        if form is None or "out" in node.kwargs or self._without_gradient(node):
             return self.opaque(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])
         try:
             return form(self, *args, **kwargs)
         except NotCanonical:
             return self.opaque(node)
+
+    def _without_gradient(self, node: fx.Node) -> bool:
+        """Numbers computed without gradient are not the same value as equal ones computed with it."""
+        fake = fake_of(node)
+        floating = not isinstance(fake, torch.Tensor) or fake.dtype.is_floating_point
+        modes = ("_set_grad_enabled", "_enter_inference_mode")
+        return floating and any(name in modes for name, _ in self.context[node])
 
     def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
         before = self._now[target]

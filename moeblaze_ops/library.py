@@ -81,7 +81,9 @@ def _announced(fake: Callable) -> Callable:
 
 def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:
     def launch(*args):
-        with set_wrap_triton_enabled(False):
+        # Triton launches on the current device, whatever device its arguments are on.
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with set_wrap_triton_enabled(False), torch.cuda.device(device):
             return launcher()(*args)
 
     return launch

@@ -40,7 +40,7 @@ def dropout_inside(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("ACTIVATION")
+@_lookalike("SLOT_WEIGHTS")
 def norm_of_hidden(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -78,7 +78,7 @@ def one_expert_activates_differently(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("NOT_TWO_PROJECTIONS")
+@_lookalike("ACTIVATION")
 def detached_gate(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
@@ -143,7 +143,7 @@ def input_changes_between_experts(self, x, weights, ids):
 def gate_reads_another_input(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
-        return mlp.w2(F.silu(mlp.w1(x * 0.5)) * mlp.w3(x))
+        return mlp.w2(F.silu(mlp.w1(x.tanh())) * mlp.w3(x))
 
     return _masked(self, x, weights, ids, expert)
 
@@ -155,7 +155,7 @@ def experts_in_sequence(self, x, weights, ids):
     return x
 
 
-@_lookalike("NO_COMBINE")
+@_lookalike("")
 def maximum_instead_of_sum(self, x, weights, ids):
     return torch.stack([expert(x) * _share(weights, ids, e) for e, expert in enumerate(self.experts)]).amax(0)
 
@@ -163,7 +163,7 @@ def maximum_instead_of_sum(self, x, weights, ids):
 # Which weights.
 
 
-@_lookalike("ROUTING")
+@_lookalike("")
 def soft_weights(self, x, weights, ids):
     scores = F.softmax(self.router.gate(x), -1)
     return sum(expert(x) * scores[..., e : e + 1] for e, expert in enumerate(self.experts))
@@ -233,11 +233,11 @@ def residual_in_the_buffer(self, x, weights, ids):
 @_lookalike("OTHER_TERMS")
 def write_through_an_alias(self, x, weights, ids):
     out = torch.zeros_like(x)
-    first_row = out[0]
+    flat = out.view(-1)
     for e, expert in enumerate(self.experts):
         out += expert(x) * _share(weights, ids, e)
         if e == 1:
-            first_row.fill_(1.0)
+            flat.mul_(0.5)
     return out
 
 
@@ -282,7 +282,7 @@ def ids_changed_before_the_end(self, x, weights, ids):
 
 @_lookalike("SLOT_WEIGHTS")
 def weights_changed_before_the_end(self, x, weights, ids):
-    weights = weights.detach().clone()
+    weights = weights * 2.0
     shares = [_share(weights, ids, e) for e in range(len(self.experts))]
     weights.mul_(2)
     return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))

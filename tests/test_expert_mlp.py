@@ -215,6 +215,6 @@ def test_expert_mlp_lowers_to_its_kernels():
     forward, backward = sources
     assert all("torch.ops.moeblaze" not in source for source in sources)
     assert launches(forward) == ["_expert_up_kernel", "_expert_down_kernel", "_combine_kernel"]
-    h_shape = "({}, 2, 12)".format(layer.weights_TK.numel())
+    h_shape = f"({layer.weights_TK.numel()}, 2, 12)"
     assert h_shape not in forward and backward.count(f"empty_strided_cuda({h_shape}") == 1
     assert launches(backward).count("_expert_up_kernel") == 1 and "_expert_down_kernel" not in launches(backward)

@@ -171,7 +171,7 @@ def run_twice(run, outputs: list[Tensor]) -> None:
     first = [output.clone() for output in outputs]
     run()
     for output, before in zip(outputs, first, strict=True):
-        assert torch.equal(output.view(torch.uint8), before.view(torch.uint8))
+        assert torch.equal(output.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
 @pytest.fixture(params=PROBLEMS.values(), ids=PROBLEMS.keys())

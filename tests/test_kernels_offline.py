@@ -54,21 +54,38 @@ def train(dtype, sizes, activation, bias, weight_on_input):
         launch_expert_bias_grad(out, on_output, slots, offsets, K, True)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
-@pytest.mark.parametrize("layer", LAYERS)
-def test_kernels_compile_without_spills(layer, capability):
+def check_resources(layer, capability, on_tensor_cores):
     with recorded_launches(capability) as launches:
         train(*LAYERS[layer])
     for launch in launches:
         resources = compile_launch(launch, capability)
         assert resources.spill_bytes == 0, launch.name
         assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
-        assert resources.tensor_core == expected_tensor_core(launch, LAYERS[layer][0], capability), launch.name
+        assert resources.tensor_core == (expected_tensor_core(launch, capability) if on_tensor_cores else None), launch.name
 
 
-def expected_tensor_core(launch, dtype, capability):
+on_every_target = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+
+
+@on_every_target
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernels_compile_without_spills(layer, capability):
+    check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
+
+
+@on_every_target
+def test_tf32_kernels_compile_without_spills(capability):
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_resources("fp32", capability, on_tensor_cores=True)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def expected_tensor_core(launch, capability):
     """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
-    if "BLOCK_K" not in launch.arguments or dtype == torch.float32:
+    if "BLOCK_K" not in launch.arguments:
         return None
     return {9: "wgmma", 10: "tcgen05"}.get(capability[0], "mma") if launch.arguments["BLOCK_M"] >= 64 else "mma"
 
