@@ -12,6 +12,7 @@ scattering from the GEMM. A program computes one tile of BLOCK_M rows by BLOCK_N
 import triton
 import triton.language as tl
 
+from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.combine import combine
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.launch import (
@@ -24,6 +25,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, locate_row_tile, rows_times_weight
 
 
@@ -114,6 +116,9 @@ def launch_expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets
     num_experts, F, D = w.shape
     num_rows = slots_N.shape[0]
     y_ND = h_NGF.new_empty((num_rows, D))
+    if why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None:
+        hopper_ops.down_rows(a, w_down, b_down, offsets_E1, blocks_B2, y_ND)
+        return combine(y_ND, weights_TK, positions_TK)
 
     config = choose_expert_rows(
         operands(h_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(h_NGF)

@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate_backward
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward, choose_row_dot
+from moeblaze_ops.kernels.hopper_configs import down_backward_tile
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
     capability,
@@ -29,6 +31,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import (
     count_row_tiles,
     grouped_order,
@@ -263,24 +266,79 @@ def launch_expert_down_backward(
         fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous;
         rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
     """
-    (w,) = w_down
-    num_experts, F, D = w.shape
-    num_rows, G = h_NGF.shape[0], h_NGF.shape[1]
-    has_weights = weights_TK is not None
-    top_k = positions_TK.shape[1]
-
-    config = choose_expert_down_backward(
-        operands(h_NGF), static_size(D), static_size(F), mean_rows(num_rows, num_experts), capability(h_NGF)
-    )
-    num_entries = blocks_B2.shape[0] - 1
-    num_col_tiles = ceil_div(F, config.block_n)
-    num_partials = num_col_tiles + (1 if b_down else 0)
+    num_rows, _, F = h_NGF.shape
     dh_NGF = h_NGF if overwrite_h else h_NGF.new_empty(h_NGF.shape)
     wa_NF = h_NGF.new_empty((num_rows, F))
-    partials_CN = h_NGF.new_empty((num_partials, num_rows), dtype=torch.float32) if has_weights else None
+    routing = (slots_N, offsets_E1, blocks_B2)
+    top_k = positions_TK.shape[1]
+    if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:
+        num_partials = ceil_div(F, down_backward_tile(F).block_n)
+        partials_CN = _new_partials(h_NGF, num_partials, b_down)
+        hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+    else:
+        config = _choose_config(h_NGF, w_down)
+        num_partials = ceil_div(F, config.block_n)
+        partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
+        _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+    if weights_TK is None:
+        return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
+    if b_down:
+        _launch_bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
+    dweights_TK = weights_TK.new_empty(positions_TK.shape)
+    launch(
+        _dweights_kernel,
+        ceil_div(num_rows, 256),
+        partials_CN,
+        positions_TK,
+        dweights_TK,
+        num_rows,
+        partials_CN.shape[0],
+        BLOCK_N=256,
+        num_warps=4,
+        num_stages=1,
+    )
+    return dh_NGF, dweights_TK, wa_NF
+
+
+def _new_partials(h_NGF, num_partials, b_down):
+    """Partial sums of dweights: a row for each column block, and one for ``<dout, b>`` where there is a bias."""
+    return h_NGF.new_empty((num_partials + len(b_down), h_NGF.shape[0]), dtype=torch.float32)
+
+
+def _choose_config(h_NGF, w_down):
+    num_experts, F, D = w_down[0].shape
+    return choose_expert_down_backward(
+        operands(h_NGF),
+        static_size(D),
+        static_size(F),
+        mean_rows(h_NGF.shape[0], num_experts),
+        capability(h_NGF),
+    )
+
+
+def _launch_portable(
+    config,
+    dout_TD,
+    h_NGF,
+    w_down,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    blocks_B2,
+    top_k,
+    activation,
+    dh_NGF,
+    partials_CN,
+    wa_NF,
+) -> None:
+    """Fills dh, wa and, with weights, the partial sums."""
+    (w,) = w_down
+    _, F, D = w.shape
+    num_rows, G = h_NGF.shape[0], h_NGF.shape[1]
+    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(
         _expert_down_backward_kernel,
-        num_entries * (ROW_BLOCK // config.block_m) * num_col_tiles,
+        num_row_tiles * ceil_div(F, config.block_n),
         dout_TD,
         h_NGF,
         w,
@@ -297,11 +355,11 @@ def launch_expert_down_backward(
         *dout_TD.stride(),
         *h_NGF.stride(),
         *w.stride(),
-        *(weights_TK.stride() if has_weights else (0, 0)),
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         TOP_K=top_k,
         ACTIVATION=ACTIVATION_IDS[activation],
         GATED=G == 2,
-        HAS_WEIGHTS=has_weights,
+        HAS_WEIGHTS=weights_TK is not None,
         ALLOW_TF32=allows_tf32(),
         EVEN_D=is_multiple(D, config.block_k),
         EVEN_F=is_multiple(F, config.block_n),
@@ -312,24 +370,6 @@ def launch_expert_down_backward(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if not has_weights:
-        return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
-    if b_down:
-        _launch_bias_dots(dout_TD, b_down[0], slots_N, offsets_E1, blocks_B2, top_k, partials_CN.select(0, num_col_tiles))
-    dweights_TK = weights_TK.new_empty(positions_TK.shape)
-    launch(
-        _dweights_kernel,
-        ceil_div(num_rows, 256),
-        partials_CN,
-        positions_TK,
-        dweights_TK,
-        num_rows,
-        num_partials,
-        BLOCK_N=256,
-        num_warps=4,
-        num_stages=1,
-    )
-    return dh_NGF, dweights_TK, wa_NF
 
 
 def _launch_bias_dots(dout_TD, b_ED, slots_N, offsets_E1, blocks_B2, top_k, dots_N) -> None:

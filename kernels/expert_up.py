@@ -13,6 +13,7 @@ copy of x exists. Programs are numbered so that a group of row tiles walks over 
 import triton
 import triton.language as tl
 
+from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
 from moeblaze_ops.kernels.launch import (
@@ -26,6 +27,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import (
     count_row_tiles,
     grouped_order,
@@ -171,6 +173,11 @@ def launch_expert_up(x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, position
     gate_bias, up_bias = gate_and_up(b_up) if b_up else (None, None)
     h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
     a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
+    weighted = weights_TK is not None
+    if store_h and why_portable("expert_up", gathered=x_TD, weights=w_up, biases=b_up, weight_on_input=weighted) is None:
+        top_k = positions_TK.shape[1]
+        hopper_ops.expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+        return h_NGF, a_NF
 
     config = choose_expert_up(
         operands(x_TD),
@@ -207,7 +214,7 @@ def launch_expert_up(x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, position
         ACTIVATION=ACTIVATION_IDS[activation],
         GATED=gated,
         HAS_BIAS=bool(b_up),
-        HAS_WEIGHTS=weights_TK is not None,
+        HAS_WEIGHTS=weighted,
         STORE_H=store_h,
         STORE_A=store_a,
         ALLOW_TF32=allows_tf32(),

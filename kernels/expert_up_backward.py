@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.combine import combine, row_dots
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.launch import (
@@ -27,6 +28,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
 
 
@@ -116,11 +118,22 @@ def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
         (an empty fp32 [0, K] without weights); both contiguous. fp32 sums; two runs agree bit for bit.
     """
+    dx_ND = dh_NGF.new_empty((dh_NGF.shape[0], w_up[0].shape[3]))
+    if why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None:
+        hopper_ops.up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND)
+    else:
+        _launch_portable(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND)
+    dx_TD = combine(dx_ND, weights_TK, positions_TK)
+    if weights_TK is None:
+        return dx_TD, dh_NGF.new_empty((0, positions_TK.shape[1]), dtype=torch.float32)
+    return dx_TD, row_dots(dx_ND, x_TD, positions_TK, weights_TK.dtype)
+
+
+def _launch_portable(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
+    """Fills ``dx_ND``."""
     num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
     num_rows, G = dh_NGF.shape[0], dh_NGF.shape[1]
     gate, up = gate_and_up(w_up)
-    dx_ND = dh_NGF.new_empty((num_rows, D))
-
     config = choose_expert_rows(
         operands(dh_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(dh_NGF)
     )
@@ -150,7 +163,3 @@ def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    dx_TD = combine(dx_ND, weights_TK, positions_TK)
-    if weights_TK is None:
-        return dx_TD, dh_NGF.new_empty((0, positions_TK.shape[1]), dtype=torch.float32)
-    return dx_TD, row_dots(dx_ND, x_TD, positions_TK, weights_TK.dtype)

@@ -1,7 +1,7 @@
 """Weight gradients: ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[t(r), :]``.
 
-The rows of an expert are the contracted axis. Two warps copy the gathered tokens with cp.async, one has TMA bring the
-other operand, two consumers multiply the transposed left operand. The operand that lies along the rows of the
+The rows of an expert are the contracted axis. Two warps copy the gathered tokens with cp.async, two have TMA bring
+the other operand, two consumers multiply the transposed left operand. The operand that lies along the rows of the
 output tile is the one whose axis is the outer one in the storage of dW, so that TMA can write it: d for weights
 stored [E, D, F], f otherwise.
 
@@ -277,7 +277,8 @@ def _weight_grad_kernel(
             (_produce_grouped, (ring, tiles, grouped_desc, PLAN)),
             (_produce_gathered, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN)),
         ],
-        [4, 1, PLAN.copy_warps],
+        # A register request that grows hangs in a warpgroup with an idle warp: 2 + 2 warps fill one.
+        [4, 2, PLAN.copy_warps],
         [PLAN.registers, PLAN.registers, PLAN.registers],
     )
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.configs import choose_weight_grad
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -22,6 +23,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import grouped_order, load_slot_weights, load_tile, multiply_add
 
 
@@ -189,6 +191,12 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
         fp32 sums over rows in expert order; two runs agree bit for bit.
     """
     gradients = [torch.empty_like(weight) for weight in like]
+    weighted = weights_TK is not None
+    hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": gradients, "weight_on_input": weighted}
+    if why_portable("expert_weight_grad", **hopper_operands) is None:
+        second = gradients[1] if len(gradients) == 2 else None
+        hopper_ops.weight_grad(gathered_TD, grouped_NGF, slots_N, offsets_E1, top_k, gradients[0], second)
+        return gradients
     for first_g, dw in enumerate(gradients):
         dw_EGFD = dw.unsqueeze(1) if dw.dim() == 3 else dw
         num_g = dw_EGFD.shape[1]

@@ -32,6 +32,9 @@ Size = int | sympy.Expr
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
+IDEMPOTENT = ("eq", "any", "distinct")
+"""Kinds whose values are 0 and 1: they equal their squares."""
+
 _BINDERS = ("sum", "any", "prefix", "group")
 
 
@@ -240,7 +243,7 @@ class Algebra:
             for f in factor.args if factor.kind == "mul" else (factor,):
                 if f.kind == "const":
                     constant *= f.args[0]
-                elif f.kind not in ("eq", "any", "distinct") or f not in flat:  # those equal their squares
+                elif f.kind not in IDEMPOTENT or f not in flat:
                     flat.append(f)
         if constant == 0:
             return self.zero
@@ -283,13 +286,12 @@ class Algebra:
         return var, self.substitute(body, {bound: var})
 
     def _without_permutation(self, var: Expr, body: Expr) -> Expr:
-        """Drop a permutation of the summation variable: the sum runs over all of it anyway."""
+        """Take the summed rows in the order before a permutation of them, where that removes it."""
         permuted = _find(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,))
-        if permuted is None:
+        if permuted is None or not same_size(permuted.args[0].shape[0], var.args[1]):
             return body
-        other = self._intern("var", -1, var.args[1], "r")
-        swapped = self.substitute(body, {permuted: other})
-        return self.substitute(swapped, {other: var}) if var not in swapped.free else body
+        reordered = self.substitute(body, {var: self.inverse(permuted.args[0], var)})
+        return body if _find(reordered, lambda e: e.kind == "inverse") else reordered
 
     def eq(self, a: Expr, b: Expr) -> Expr:
         if a is b:

@@ -7,6 +7,7 @@ in the graph by `operands` and `layouts`. Nothing here changes the graph.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -73,7 +74,7 @@ class Decline:
     reason: Reason
     detail: str
     ids: frozenset[Value] = field(default_factory=frozenset)
-    complete: bool = False  # every term of the sum is an expert's
+    experts: Counter = field(default_factory=Counter)  # expert terms of its sum, by ids
 
 
 class Matcher:
@@ -92,8 +93,9 @@ class Matcher:
         found: list[MoEMatch] = []
         declined: list[Decline] = []
         taken: set[fx.Node] = set()
+        parts: set[fx.Node] = set()  # sums of some of the terms of a layer that was declined
         for node in reversed(list(self.view.graph.nodes)):
-            if node in taken or not _may_combine(node):
+            if node in taken or node in parts or not _may_combine(node):
                 continue
             result = self._attempt(node)
             if isinstance(result, MoEMatch):
@@ -101,10 +103,28 @@ class Matcher:
                 taken.update(result.region.nodes)
             elif result is not None:
                 declined.append(result)
-                if result.complete:  # what is left of this sum without its last terms is no layer of its own
-                    taken.update(n for n in dependencies(self.view, node) if self._is_part(n, result))
+                parts.update(self._parts(result))
         results = [*found, *_furthest(declined, taken)]
         return sorted(results, key=lambda r: self.view.position[r.root])
+
+    def _parts(self, whole: Decline) -> Iterator[fx.Node]:
+        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own.
+
+        Where the candidate failed for other terms in its sum, the sum of all its experts may be one.
+        """
+        for node in dependencies(self.view, whole.root):
+            if not _may_combine(node) or (value := self._result(node)) is None:
+                continue
+            experts = self._experts(self._terms(value), self._indices(value)[1])
+            if not experts or not experts.keys() <= whole.experts.keys():
+                continue
+            partial = any(count < whole.experts[ids] for ids, count in experts.items())
+            if partial or whole.reason is not Reason.OTHER_TERMS:
+                yield node
+
+    def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
+        """How many expert terms each set of ids chooses."""
+        return Counter(self._ids(term) for term in terms if self._is_expert(term, feature))
 
     def _attempt(self, root: fx.Node) -> MoEMatch | Decline | None:
         try:
@@ -132,8 +152,8 @@ class Matcher:
             prove(len(experts) == len(terms), Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts)
         except Declined as declined:
-            complete = declined.reason is not Reason.OTHER_TERMS
-            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, complete)
+            counts = self._experts(experts, feature)
+            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, counts)
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -166,13 +186,6 @@ class Matcher:
         if known is None:
             known = self._term_ids[term] = frozenset(_routed_by(term))
         return known
-
-    def _is_part(self, node: fx.Node, whole: Decline) -> bool:
-        """Whether ``node`` sums some of the terms of a candidate that was declined."""
-        if not _may_combine(node) or (value := self._result(node)) is None:
-            return False
-        ids = {v for term in self._terms(value) for v in self._ids(term)}
-        return bool(ids) and ids <= whole.ids
 
     def _prove(
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr]

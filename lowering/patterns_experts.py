@@ -6,7 +6,7 @@ how much of it a token gets and is left to `patterns_routing`.
 
 from dataclasses import dataclass
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, subexpressions
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 
@@ -177,14 +177,17 @@ def _unscaled(
     A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing.
     """
     inverse = algebra.var(-4, 0, "r")
+    once = [s for s in scale if s.kind in IDEMPOTENT]
+    powers = [s for s in scale if s.kind not in IDEMPOTENT]
 
     def cancel(e: Expr) -> Expr:
         if e.kind == "mul":
             factors = [cancel(f) for f in e.args]
-            while inverse in factors and all(s in factors for s in scale):
-                for gone in (inverse, *scale):
+            scaled = inverse in factors and all(s in factors for s in scale)
+            while scaled and inverse in factors and all(s in factors for s in powers):
+                for gone in (inverse, *powers):
                     factors.remove(gone)
-            return algebra.mul(*factors)
+            return algebra.mul(*(f for f in factors if not (scaled and f in once)))
         if e.kind == "add":
             return algebra.add(*map(cancel, e.args))
         if e.kind == "call":

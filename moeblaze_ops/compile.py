@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-import moeblaze_ops
-from moeblaze_ops import config
+from moeblaze_ops import config, sources
 from moeblaze_ops.lowering import inductor_api
 
 log = logging.getLogger(__name__)
@@ -138,7 +136,8 @@ def on_trace() -> None:
 
 def cache_key() -> str:
     """A digest of all that decides what is compiled: our sources, the versions of torch and Triton, the knobs."""
-    return hashlib.sha256(f"{_sources_digest()} {config.snapshot()}".encode()).hexdigest()
+    versions = f"{torch.__version__} {_triton_version()}"
+    return hashlib.sha256(f"{sources.DIGEST} {versions} {config.snapshot()}".encode()).hexdigest()
 
 
 def recent_records() -> list[GraphRecord | FrameRecord]:
@@ -193,20 +192,6 @@ def why_switch_has_no_effect() -> str | None:
 def _keep(record: GraphRecord | FrameRecord) -> None:
     for records in (_recent, *_recordings):
         records.append(record)
-
-
-@cache
-def _sources_digest() -> str:
-    digest = hashlib.sha256(f"{torch.__version__} {_triton_version()}".encode())
-    for folder in (*moeblaze_ops.__path__[:1], *_subfolders("kernels"), *_subfolders("lowering")):
-        for file in sorted(Path(folder).glob("*.py")):
-            digest.update(f"{file.name} {file.stat().st_size} ".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _subfolders(name: str) -> list[str]:
-    return [str(Path(parent) / name) for parent in moeblaze_ops.__path__]
 
 
 def _triton_version() -> str:

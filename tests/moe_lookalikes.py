@@ -232,10 +232,10 @@ def residual_in_the_buffer(self, x, weights, ids):
 
 @_lookalike("OTHER_TERMS")
 def write_through_an_alias(self, x, weights, ids):
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(x) + self.experts[0](x) * _share(weights, ids, 0)
     flat = out.view(-1)
-    for e, expert in enumerate(self.experts):
-        out += expert(x) * _share(weights, ids, e)
+    for e in range(1, len(self.experts)):
+        out += self.experts[e](x) * _share(weights, ids, e)
         if e == 1:
             flat.mul_(0.5)
     return out

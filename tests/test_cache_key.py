@@ -10,7 +10,7 @@ import pytest
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
-from moeblaze_ops import config
+from moeblaze_ops import config, sources
 
 _FOLDERS = ("moeblaze_ops", "kernels", "lowering")
 
@@ -119,25 +119,39 @@ def test_key_holds_every_knob(monkeypatch):
 
 @pytest.mark.parametrize("library", ["torch", "triton"])
 def test_key_holds_versions(monkeypatch, library):
-    module = pytest.importorskip(library)
     before = moeblaze_compile.cache_key()
-    moeblaze_compile._sources_digest.cache_clear()
-    monkeypatch.setattr(module, "__version__", "0.0")
+    monkeypatch.setattr(pytest.importorskip(library), "__version__", "0.0")
     assert moeblaze_compile.cache_key() != before
-    moeblaze_compile._sources_digest.cache_clear()
 
 
+def test_key_holds_the_sources(monkeypatch):
+    before = moeblaze_compile.cache_key()
+    monkeypatch.setattr(sources, "DIGEST", "another")
+    assert moeblaze_compile.cache_key() != before
+
+
+@pytest.mark.parametrize("installed", [False, True])
 @pytest.mark.parametrize("folder", _FOLDERS)
-def test_key_holds_every_source(monkeypatch, tmp_path, folder):
-    def key() -> str:
-        moeblaze_compile._sources_digest.cache_clear()
-        return moeblaze_compile.cache_key()
+def test_digest_holds_every_source(tmp_path, folder, installed):
+    """In a checkout ``kernels`` and ``lowering`` are beside the package, once installed inside."""
+    package = tmp_path / "moeblaze_ops"
+    path = [str(package)] if installed else [str(package), str(tmp_path)]
+    files = {name: (package if installed else tmp_path) / name / "file.py" for name in ("kernels", "lowering")}
+    files["moeblaze_ops"] = package / "file.py"
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    before = sources.digest(path)
+    files[folder].write_text("pass")
+    edited = sources.digest(path)
+    files[folder].rename(files[folder].with_name("renamed.py"))
+    assert len({before, edited, sources.digest(path)}) == 3
 
-    for name in _FOLDERS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file.py").write_text("")
-    monkeypatch.setattr(moeblaze_ops, "__path__", [str(tmp_path / "moeblaze_ops"), str(tmp_path)])
-    before = key()
-    (tmp_path / folder / "file.py").write_text("pass")
-    assert key() != before
-    moeblaze_compile._sources_digest.cache_clear()
+
+def test_digest_is_taken_at_import():
+    """And covers this very checkout: sources edited since would make this fail, so it reads them in a new process."""
+    program = (
+        "import moeblaze_ops, sys; from pathlib import Path; sources = sys.modules['moeblaze_ops.sources']\n"
+        "assert sources.DIGEST == sources.digest(moeblaze_ops.__path__) != sources.digest(['/nowhere'])"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="compiles Triton kernels")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
+from moeblaze_ops import config
 from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.configs import shared_memory_bytes
 from moeblaze_ops.kernels.dispatch import launch_dispatch
@@ -27,6 +28,11 @@ LAYERS = {
     "ungated": (torch.bfloat16, (8192, 8, 2, 1024, 4096), "relu2", False, False),
     "fp32": (torch.float32, (8192, 8, 2, 512, 1024), "swiglu", False, False),
 }
+
+
+@pytest.fixture(autouse=True)
+def portable_kernels(monkeypatch):
+    monkeypatch.setattr(config, "hopper", "off")
 
 
 def train(dtype, sizes, activation, bias, weight_on_input):

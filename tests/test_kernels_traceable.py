@@ -17,6 +17,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_mutation,
 )
 
+from moeblaze_ops import config
 from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.dispatch import launch_dispatch
 from moeblaze_ops.kernels.expert_down import launch_expert_down
@@ -61,8 +62,13 @@ def train(x, experts, weights, w_gate, w_up, w_down, b_gate, b_up, b_down):
     return out, dx, dweights, dweights_in, *dw_up, *dw_down, db_up, db_down
 
 
+@pytest.fixture(autouse=True)
+def portable_kernels(monkeypatch):
+    monkeypatch.setattr(config, "hopper", "off")
+
+
 @pytest.fixture
-def trace():
+def trace(portable_kernels):
     """The graph of ``train`` for a symbolic number of tokens, its output sizes and the guards it took."""
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=False), fake_device():

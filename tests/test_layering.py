@@ -42,9 +42,13 @@ def by_name(files: list[Path]):
 
 
 @by_name(KERNELS)
-def test_kernels_know_torch_and_triton_only(file):
+def test_kernels_know_torch_triton_and_the_settings_only(file):
     ours = starting_with(imports(file), "moeblaze_ops", "lowering", "tests")
-    assert not [name for name in ours if not name.startswith("moeblaze_ops.kernels.")]
+    assert not [name for name in ours if name != "moeblaze_ops.config" and not name.startswith("moeblaze_ops.kernels.")]
+
+
+def test_settings_know_nothing():
+    assert not starting_with(imports(ROOT / "moeblaze_ops" / "config.py"), "moeblaze_ops", "torch")
 
 
 @by_name(LOWERING)

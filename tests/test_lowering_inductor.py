@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moeblaze_ops
 from moeblaze_ops import config
@@ -27,6 +28,7 @@ def layer(x, weights, experts, w_up, w_down):
 
 
 def layer_inputs(device: str, num_tokens: int = T, **keywords) -> tuple:
+    """Tokens, routing weights, expert ids, packed up weights and down weights; ``keywords`` are for the float ones."""
     experts_TK = torch.arange(num_tokens * K, device=device).view(num_tokens, K) % E
     return (
         torch.randn(num_tokens, D, device=device, **keywords),
@@ -57,6 +59,27 @@ def test_forward_is_inlined(dynamic):
     assert "clone" not in code
 
 
+def plain_loop(x, router, w_gate, w_up, w_down):
+    weights, experts = torch.topk(torch.softmax(x @ router, -1), K, dim=-1)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(experts == e)
+        rows = x[token]
+        hidden = torch.nn.functional.silu(rows @ w_gate[e].T) * (rows @ w_up[e].T)
+        out.index_add_(0, token, (hidden @ w_down[e].T) * weights[token, slot, None])
+    return out
+
+
+def test_plain_layer_becomes_kernels():
+    """All the way from a loop over experts, which Dynamo does not even capture by default."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        inputs = [torch.randn(*shape, device="cuda") for shape in ((T, D), (D, E), (E, F, D), (E, F, D), (E, D, F))]
+    with moeblaze_ops.enabled():
+        code = fakecuda.generated_code(plain_loop, tuple(inputs))
+    assert CALL not in code
+    assert_in_order([*FORWARD_KERNELS, "_combine_kernel"], fakecuda.launches(code))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_is_inlined(dynamic):
     sources: list[str] = []
@@ -76,6 +99,18 @@ def test_training_is_inlined(dynamic):
 def training_tail(num_tokens: int) -> tuple:
     _, _, experts_TK, w_up, w_down = layer_inputs("cpu", num_tokens)
     return experts_TK, w_up.requires_grad_(), w_down.requires_grad_()
+
+
+@pytest.mark.parametrize("capability, hopper", [((8, 0), False), ((9, 0), True)], ids=["ampere", "hopper"])
+def test_kernels_follow_the_device(capability, hopper):
+    """Gluon kernels cannot be inlined: there the code calls ops that write into buffers of Inductor's."""
+    with FakeTensorMode():
+        inputs = layer_inputs("cuda", dtype=torch.bfloat16)
+    code = fakecuda.generated_code(layer, inputs, capability=capability)
+    assert CALL not in code
+    assert ("torch.ops.moeblaze_hopper." in code) == hopper
+    assert ("_expert_up_kernel" in fakecuda.launches(code)) == (not hopper)
+    assert "clone" not in code and ".copy_(" not in code
 
 
 def test_op_is_called_on_cpu():
@@ -153,7 +188,7 @@ def toy():
 
 def test_launcher_with_mutating_op(toy):
     def function(x, w):
-        total, (last,) = torch.ops.moeblaze_tests.mixed(x * 2, [w.t(), w.t() * 1.0], None, x.shape[0])
+        total, (last,) = torch.ops.moeblaze_tests.mixed(x * 2, [w.t(), w.t() * 3], None, x.shape[0])
         return torch.relu(total) + last
 
     with FakeTensorMode():

@@ -1,0 +1,88 @@
+"""The Hopper kernels as custom ops that write into tensors they are given.
+
+Inductor can inline a Triton kernel but not a Gluon one. A launcher that runs under a trace leaves calls of these ops
+in the graph instead, on buffers that Inductor allocates and plans; eager calls come the same way.
+"""
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "moeblaze_hopper"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _register(schema: str, function) -> torch._ops.OpOverload:
+    name = schema.split("(", 1)[0]
+    # Inductor must hand the kernels the strides that `select` has seen.
+    _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
+    _library.impl(name, function, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_library)
+    return getattr(torch.ops.moeblaze_hopper, name).default
+
+
+def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF) -> None:
+    from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
+
+    hopper_expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+
+
+def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND) -> None:
+    from moeblaze_ops.kernels.hopper_rows import hopper_down_rows
+
+    hopper_down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND)
+
+
+def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
+    from moeblaze_ops.kernels.hopper_rows import hopper_up_backward_rows
+
+    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND)
+
+
+def _down_backward(
+    dout_TD, h_NGF, w_down, weights_TK, slots_N, offsets_E1, blocks_B2, top_k, activation, dh_NGF, partials_CN, wa_NF
+) -> None:
+    from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
+
+    routing = (slots_N, offsets_E1, blocks_B2)
+    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+
+
+def _weight_grad(
+    gathered_TD: Tensor,
+    grouped_NGF: Tensor,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+    first: Tensor,
+    second: Tensor | None,
+) -> None:
+    from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
+
+    gradients = [first] if second is None else [first, second]
+    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k)
+
+
+expert_up = _register(
+    "expert_up(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor slots_N, Tensor offsets_E1, Tensor blocks_B2,"
+    " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF) -> ()",
+    _expert_up,
+)
+down_rows = _register(
+    "down_rows(Tensor a_NF, Tensor[] w_down, Tensor[] b_down, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) y_ND) -> ()",
+    _down_rows,
+)
+up_backward_rows = _register(
+    "up_backward_rows(Tensor dh_NGF, Tensor[] w_up, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) dx_ND) -> ()",
+    _up_backward_rows,
+)
+down_backward = _register(
+    "down_backward(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
+    " Tensor blocks_B2, int top_k, str activation, Tensor(a!) dh_NGF, Tensor(b!) partials_CN, Tensor(c!) wa_NF) -> ()",
+    _down_backward,
+)
+weight_grad = _register(
+    "weight_grad(Tensor gathered_TD, Tensor grouped_NGF, Tensor slots_N, Tensor offsets_E1, int top_k,"
+    " Tensor(a!) first, Tensor(b!)? second) -> ()",
+    _weight_grad,
+)

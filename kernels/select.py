@@ -1,0 +1,100 @@
+"""Which kernels run: the Gluon kernels for Hopper, or the portable ones. The only place that decides.
+
+Hopper kernels need compute capability 9.0, bf16 or fp16, widths that are multiples of 8 and operands that TMA can
+describe. ``why_portable`` says which of that is missing; launchers ask it, and so can a person (``explain``, or the
+``moeblaze`` logger at debug level).
+"""
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from moeblaze_ops import config
+from moeblaze_ops.kernels.dispatch import _count_kernel
+
+log = logging.getLogger("moeblaze")
+
+_HOPPER = (9, 0)
+_ALIGNMENT = 8
+"""Elements of two bytes in 16 bytes: what TMA and 16-byte copies ask of strides and of the first element."""
+
+
+def why_portable(
+    kernel: str,
+    *,
+    gathered: Tensor | None = None,
+    weights: list[Tensor],
+    rows: tuple[Tensor, ...] = (),
+    scale: Tensor | None = None,
+    biases: list[Tensor] = (),
+    weight_on_input: bool = False,
+) -> str | None:
+    """Why the portable form of ``kernel`` has to run, or None when the Hopper form can.
+
+    Args:
+        kernel: name for the log.
+        gathered: rows in token order that are read through the index, [T, D].
+        weights: weights or their gradients, [E, G, F, D] or [E, F, D] each.
+        rows: tensors in expert order.
+        scale: routing weights.
+        biases: biases, F or D last.
+        weight_on_input: the routing weights scale the experts' input.
+    """
+    reason = _why_not(gathered, weights, rows, scale, biases, weight_on_input)
+    log.debug("%s: %s", kernel, "Hopper kernels" if reason is None else f"portable kernels, because {reason}")
+    return reason
+
+
+def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | None:
+    first = weights[0]
+    if config.hopper == "off":
+        return "config.hopper is 'off'"
+    if first.device.type != "cuda" or not isinstance(_count_kernel, JITFunction):
+        return "the tensors are not on a GPU"
+    if torch.cuda.get_device_capability(first.device) != _HOPPER:
+        return f"the device has compute capability {torch.cuda.get_device_capability(first.device)}, not {_HOPPER}"
+    if first.dtype not in (torch.bfloat16, torch.float16):
+        return f"{first.dtype} is not a 16-bit type"
+    if (missing := _missing_gluon()) is not None:
+        return missing
+    if weight_on_input:
+        return "the routing weights apply to the experts' input"
+    if not all(isinstance(size, int) and size % _ALIGNMENT == 0 for size in first.shape[-2:]):
+        return f"widths F and D are not multiples of {_ALIGNMENT}: {list(first.shape[-2:])}"
+    if not all(_is_described(weight) for weight in weights):
+        return "a weight has neither F nor D contiguous, or strides that are no multiples of 16 bytes"
+    if len({weight.stride(-1) == 1 for weight in weights}) > 1:
+        return "gate and up are stored differently"
+    if gathered is not None and not (gathered.stride(1) == 1 and _is_aligned(gathered, gathered.stride(0))):
+        return "token rows are not contiguous or not aligned to 16 bytes"
+    if not all(tensor.is_contiguous() and _is_aligned(tensor) for tensor in (*rows, *([] if scale is None else [scale]))):
+        return "a tensor in expert order, or the routing weights, are not contiguous"
+    if not all(bias.stride(-1) == 1 for bias in biases) or len({bias.stride(0) for bias in biases}) > 1:
+        return "a bias is not contiguous"
+    return None
+
+
+def _is_described(weight: Tensor) -> bool:
+    """Whether TMA can read or write a weight: F or D contiguous, all else in steps of 16 bytes."""
+    strides = list(weight.stride())
+    inner = 1 if strides[-1] == 1 else 2
+    if strides[-inner] != 1:
+        return False
+    others = strides[:-inner] + strides[len(strides) - inner + 1 :]
+    return _is_aligned(weight, *others)
+
+
+def _is_aligned(tensor: Tensor, *strides) -> bool:
+    return all(isinstance(stride, int) and stride % _ALIGNMENT == 0 for stride in (tensor.storage_offset(), *strides))
+
+
+@cache
+def _missing_gluon() -> str | None:
+    try:
+        import moeblaze_ops.kernels.gluon_api  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"this Triton has no usable Gluon dialect ({error})"
+    return None
