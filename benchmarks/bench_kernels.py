@@ -171,9 +171,7 @@ def make_cases(shape: tuple[int, ...], f_inner: bool, skew: float) -> tuple[dict
         "dW1": Case(
             lambda: hopper_weight_grad(x_TD, dh_NGF, [dw_up], routing.slots_N, routing.offsets_E1, top_k),
             (dw_up,),
-            lambda e, r: relative_error(
-                dw_up[e], torch.einsum("rgf,rd->gfd", dh_NGF[r].float(), x_TD[tokens[r]].float())
-            ),
+            lambda e, r: relative_error(dw_up[e], torch.einsum("rgf,rd->gfd", dh_NGF[r].float(), x_TD[tokens[r]].float())),
             lambda: torch.bmm(balanced_GF.transpose(1, 2), balanced_D),
             2 * flops,
         ),

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import moeblaze_ops
+import moeblaze_ops.compile  # registers the backend where the package is not installed
 from environment import describe
 
 MIB = 2**20
@@ -296,9 +296,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=120.0, help="time of each contender in each round")
-    parser.add_argument(
-        "--skew", type=float, default=0.0, help="standard deviation of the experts' popularity (logits)"
-    )
+    parser.add_argument("--skew", type=float, default=0.0, help="standard deviation of the experts' popularity (logits)")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
 

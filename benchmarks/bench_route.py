@@ -117,7 +117,7 @@ def load_device() -> None:
 def bench_shape(name: str, launches: int, replays: int) -> list[Measurement]:
     shape = SHAPES[name]
     torch.manual_seed(0)
-    logits = torch.randn(shape.T, shape.E, device="cuda", dtype=getattr(torch, shape.dtype)).requires_grad_()
+    logits = torch.randn(shape.T, shape.E, device="cuda", dtype=getattr(torch, shape.dtype))
     options = {
         "scoring": shape.scoring,
         "renormalize": shape.renormalize,
@@ -130,7 +130,7 @@ def bench_shape(name: str, launches: int, replays: int) -> list[Measurement]:
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
     dweights = torch.randn_like(weights)
     compiled = torch.compile(torch_route)
-    detached = logits.detach()
+    detached = logits
     forwards = {
         "moeblaze": lambda: route(detached, shape.K, **options),
         "torch": lambda: torch_route(detached, shape),
@@ -138,13 +138,26 @@ def bench_shape(name: str, launches: int, replays: int) -> list[Measurement]:
         "copy": lambda: detached.clone(),
     }
     saved = (detached, weights.detach(), experts)
-    backwards = {
-        "moeblaze": lambda: route_backward(dweights, *saved, shape.scoring, shape.renormalize, shape.scale),
-        "torch": lambda: torch.autograd.grad(expected, logits, dweights, retain_graph=True),
+    del weights, expected
+
+    def step_of(run: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        def step() -> None:
+            # A leaf of its own: backward runs on the stream that the leaf was first used on.
+            leaf = detached.detach().requires_grad_()
+            torch.autograd.grad(run(leaf)[0], leaf, dweights)
+
+        return step
+
+    backwards = {"moeblaze": lambda: route_backward(dweights, *saved, shape.scoring, shape.renormalize, shape.scale)}
+    steps = {
+        "moeblaze": step_of(lambda leaf: route(leaf, shape.K, **options)),
+        "torch": step_of(lambda leaf: torch_route(leaf, shape)),
     }
     with torch.no_grad():
         forward_us = medians(forwards, launches, replays)
     backward_us = medians(backwards, launches, replays)
+    step_us = medians(steps, launches, replays)
+    backward_us["torch"] = step_us["torch"] - forward_us["torch"]
     return [Measurement(name, contender, forward_us[contender], backward_us.get(contender)) for contender in forwards]
 
 

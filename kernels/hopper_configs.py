@@ -107,6 +107,7 @@ class WeightGradPlan:
     wide_offsets: bool
     gathered_is_a: bool
     store_n: int
+    load_warps: int = 2
     copy_warps: int = 2
     registers: int = REGISTERS
     a_k_inner: bool = False

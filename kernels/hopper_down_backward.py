@@ -25,7 +25,7 @@ from moeblaze_ops.kernels.gluon_api import (
 )
 from moeblaze_ops.kernels.hopper_activations import activate_backward
 from moeblaze_ops.kernels.hopper_configs import STRIP_ROWS, GatherPlan, down_backward_tile
-from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, row_layout, produce
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
 from moeblaze_ops.kernels.hopper_tiles import (
     allocate_matrices,

@@ -12,8 +12,15 @@ from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
 from moeblaze_ops.kernels.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper_activations import activate
 from moeblaze_ops.kernels.hopper_configs import GatherPlan, up_tile
-from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, row_layout, produce
-from moeblaze_ops.kernels.hopper_launch import bias_stride, describe, describe_weight, launch_persistent, needs_wide_offsets, part_views
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, produce, row_layout
+from moeblaze_ops.kernels.hopper_launch import (
+    bias_stride,
+    describe,
+    describe_weight,
+    launch_persistent,
+    needs_wide_offsets,
+    part_views,
+)
 from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
 
 STRIP_ROWS = gl.constexpr(16)

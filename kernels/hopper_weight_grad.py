@@ -155,7 +155,9 @@ def _produce_grouped(ring, tiles, grouped_desc, PLAN: gl.constexpr):
         first = next_first
         end = next_end
         _, next_tile, next_first, next_end, _ = tiles.locate(turn + 1)
-        for row in range(first, end, block_k):
+        # Triton 3.6 miscompiles a loop whose lower bound is carried by the loop around it.
+        for k in range(gl.cdiv(end - first, block_k)):
+            row = first + k * block_k
             ring.wait_empty(step)
             stage = step % ring.STAGES
             ready = ring.ready.index(stage)
@@ -184,7 +186,8 @@ def _produce_gathered(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLA
         first = next_first
         end = next_end
         _, next_tile, next_first, next_end, _ = tiles.locate(turn + 1)
-        for row in range(first, end, block_k):
+        for k in range(gl.cdiv(end - first, block_k)):
+            row = first + k * block_k
             x_offsets = row_starts(next_slots, stride_x8, PLAN)
             rows_inside = row + ks < end
             # No tile with rows comes after one without: experts are visited in the order of their loads.
@@ -277,8 +280,7 @@ def _weight_grad_kernel(
             (_produce_grouped, (ring, tiles, grouped_desc, PLAN)),
             (_produce_gathered, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN)),
         ],
-        # A register request that grows hangs in a warpgroup with an idle warp: 2 + 2 warps fill one.
-        [4, 2, PLAN.copy_warps],
+        [4, PLAN.load_warps, PLAN.copy_warps],
         [PLAN.registers, PLAN.registers, PLAN.registers],
     )
 

@@ -19,6 +19,10 @@ import torch
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value, fake_of
 
+UNFUSED = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "logsigmoid",
+           "softsign", "sin", "cos", "log1p", "expm1")  # fmt: skip
+"""Pointwise functions that no fused activation contains."""
+
 TABLE: dict[str, Callable] = {}
 """Every canonical form by operator name."""
 
@@ -106,7 +110,7 @@ def _transpose(view: GraphView, x: Any, dim0: int = -2, dim1: int = -1) -> Value
     return permuted(view, x, tuple(order))
 
 
-@form("t", "adjoint")
+@form("t", "adjoint", "mT")
 def _t(view: GraphView, x: Any) -> Value:
     return _transpose(view, x) if len(tensor(x).shape) > 1 else x
 
@@ -118,10 +122,16 @@ def _movedim(view: GraphView, x: Any, source: int, destination: int) -> Value:
     return permuted(view, x, tuple(order))
 
 
+@form("numpy_T")
+def _reversed(view: GraphView, x: Any) -> Value:
+    return permuted(view, x, tuple(reversed(range(len(tensor(x).shape)))))
+
+
 @form("getattr")
 def _getattr(view: GraphView, x: Any, name: str) -> Any:
+    # From torch 2.15 on these are captured as aten.numpy_T and aten.mT.
     require(name in ("T", "mT"), name)
-    return _t(view, x)
+    return _reversed(view, x) if name == "T" else _t(view, x)
 
 
 def sliced(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
@@ -293,6 +303,21 @@ for _name, _arity, _names in [
     ("not", 1, ("logical_not", "bitwise_not", "invert", "inv")),
 ]:
     _pointwise_form(_name, _arity, *_names)
+
+
+def _with_numbers(name: str) -> None:
+    """A pointwise function of one tensor, its other arguments numbers: never looked into, only repeated."""
+
+    def apply(view: GraphView, x: Any, *params: Any, inplace: bool = False) -> Value:
+        params = params[:-1] if params and params[-1] is False else params  # a positional `inplace`
+        require(all(type(p) in (int, float) for p in params), "numbers")
+        return pointwise(view, name, x, params=params)
+
+    form(name)(apply)
+
+
+for _name in UNFUSED:
+    _with_numbers(_name)
 
 
 @form("truediv", "div", "divide", "true_divide")

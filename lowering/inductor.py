@@ -57,8 +57,8 @@ def register_traced_lowering(op: torch._ops.OpOverload, launcher: Callable[[], C
 
 
 def _in_schema_order(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
-    named = [argument.name for argument in op._schema.arguments[len(args) :]]
-    return [*args, *(kwargs[name] for name in named)]
+    rest = op._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
 
 
 def _checks_on_host() -> bool:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -51,6 +51,8 @@ class MoEMatch:
     w_down: WeightView
     b_down: WeightView | None
     activation: str
+    formula: Expr | None  # in ``symbols``, to be computed between the ops where ``activation`` is identity
+    symbols: tuple[Expr, ...]
     spelling: str
     T: Size
     K: int
@@ -58,6 +60,7 @@ class MoEMatch:
     D: int
     F: int
     dtype: torch.dtype
+    routed_by: frozenset[frozenset[Value]] = frozenset()
 
     @property
     def stacked_copy(self) -> bool:
@@ -104,6 +107,9 @@ class Matcher:
             elif result is not None:
                 declined.append(result)
                 parts.update(self._parts(result))
+        known = {ids for match in found for ids in match.routed_by}
+        known |= {ids for d in declined if d.reason is not Reason.OTHER_TERMS for ids in d.experts}
+        declined = [d for d in declined if d.reason is not Reason.OTHER_TERMS or not d.experts.keys() <= known]
         results = [*found, *_furthest(declined, taken)]
         return sorted(results, key=lambda r: self.view.position[r.root])
 
@@ -173,12 +179,26 @@ class Matcher:
             element = self._evaluator.element(value, (*tokens, feature))
         except Unroll:
             return ()
-        return element.args if element.kind == "add" else (element,)
+        return tuple(self._distributed(element))
+
+    def _distributed(self, e: Expr) -> Iterator[Expr]:
+        """Terms of a sum, factors around an inner sum of several experts multiplied out."""
+        if e.kind == "add":
+            for term in e.args:
+                yield from self._distributed(term)
+            return
+        inner = [f for f in e.args if f.kind == "add" and sum(t.has_dot for t in f.args) > 1] if e.kind == "mul" else []
+        if len(inner) != 1:
+            yield e
+            return
+        others = [f for f in e.args if f is not inner[0]]
+        for term in inner[0].args:
+            yield from self._distributed(self._algebra.mul(term, *others))
 
     def _is_expert(self, term: Expr, feature: Expr) -> bool:
         known = self._expert_terms.get(term)
         if known is None:
-            known = self._expert_terms[term] = is_expert_term(term, feature) and _is_routed(term)
+            known = self._expert_terms[term] = is_expert_term(term, feature)
         return known
 
     def _ids(self, term: Expr) -> frozenset[Value]:
@@ -196,7 +216,7 @@ class Matcher:
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k = _find_routing(self._algebra, finder, routings, depth)
         x = _find_x(finder, experts)
-        prove(len({(e.activation, bool(e.scale), len(e.up)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
+        prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
         order = _expert_order(routings)
         _prove_shared_weights(self._algebra, routings, experts)
@@ -219,10 +239,13 @@ class Matcher:
         on_input = bool(lead.scale)
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
+        prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
         self._prove_distinct(routings)
         prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
         dtype = w_down.dtype
-        same = all(view.dtype == dtype for view in (*w_up, *b_up, *([b_down] if b_down else [])))
+        b_up = tuple(_in_dtype(view, dtype) for view in b_up)
+        b_down = b_down and _in_dtype(b_down, dtype)
+        same = all(view.dtype == dtype for view in w_up)
         prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
         weights = _usable_weights(weights, dtype)
         D = value.shape[-1]
@@ -235,9 +258,9 @@ class Matcher:
         region = prove_region(self.view, root, frozenset(operands), dtype)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
-            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down, activation=lead.activation,
+            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down, activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype,
+            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)),
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -296,19 +319,8 @@ def _routed_by(term: Expr) -> Iterator[Value]:
             yield from (leaf.args[0] for leaf in subexpressions(index, lambda i: i.kind == "leaf"))
 
 
-def _is_routed(term: Expr) -> bool:
-    """Whether ids choose: a comparison, a group of sorted rows, or a stack of matrices indexed by data."""
-    return next(iter(subexpressions(term, _chooses)), None) is not None
-
-
 def _is_masked(term: Expr) -> bool:
     return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None
-
-
-def _chooses(e: Expr) -> bool:
-    if e.kind == "leaf" and e.args[0].dtype.is_floating_point and len(e.args[1]) >= 3:
-        return any(index.kind == "leaf" for index in e.args[1])
-    return e.kind in ("eq", "any", "group")
 
 
 def _find_routing(
@@ -415,7 +427,7 @@ def _prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts
         if routing.expert is None:
             any_expert = algebra.var(-5, 0, "r")
             leaves = [algebra.substitute(leaf, {routing.ids: any_expert}) for leaf in leaves]
-        own = (*leaves, expert.activation)
+        own = tuple(leaves)
         prove(weights_of.setdefault(routing.expert, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
 
 
@@ -438,6 +450,12 @@ def _all_or_none(biases: list[Expr | None]) -> bool:
     present = [b is not None for b in biases]
     prove(all(present) or not any(present), Reason.WEIGHT_LAYOUT, "some experts have a bias")
     return all(present)
+
+
+def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
+    """A bias as the products it is added to, whose sum the ops round to their dtype anyway."""
+    prove(bias.dtype.itemsize >= dtype.itemsize, Reason.DTYPE_PATH, "a bias of less precision")
+    return bias if bias.dtype == dtype else replace(bias, dtype=dtype, cast=True)
 
 
 def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | None:

@@ -1,12 +1,54 @@
 """Which fused activation an expression between the two projections is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
 from itertools import permutations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moeblaze_ops.lowering.canonical import UNFUSED
 from moeblaze_ops.lowering.elements import apply_pointwise
 from moeblaze_ops.lowering.expressions import Algebra, Expr
+
+POINTWISE = {
+    **{name: getattr(torch, name) for name in ("relu", "sigmoid", "tanh", "erf", "exp", "sqrt", "rsqrt", "abs", "reciprocal")},
+    **{name: getattr(F, name, None) or getattr(torch, name) for name in UNFUSED},
+    "gelu": F.gelu,
+    "gelu_tanh": F.gelu,
+    "clamp": torch.clamp,
+    "pow": torch.pow,
+}
+"""The function of every pointwise name that may be repeated on the experts' rows."""
+
+
+def is_pointwise(e: Expr, symbols: tuple[Expr, ...]) -> bool:
+    """Whether ``e`` is made of symbols and constants by functions in ``POINTWISE``, sums and products."""
+    if e.kind in ("add", "mul"):
+        return all(is_pointwise(part, symbols) for part in e.args)
+    if e.kind == "call":
+        return e.args[0] in POINTWISE and all(is_pointwise(part, symbols) for part in e.args[1])
+    return e.kind == "const" or e in symbols
+
+
+def emit(e: Expr, symbols: dict[Expr, Any], call: Callable[..., Any], made: dict[Expr, Any]) -> Any:
+    """Compute a pointwise expression with ``call(function, *args)``; constants are numbers."""
+    if e.kind == "const":
+        return e.args[0]
+    if e in symbols:
+        return symbols[e]
+    if e not in made:
+        if e.kind == "call":
+            name, args, params = e.args
+            keywords = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+            made[e] = call(POINTWISE[name], *(emit(part, symbols, call, made) for part in args), *params, **keywords)
+        else:
+            parts = [emit(part, symbols, call, made) for part in sorted(e.args, key=lambda p: p.kind == "const")]
+            made[e] = reduce(lambda a, b: call(torch.add if e.kind == "add" else torch.mul, a, b), parts)
+    return made[e]
 
 
 class Formulas:

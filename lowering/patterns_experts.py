@@ -6,8 +6,9 @@ how much of it a token gets and is left to `patterns_routing`.
 
 from dataclasses import dataclass
 
+from moeblaze_ops.activations import IDENTITY
 from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, subexpressions
-from moeblaze_ops.lowering.patterns_activation import Formulas
+from moeblaze_ops.lowering.patterns_activation import Formulas, is_pointwise
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 
 
@@ -30,6 +31,8 @@ class ExpertTerm:
     up: tuple[Projection, ...]
     down: Projection
     activation: str
+    formula: Expr | None  # what the activation is, in symbols, where it is not a fused one
+    symbols: tuple[Expr, ...]  # of the pre-activations, in the order of ``up``
     width: Expr  # the variable of F
     feature_in: Expr  # the variable of D inside the up projection
 
@@ -43,9 +46,37 @@ def _terms(e: Expr) -> tuple[Expr, ...]:
 
 
 def is_expert_term(e: Expr, feature: Expr) -> bool:
-    """A cheap look: somewhere in ``e`` a projection onto ``feature`` takes an activated projection."""
-    for down in subexpressions(e, lambda s: s.kind == "sum" and s.args[0].args[2] == "d" and feature in s.free):
-        if down.args[1].has_dot:
+    """A cheap look: two projections, chosen by a comparison beside them or by what their weights are indexed with."""
+    chosen = False
+    binders: set[Expr] = set()
+    while True:
+        outputs = [f for f in _factors(e) if feature in f.free]
+        chosen = chosen or any(map(_compares, (f for f in _factors(e) if f not in outputs)))
+        if len(outputs) != 1:
+            return False
+        e = outputs[0]
+        if e.kind != "sum" or e.args[0].args[2] != "r":
+            break
+        binders.add(e.args[0])
+        e = e.args[1]
+    down = next((s for s in map(_scaled_sum, _terms(e)) if s is not None and s.args[1].has_dot), None)
+    return down is not None and (chosen or any(_chooses(f, binders) for f in _factors(down.args[1]) if feature in f.free))
+
+
+def _scaled_sum(e: Expr) -> Expr | None:
+    """The projection's sum in a term that is one, up to constant factors."""
+    found = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d"]
+    return found[0] if len(found) == 1 and all(f is found[0] or f.kind == "const" for f in _factors(e)) else None
+
+
+def _compares(e: Expr) -> bool:
+    return next(iter(subexpressions(e, lambda s: s.kind in ("eq", "any"))), None) is not None
+
+
+def _chooses(weight: Expr, binders: set[Expr]) -> bool:
+    """Whether a weight is indexed by data, by the group of a row, or by the variable of a sum around the expert."""
+    for leaf in subexpressions(weight, lambda s: s.kind == "leaf"):
+        if any(index.kind in ("leaf", "group") or index in binders for index in leaf.args[1]):
             return True
     return False
 
@@ -64,23 +95,24 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
             binders.append(var)
             continue
         break
-    down_sum, down_bias = _projection(core, feature)
+    down_sum, constants, down_bias = _projection(core, feature)
     width, body = algebra.open(down_sum)
     weights = [f for f in _factors(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
-    hidden = algebra.mul(*(f for f in _factors(body) if feature not in f.free))
+    hidden = algebra.mul(*constants, *(f for f in _factors(body) if feature not in f.free))
     read = _read_hidden(algebra, formulas, hidden, tuple(routing), width)
     down = Projection(weights[0], down_bias)
     return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
 
 
-def _projection(e: Expr, output: Expr) -> tuple[Expr, Expr | None]:
-    """``sum over d of ... [+ bias]``."""
-    sums = [t for t in _terms(e) if t.kind == "sum" and t.args[0].args[2] == "d"]
-    others = [t for t in _terms(e) if t not in sums]
-    prove(len(sums) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
+def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:
+    """``[constant *] sum over d of ... [+ bias]``."""
+    products = [t for t in _terms(e) if _scaled_sum(t) is not None]
+    others = [t for t in _terms(e) if t not in products]
+    prove(len(products) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
     prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
-    return sums[0], others[0] if others else None
+    constants = [f for f in _factors(products[0]) if f.kind == "const"]
+    return _scaled_sum(products[0]), constants, others[0] if others else None
 
 
 def _is_weight_element(e: Expr) -> bool:
@@ -111,7 +143,7 @@ def _read_hidden(
     hidden = algebra.substitute(hidden, dict(zip(halves, symbols, strict=True)))
     if scale and all(half.kind == "sum" for half in halves):
         hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale)
-    activation, order, routing = _named_activation(algebra, formulas, hidden, routing, symbols)
+    activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols)
     projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     inputs = {(x, feature_in) for _, x, feature_in in projections}
     prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
@@ -122,20 +154,25 @@ def _read_hidden(
         "scale": scale,
         "up": tuple(projection for projection, _, _ in projections),
         "activation": activation,
+        "formula": formula,
+        "symbols": order,
         "feature_in": feature_in,
     }
 
 
 def _named_activation(
     algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...]
-) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
+) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...], Expr | None]:
     """The activation; constant factors of it have moved out of the down projection's sum, among the routing."""
     constants = tuple(f for f in routing if f.kind == "const")
     others = tuple(f for f in routing if f.kind != "const")
     for own, rest in (((), routing), (constants, others)):
         named = formulas.name(algebra.mul(hidden, *own), halves)
         if named is not None:
-            return *named, rest
+            return *named, rest, None
+    whole = algebra.mul(hidden, *constants)
+    if is_pointwise(whole, halves):
+        return IDENTITY, halves, others, whole
     raise Declined(Reason.ACTIVATION, _spelled_activation(hidden, halves))
 
 

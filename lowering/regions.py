@@ -31,6 +31,7 @@ def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], d
     carriers = _carriers(view, root, nodes)
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
+    _prove_autocast(view, root, dtype)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, root)
@@ -105,6 +106,19 @@ def reads_size(node: fx.Node) -> bool:
 
 def _same_buffer(view: GraphView, writer: fx.Node, carrier: fx.Node) -> bool:
     return carrier in view.aliases(view.writes[writer])
+
+
+def _prove_autocast(view: GraphView, root: fx.Node, dtype: torch.dtype) -> None:
+    """The ops compute in autocast's dtype where it is on, so that has to be the layer's."""
+    inside = [args for name, args in view.context[root] if name == "_enter_autocast"]
+    if inside:
+        _, autocast, enabled, *_ = inside[-1]
+        prove(not enabled or autocast in (dtype, None), Reason.DTYPE_PATH, f"autocast to {autocast}, computed in {dtype}")
+        return
+    result = fake_of(view.writes.get(root, root))
+    device = result.device.type
+    if torch.is_autocast_enabled(device):
+        prove(torch.get_autocast_dtype(device) == dtype, Reason.DTYPE_PATH, f"autocast, computed in {dtype}")
 
 
 def _prove_dtype(node: fx.Node, dtype: torch.dtype, root: fx.Node) -> None:

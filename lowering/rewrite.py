@@ -6,21 +6,22 @@ nothing that was not proven, and finds nothing when run again.
 
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from moeblaze_ops.lowering.inductor_api import counters
 from torch._subclasses.fake_tensor import FakeTensor
 
 import moeblaze_ops.dispatch
 import moeblaze_ops.experts_down
 import moeblaze_ops.experts_up  # noqa: F401
+from moeblaze_ops.lowering.inductor_api import counters
 from moeblaze_ops.lowering.layouts import WeightView
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
+from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.values import fake_of, target_name
 
@@ -111,7 +112,7 @@ def _candidate(result: MoEMatch | Decline) -> Candidate:
     return Candidate(
         module_path=_module_path(result.root),
         source=_source(result.root),
-        became=f"expert_up({result.activation}) -> expert_down",
+        became=_became(result),
         spelling=result.spelling,
         activation=result.activation,
         T=result.T if isinstance(result.T, int) else str(result.T),
@@ -122,6 +123,12 @@ def _candidate(result: MoEMatch | Decline) -> Candidate:
         dtype=result.dtype,
         stacked_copy=result.stacked_copy,
     )
+
+
+def _became(match: MoEMatch) -> str:
+    if match.formula is not None:
+        return "expert_up -> unfused activation -> expert_down"
+    return f"expert_up({match.activation}) -> expert_down"
 
 
 def _source(node: fx.Node) -> str:
@@ -146,17 +153,17 @@ class _Inserter:
         self._graph, self._after, self._meta = graph, after, after.meta
         self.nodes: list[fx.Node] = []
         fakes = (fake_of(node) for node in graph.nodes)
-        self._mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)))
+        self._mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
 
-    def call(self, target: Callable | str, *args: Any) -> fx.Node:
+    def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_after(self._after):
             create = self._graph.call_method if isinstance(target, str) else self._graph.call_function
-            node = create(target, args)
+            node = create(target, args, kwargs)
         self.nodes.append(node)
         fakes = fx.node.map_arg(args, fake_of)
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
         with self._mode:
-            node.meta["example_value"] = function(*fakes)
+            node.meta["example_value"] = function(*fakes, **kwargs)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self._meta:
                 node.meta[key] = self._meta[key]
@@ -215,9 +222,21 @@ def _insert_ops(insert: "_Inserter", match: MoEMatch) -> fx.Node:
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
     up = insert.call(_ops.expert_up.default, x_TD, w_up, b_up, up_weights, *routing, match.activation)
     h_NGF, a_NF = insert.items(up, 2)
+    if match.formula is not None:
+        h_NGF, a_NF = _activated(insert, match, h_NGF), None
     out = insert.call(_ops.expert_down.default, h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == match.dtype else insert.call("to", out, result.dtype)
+
+
+def _activated(insert: _Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
+    """The user's own pointwise functions on the rows of the pre-activation, ``[N, 1, F]``."""
+    wide = match.dtype if match.dtype.itemsize >= 4 else torch.float32
+    rows = h_NGF if wide == match.dtype else insert.call("to", h_NGF, wide)
+    halves = {symbol: insert.call("select", rows, 1, i) for i, symbol in enumerate(match.symbols)}
+    activated = emit(match.formula, halves, insert.call, {})
+    activated = activated if wide == match.dtype else insert.call("to", activated, match.dtype)
+    return insert.call("unsqueeze", activated, 1)
 
 
 def _redirect(graph: fx.Graph, match: MoEMatch, insert: _Inserter, out: fx.Node) -> None:

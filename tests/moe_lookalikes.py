@@ -51,20 +51,10 @@ def norm_of_hidden(self, x, weights, ids):
 
 
 @_lookalike("ACTIVATION")
-def clamped_differently(self, x, weights, ids):
+def hidden_scaled_per_feature(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
-        gate, up = mlp.w1(x).clamp(max=6.0), mlp.w3(x).clamp(-7.0, 7.0)
-        return mlp.w2((up + 1) * gate * torch.sigmoid(1.702 * gate))
-
-    return _masked(self, x, weights, ids, expert)
-
-
-@_lookalike("ACTIVATION")
-def sigmoid_scaled_differently(self, x, weights, ids):
-    def expert(e, x):
-        mlp = self.experts[e]
-        return mlp.w2(mlp.w1(x) * torch.sigmoid(1.7 * mlp.w1(x)) * mlp.w3(x))
+        return mlp.w2(F.silu(mlp.w1(x)) * mlp.w3(x) * torch.arange(zoo.FF))
 
     return _masked(self, x, weights, ids, expert)
 
@@ -96,7 +86,7 @@ def rounded_hidden(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("CONTEXT")
+@_lookalike("OTHER_TERMS")
 def one_expert_without_gradient(self, x, weights, ids):
     def expert(e, x):
         with torch.set_grad_enabled(e != 1):
@@ -135,7 +125,7 @@ def input_changes_between_experts(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
         out = out + expert(x) * _share(weights, ids, e)
-        x = x * 0.5
+        x = x.tanh()
     return out
 
 
@@ -230,7 +220,7 @@ def residual_in_the_buffer(self, x, weights, ids):
     return out
 
 
-@_lookalike("OTHER_TERMS")
+@_lookalike("SLOT_WEIGHTS")
 def write_through_an_alias(self, x, weights, ids):
     out = torch.zeros_like(x) + self.experts[0](x) * _share(weights, ids, 0)
     flat = out.view(-1)

@@ -1,8 +1,8 @@
-import moeblaze_ops.kernels.configs as kernel_configs
 import pytest
 import torch
 from torch.library import opcheck
 
+import moeblaze_ops.kernels.configs as kernel_configs
 from moeblaze_ops import config, reference, validation
 from tests.layers import ROUTINGS, E, K, routing
 

@@ -32,7 +32,7 @@ def poisoned_buffers():
 
 def step(run, leaves, dout):
     out = run()
-    return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
 
 def assert_no_worse_than_eager(layer, weight_on="output"):
@@ -166,19 +166,20 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
     layer = gpu_layer()
     dout = torch.randn_like(layer.x_TD)
     expected = step(lambda: layer.run(), layer.leaves, dout)
-    w_up, w_down = layer.stored
+    # Backward runs on the stream where a leaf was first used: leaves and views of them have to be new.
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in layer.leaves]
 
     def run():
-        # Views of the weights have to be made while capturing: backward runs on the stream of forward.
-        return moeblaze_ops.moe(layer.x_TD, layer.weights_TK, layer.experts_TK, w_up, w_down)
+        x, weights, w_up, w_down = leaves
+        return moeblaze_ops.moe(x, weights, layer.experts_TK, w_up, w_down)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        step(run, layer.leaves, dout)
+        step(run, leaves, dout)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        captured = step(run, layer.leaves, dout)
+        captured = step(run, leaves, dout)
     for result in captured:
         result.fill_(float("nan"))
     graph.replay()

@@ -58,8 +58,9 @@ def assert_matches_cpu(router, logits_TE, run=op):
     torch.testing.assert_close(weights.detach().cpu(), truth.float(), rtol=1e-5, atol=1e-12, equal_nan=True)
     options = (router.scoring, router.renormalize, router.scale)
     expected = route_backward(dweights.double(), logits_TE.double(), truth, experts.cpu(), *options)
-    scale = expected.nan_to_num().abs().max().item() if expected.numel() else 0.0
-    # One rounding to the dtype of the logits, and sums of K products in fp32.
+    # One rounding to the dtype of the logits, and sums of K products in fp32 that may cancel to nothing.
+    products = (dweights.double() * truth).nan_to_num().abs()
+    scale = products.max().item() if products.numel() else 0.0
     eps = torch.finfo(logits_TE.dtype).eps + 64 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(dlogits.cpu().double(), expected, rtol=0, atol=eps * scale + 1e-30, equal_nan=True)
     again_weights, again_experts = run(*router.arguments(*on_gpu))
@@ -120,7 +121,9 @@ def test_strided_logits_and_weight_gradients(name):
     expected_weights, expected_experts = op(*router.arguments(logits))
     strided = logits.t().contiguous().t().requires_grad_()
     weights, experts = op(*router.arguments(strided))
-    assert torch.equal(weights, expected_weights) and torch.equal(experts, expected_experts)
+    assert torch.equal(experts, expected_experts)
+    # Another layout of the same row sums it in another order.
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
     (from_expanded,) = torch.autograd.grad(weights.sum(), strided, retain_graph=True)
     (from_dense,) = torch.autograd.grad(weights, strided, torch.ones_like(weights))
     assert torch.equal(from_expanded, from_dense)
