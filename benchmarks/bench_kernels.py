@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="fine,wide,finest,mid,coarse")
     parser.add_argument("--kernels", default="up,down,dA,dX,dW1,dW2")
     parser.add_argument("--variants", default="d_inner", help=f"any of {','.join(VARIANTS)}")
-    parser.add_argument("--skew", type=float, default=0.0, help="1 gives the busiest of 128 experts about 7x the mean")
+    parser.add_argument("--skew", type=float, default=0.0, help="1 gives the busiest of 128 experts 10 to 13 times the mean")
     parser.add_argument("--compile-only", action="store_true", help="run every kernel once, time nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

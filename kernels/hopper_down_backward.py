@@ -6,8 +6,9 @@ For row r of expert e, with token t(r) and routing weight s(r):
     dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
 
 The consumers hand dA', rounded, to two epilogue warps, which work in strips of 8 rows. What a strip needs from
-memory is asked for two strips ahead, across tiles: h by cp.async into shared memory (every thread reads what it
-copied, and TMA would need a fence that also waits for the stores), the weights by way of the slots. The partial sums are stored for each column block, so no two programs add to the same number.
+memory is asked for two strips ahead, across tiles: h by cp.async into shared memory (TMA would need a fence, which
+waits for the stores too), the weights by way of the slots. The partial sums are stored for each column block, so no
+two programs add to the same number.
 """
 
 from torch import Tensor

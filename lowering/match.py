@@ -89,6 +89,7 @@ class Matcher:
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
+        self._counted: dict[Value, Counter] = {}
         self._term_ids: dict[Expr, frozenset[Value]] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
@@ -107,9 +108,9 @@ class Matcher:
             elif result is not None:
                 declined.append(result)
                 parts.update(self._parts(result))
-        known = {ids for match in found for ids in match.routed_by}
-        known |= {ids for d in declined if d.reason is not Reason.OTHER_TERMS for ids in d.experts}
-        declined = [d for d in declined if d.reason is not Reason.OTHER_TERMS or not d.experts.keys() <= known]
+        known = {v for match in found for ids in match.routed_by for v in ids}
+        known |= {v for d in declined if d.reason is not Reason.OTHER_TERMS for v in d.ids}
+        declined = [d for d in declined if d.reason is not Reason.OTHER_TERMS or not d.ids & known]
         results = [*found, *_furthest(declined, taken)]
         return sorted(results, key=lambda r: self.view.position[r.root])
 
@@ -121,12 +122,18 @@ class Matcher:
         for node in dependencies(self.view, whole.root):
             if not _may_combine(node) or (value := self._result(node)) is None:
                 continue
-            experts = self._experts(self._terms(value), self._indices(value)[1])
+            experts = self._experts_of(value)
             if not experts or not experts.keys() <= whole.experts.keys():
                 continue
             partial = any(count < whole.experts[ids] for ids, count in experts.items())
             if partial or whole.reason is not Reason.OTHER_TERMS:
                 yield node
+
+    def _experts_of(self, value: Value) -> Counter:
+        known = self._counted.get(value)
+        if known is None:
+            known = self._counted[value] = self._experts(self._terms(value), self._indices(value)[1])
+        return known
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
         """How many expert terms each set of ids chooses."""
@@ -258,7 +265,8 @@ class Matcher:
         region = prove_region(self.view, root, frozenset(operands), dtype)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
-            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down, activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
+            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
+            activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)),
         )  # fmt: skip

@@ -136,11 +136,12 @@ def _read_hidden(
     algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr
 ) -> dict[str, object]:
     halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
+    parts = {part for half in halves if half.kind == "add" for part in half.args}
+    halves = tuple(sorted((half for half in halves if half not in parts), key=lambda e: e.uid))
     prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
-    halves = tuple(sorted(halves, key=lambda e: e.uid))
     scale = _input_scale(hidden, halves)
     symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
-    hidden = algebra.substitute(hidden, dict(zip(halves, symbols, strict=True)))
+    hidden = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
     if scale and all(half.kind == "sum" for half in halves):
         hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale)
     activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols)
@@ -158,6 +159,21 @@ def _read_hidden(
         "symbols": order,
         "feature_in": feature_in,
     }
+
+
+def _in_symbols(algebra: Algebra, e: Expr, symbols: dict[Expr, Expr]) -> Expr:
+    """``e`` with pre-activations as symbols, also where a projection and its bias are two terms of a longer sum."""
+    if e in symbols:
+        return symbols[e]
+    if e.kind == "call":
+        return algebra.call(e.args[0], tuple(_in_symbols(algebra, a, symbols) for a in e.args[1]), *e.args[2])
+    if e.kind not in ("add", "mul"):
+        return e
+    args = list(e.args)
+    for half, symbol in symbols.items():
+        if e.kind == half.kind == "add" and all(part in args for part in half.args):
+            args = [a for a in args if a not in half.args] + [symbol]
+    return getattr(algebra, e.kind)(*(_in_symbols(algebra, a, symbols) for a in args))
 
 
 def _named_activation(

@@ -91,9 +91,11 @@ def _prove_users(
         if node is root or node in carriers:
             continue
         for user in node.users:
-            prove(user in nodes or reads_size(user), Reason.EXTRA_USER, f"'{node.name}' is also used by '{user.name}'", user)
+            own = user in nodes or reads_size(user)
+            prove(own, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user.name}'", user)
     for carrier in carriers if root in view.writes else ():
-        first_write = min((view.position[n] for n in nodes if n in view.writes and _same_buffer(view, n, carrier)), default=position)
+        writers = [n for n in nodes if n in view.writes and carrier in view.aliases(view.writes[n])]
+        first_write = min(map(view.position.__getitem__, writers), default=position)
         for user in carrier.users:
             between = first_write <= view.position[user] <= position
             prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
@@ -102,10 +104,6 @@ def _prove_users(
 def reads_size(node: fx.Node) -> bool:
     fake = fake_of(node)
     return node.op != "output" and fake is not None and not isinstance(fake, (torch.Tensor, tuple, list))
-
-
-def _same_buffer(view: GraphView, writer: fx.Node, carrier: fx.Node) -> bool:
-    return carrier in view.aliases(view.writes[writer])
 
 
 def _prove_autocast(view: GraphView, root: fx.Node, dtype: torch.dtype) -> None:

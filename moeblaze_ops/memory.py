@@ -57,8 +57,8 @@ class MemoryEstimate:
     """Bytes of one layer in one training step.
 
     ``kept`` is alive from forward to backward because of the layer, beyond x, the parameters and the output. ``peak`` is
-    the most that is allocated at once in forward and backward beyond what was allocated before: output, x gradient and
-    weight gradients count, x and its layer's parameters do not. ``buffers`` names what is kept, ``steps`` what is alive
+    the most that is alive at once in forward and backward, beyond the same x, the parameters and the output's gradient:
+    output, x gradient and weight gradients count. ``buffers`` splits what is kept by name; ``steps`` has the bytes alive
     during each op, in order.
     """
 

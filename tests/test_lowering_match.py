@@ -1,0 +1,121 @@
+"""What is recognised, in which form, and what is left alone for which reason."""
+
+import moe_lookalikes
+import moe_zoo as zoo
+import pytest
+import torch
+import torch.nn.functional as F
+from rewrite_harness import check_against_eager, rewrite_of
+from torch import nn
+
+from moeblaze_ops.lowering.reasons import Reason
+
+
+@pytest.fixture(autouse=True)
+def _fp64():
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", moe_lookalikes.LOOKALIKES)
+def test_lookalike_is_left_alone(name):
+    backend = rewrite_of(moe_lookalikes.build(name), torch.randn(10, zoo.D))
+    reason = moe_lookalikes.LOOKALIKES[name][1]
+    assert not backend.rewritten
+    assert backend.reasons == ([reason] if reason else [])
+    assert not any("moeblaze" in operator or "expert_up" in operator for operator in backend.operators())
+
+
+def test_every_reason_but_the_defensive_ones_has_a_lookalike():
+    seen = {Reason[reason] for _, reason, *_ in moe_lookalikes.LOOKALIKES.values() if reason}
+    elsewhere = {Reason.NO_COMBINE, Reason.WEIGHT_LAYOUT, Reason.OPERAND_CHANGED, Reason.CONTEXT, Reason.OPERANDS, Reason.INTERNAL}
+    assert seen | elsewhere == set(Reason)
+
+
+_ACTIVATIONS = {
+    "silu": (F.silu, "silu", "swiglu"),
+    "silu module in place": (nn.SiLU(inplace=True), "silu", "swiglu"),
+    "silu by hand": (lambda x: x * torch.sigmoid(x), "silu", "swiglu"),
+    "silu by exp": (lambda x: x / (1 + torch.exp(-x)), "silu", "swiglu"),
+    "gelu": (F.gelu, "gelu", "geglu"),
+    "gelu by hand": (lambda x: 0.5 * x * (1.0 + torch.erf(x / 2**0.5)), "gelu", "geglu"),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh", "geglu_tanh"),
+    "gelu tanh by hand": (
+        lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3)))),
+        "gelu_tanh",
+        "geglu_tanh",
+    ),
+    "relu": (torch.relu, "relu", "reglu"),
+    "clamped at zero": (lambda x: x.clamp(min=0), "relu", "reglu"),
+    "squared relu": (lambda x: torch.square(F.relu(x)), "relu2", "identity"),
+    "relu to the second": (lambda x: F.relu(x) ** 2, "relu2", "identity"),
+    "mish": (F.mish, "identity", "identity"),
+    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), "identity", "identity"),
+    "leaky relu": (lambda x: F.leaky_relu(x, 0.1), "identity", "identity"),
+    "elu": (nn.ELU(), "identity", "identity"),
+    "none": (lambda x: x, "identity", "identity"),
+}
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", _ACTIVATIONS)
+def test_activation_is_recognised(name, gated):
+    function, plain, glu = _ACTIVATIONS[name]
+    mlp = zoo.GluMLP if gated else zoo.PlainMLP
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: mlp(function), E=2)
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D)).rewritten
+    assert found.activation == (glu if gated else plain)
+
+
+def test_clamped_activation_with_other_limits_is_not_the_fused_one():
+    def act(gate):
+        return gate.clamp(max=6.0) * torch.sigmoid(1.702 * gate.clamp(max=6.0))
+
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: zoo.GluMLP(act))
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 9).rewritten
+    assert (found.activation, found.became) == ("identity", "expert_up -> unfused activation -> expert_down")
+
+
+def test_candidate_says_what_it_is():
+    layer = zoo.StackedMoE(zoo.sorted_transformers, "packed_linear")
+    (found,) = rewrite_of(nn.Sequential(nn.Tanh(), layer), torch.randn(2, 5, zoo.D)).candidates
+    assert (found.T, found.K, found.E, found.D, found.F) == (10, zoo.K, zoo.E, zoo.D, zoo.FF)
+    assert (found.spelling, found.activation, found.dtype) == ("sorted grouped_mm", "swiglu", torch.float64)
+    assert found.became == "expert_up(swiglu) -> expert_down" and found.reason is None and not found.stacked_copy
+    assert "moe_zoo.py:" in found.source and "1" in found.module_path
+
+
+def test_separate_experts_are_stacked():
+    (found,) = rewrite_of(zoo.ModuleListMoE(zoo.masked_sum), torch.randn(10, zoo.D)).candidates
+    assert found.stacked_copy
+
+
+def test_decline_says_where():
+    (found,) = rewrite_of(moe_lookalikes.build("hidden_read"), torch.randn(10, zoo.D)).candidates
+    assert found.reason == "EXTRA_USER" and "moe_lookalikes.py:" in found.source and found.meaning
+    assert found.became is None
+
+
+def test_symbolic_token_count_is_reported_as_text():
+    layer = zoo.ModuleListMoE(zoo.masked_sum)
+    (found,) = check_against_eager(layer, torch.randn(10, zoo.D), dynamic=True).rewritten
+    assert isinstance(found.T, str)
+
+
+def test_error_in_the_matcher_leaves_the_graph_alone(monkeypatch):
+    from moeblaze_ops.lowering import match
+
+    def broken(*args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(match, "read_expert", broken)
+    backend = check_against_eager(zoo.ModuleListMoE(zoo.masked_sum), torch.randn(10, zoo.D))
+    assert backend.reasons == ["INTERNAL"] and backend.candidates[0].detail == "RuntimeError: broken"
+
+
+def test_dense_network_holds_no_candidate():
+    mlp = nn.Sequential(nn.Embedding(7, zoo.D), zoo.GluMLP(), nn.LayerNorm(zoo.D), nn.Linear(zoo.D, 3))
+    assert rewrite_of(mlp, torch.randint(0, 7, (4, 5))).candidates == []

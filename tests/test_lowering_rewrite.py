@@ -1,0 +1,242 @@
+"""Rewritten graphs compute what eager computes, outputs and all gradients, and nothing of the old spelling is left."""
+
+import logging
+
+import moe_zoo as zoo
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from rewrite_harness import check_against_eager, compiled, rewrite_of
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from moeblaze_ops.lowering.rewrite import rewrite_graph
+
+_OLD = {
+    "where", "nonzero", "one_hot", "index_add", "index_add_", "iadd", "setitem", "scatter", "scatter_add", "argsort", "sort",
+    "bincount", "histc", "cumsum", "_grouped_mm", "grouped_mm_fallback", "einsum", "bmm", "matmul", "silu", "_assert_scalar.default",
+}  # fmt: skip
+_CASES = {function.__name__: (function, storage, bias) for function, storage, bias in zoo.STACKED}
+
+
+@pytest.fixture
+def fp64():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _stacked(name: str, **options) -> nn.Module:
+    function, storage, bias = _CASES[name]
+    return zoo.StackedMoE(function, storage, bias=bias, **options)
+
+
+def _assert_replaced(backend) -> None:
+    operators = backend.operators()
+    layers = operators.count("expert_down.default")
+    assert layers == len(backend.rewritten) > 0
+    assert operators.count("dispatch.default") == operators.count("expert_up.default") == layers
+    assert not _OLD & set(operators), _OLD & set(operators)
+    assert not backend.reasons
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=["TD", "BSD"])
+@pytest.mark.parametrize("combine", [*zoo.MASKED, *zoo.LOOPS], ids=lambda f: f.__name__)
+def test_separate_experts(fp64, combine, shape):
+    _assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(*shape, zoo.D)))
+
+
+@pytest.mark.parametrize("combine", [zoo.masked_stack_einsum, zoo.loop_mistral], ids=lambda f: f.__name__)
+def test_biased_ungated_experts(fp64, combine):
+    layer = zoo.ModuleListMoE(combine, expert=zoo.PlainMLP)
+    _assert_replaced(check_against_eager(layer, torch.randn(10, zoo.D)))
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=["TD", "BSD"])
+@pytest.mark.parametrize("name", _CASES)
+def test_stacked_experts(fp64, name, shape):
+    backend = check_against_eager(_stacked(name), torch.randn(*shape, zoo.D))
+    _assert_replaced(backend)
+    assert not any(candidate.stacked_copy for candidate in backend.rewritten)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_one_expert_per_token(fp64, name):
+    _assert_replaced(check_against_eager(_stacked(name, K=1), torch.randn(7, zoo.D)))
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_one_token(fp64, name):
+    _assert_replaced(check_against_eager(_stacked(name), torch.randn(1, zoo.D)))
+
+
+@pytest.mark.parametrize("name", ["stacked_loop", "packed_loop", "sorted_transformers", "gathered_bmm", "dense_bmm"])
+def test_dynamic_token_count(fp64, name):
+    layer = _stacked(name)
+    run, backend = compiled(layer, dynamic=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        for num_tokens in (6, 9, 14):
+            x = torch.randn(num_tokens, zoo.D)
+            torch.testing.assert_close(run(x), layer(x))
+    assert len(backend.reports) == 1
+    _assert_replaced(backend)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_half_precision(name):
+    torch.manual_seed(0)
+    layer = _stacked(name).to(torch.bfloat16)
+    # bf16 holds 8 bits; eager and the ops round at different places, a few times each.
+    _assert_replaced(check_against_eager(layer, torch.randn(12, zoo.D).bfloat16(), tolerance=2**-4))
+
+
+class _Autocast(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("name", ["stacked_loop", "gpt_oss_loop", "gathered_bmm", "dense_bmm"])
+def test_autocast_in_the_graph(name):
+    torch.manual_seed(0)
+    backend = check_against_eager(_Autocast(_stacked(name)), torch.randn(12, zoo.D), tolerance=2**-4)
+    assert len(backend.rewritten) == 1 and backend.rewritten[0].dtype == torch.bfloat16
+
+
+def test_operator_that_ignores_autocast_keeps_its_dtype(fp64):
+    torch.set_default_dtype(torch.float32)
+    assert rewrite_of(_Autocast(_stacked("sorted_index_add")), torch.randn(12, zoo.D)).reasons == ["DTYPE_PATH"]
+
+
+class _Block(nn.Module):
+    """A residual block with a shared expert beside the routed ones."""
+
+    def __init__(self, layer: nn.Module, checkpointed: bool = False):
+        super().__init__()
+        self.mix, self.norm, self.shared = nn.Linear(zoo.D, zoo.D), nn.LayerNorm(zoo.D), zoo.GluMLP()
+        self.layer, self.checkpointed = layer, checkpointed
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        normed = self.norm(x)
+        routed = checkpoint(self.layer, normed, use_reentrant=False) if self.checkpointed else self.layer(normed)
+        return x + (routed + self.shared(normed))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: zoo.ModuleListMoE(zoo.loop_mixtral), lambda: zoo.ModuleListMoE(zoo.masked_inplace), lambda: _stacked("sorted_torchtitan")],
+    ids=["loop", "masked", "sorted"],
+)
+def test_layers_of_a_network(fp64, layer, checkpointed):
+    network = nn.Sequential(*(_Block(layer(), checkpointed) for _ in range(3)))
+    backend = check_against_eager(network, torch.randn(2, 5, zoo.D))
+    assert len(backend.rewritten) == 3 and not backend.reasons
+    assert [path.split(".")[1] for path in (c.module_path for c in backend.rewritten)] == ["0", "1", "2"]
+    assert backend.operators().count("linear") >= 3 * 4  # router, mix and shared experts stay
+
+
+def test_counts_used_elsewhere_stay(fp64):
+    def with_load(self, x, weights, ids):
+        mask = torch.nn.functional.one_hot(ids, len(self.experts))
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out += expert(x) * (weights * mask[..., e]).sum(-1, keepdim=True)
+        return out, mask.sum((0, 1)).to(x.dtype) * weights.mean()
+
+    backend = check_against_eager(zoo.ModuleListMoE(with_load), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and "one_hot" in backend.operators()
+
+
+def test_buffer_seen_through_a_view_is_replaced(fp64):
+    def through_a_view(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        flat, rows = out.view(-1, zoo.D), x.view(-1, zoo.D)
+        weights, ids = weights.view(-1, weights.shape[-1]), ids.view(-1, ids.shape[-1])
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            flat.index_add_(0, token, expert(rows[token]) * weights[token, slot, None])
+        out.add_(1.0)
+        return out, flat * 2
+
+    _assert_replaced(check_against_eager(zoo.ModuleListMoE(through_a_view), torch.randn(2, 5, zoo.D)))
+
+
+def test_experts_of_the_first_choice_only(fp64):
+    def first_choice(self, x, weights, ids):
+        return zoo.masked_sum(self, x, weights[..., :1], ids[..., :1])
+
+    (found,) = check_against_eager(zoo.ModuleListMoE(first_choice), torch.randn(10, zoo.D)).rewritten
+    assert found.K == 1
+
+
+def test_up_before_gate_is_two_halves(fp64):
+    def up_first(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            up, gate = (x @ self.gate_up[e]).chunk(2, -1)
+            out += ((up * torch.nn.functional.silu(gate)) @ self.down[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    _assert_replaced(check_against_eager(zoo.StackedMoE(up_first, "packed"), torch.randn(10, zoo.D)))
+
+
+def test_inference(fp64):
+    layer = _stacked("sorted_transformers")
+    run, backend = compiled(layer)
+    x = torch.randn(10, zoo.D)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.inference_mode():
+        torch.testing.assert_close(run(x), layer(x))
+    _assert_replaced(backend)
+
+
+def test_second_rewrite_finds_nothing(fp64):
+    backend = rewrite_of(zoo.ModuleListMoE(zoo.loop_mixtral), torch.randn(10, zoo.D))
+    (gm,) = backend.modules
+    before = str(gm.graph)
+    assert rewrite_graph(gm).candidates == [] and str(gm.graph) == before
+
+
+def test_inserted_nodes_carry_meta(fp64):
+    (gm,) = rewrite_of(_stacked("dense_bmm"), torch.randn(10, zoo.D)).modules
+    inserted = [n for n in gm.graph.nodes if "moeblaze" in str(n.target)]
+    assert len(inserted) == 3
+    for node in inserted:
+        assert "moe_zoo.py" in node.meta["stack_trace"] and "example_value" in node.meta
+    assert inserted[-1].meta["example_value"].shape == (10, zoo.D)
+
+
+def test_outcomes_are_counted_and_logged(fp64, caplog):
+    counters["moeblaze"].clear()
+    with caplog.at_level(logging.DEBUG, logger="moeblaze"):
+        rewrite_of(zoo.ModuleListMoE(zoo.masked_sum), torch.randn(10, zoo.D))
+    assert counters["moeblaze"] == {"rewritten": 1}
+    assert "expert_up(swiglu) -> expert_down" in caplog.text
+
+
+def _text(gm: fx.GraphModule) -> str:
+    """Operators and their operands, after the router."""
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            arguments = fx.node.map_arg(node.args, lambda n: n.name.replace("l_self_parameters_", "").rstrip("_"))
+            lines.append(f"{node.name} = {target}{arguments}")
+    return "\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("ids")) + 1 :])
+
+
+def test_graph_of_a_packed_loop():
+    (gm,) = rewrite_of(zoo.StackedMoE(zoo.packed_loop, "packed", normalise=False), torch.randn(10, zoo.D)).modules
+    assert_expected_inline(_text(gm), """""")
+
+
+def test_graph_of_gathered_linear_weights():
+    (gm,) = rewrite_of(zoo.StackedMoE(zoo.gathered_einsum, "linear", normalise=False), torch.randn(10, zoo.D)).modules
+    assert_expected_inline(_text(gm), """""")
