@@ -174,7 +174,7 @@ def launch_expert_up(x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, position
     h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
     a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
     weighted = weights_TK is not None
-    if store_h and why_portable("expert_up", gathered=x_TD, weights=w_up, biases=b_up, weight_on_input=weighted) is None:
+    if why_portable("expert_up", gathered=x_TD, weights=w_up, biases=b_up, weight_on_input=weighted) is None:
         top_k = positions_TK.shape[1]
         hopper_ops.expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
         return h_NGF, a_NF

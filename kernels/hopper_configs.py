@@ -74,6 +74,7 @@ class GatherPlan:
     gated: bool
     bias_stride: int | None = None
     has_weights: bool = False
+    store_h: bool = True
     strip_slots: int = 2
     gather_warps: int = 2
     epilogue_warps: int = 2

@@ -56,11 +56,12 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
         if PLAN.activation != IDENTITY:
             a = activate(gate.to(gl.float32), up.to(gl.float32), PLAN.activation, PLAN.gated)
             gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
-        if not is_whole:
-            h_ptrs = h_ptr + PLAN.parts * a_rows + columns
-            gl.store(h_ptrs, gate, mask=inside)
-            if PLAN.parts == 2:
-                gl.store(h_ptrs + PLAN.columns, up, mask=inside)
+        if PLAN.store_h:
+            if not is_whole:
+                h_ptrs = h_ptr + PLAN.parts * a_rows + columns
+                gl.store(h_ptrs, gate, mask=inside)
+                if PLAN.parts == 2:
+                    gl.store(h_ptrs + PLAN.columns, up, mask=inside)
 
 
 @gluon.jit
@@ -74,8 +75,9 @@ def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
             row = first + half * half_m
             is_whole = row + half_m <= end
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
-            if is_whole:
-                _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
+            if PLAN.store_h:
+                if is_whole:
+                    _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
             for strip in range(half_m // STRIP_ROWS):
                 strip_row = row + strip * STRIP_ROWS
                 _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, PLAN)
@@ -135,7 +137,8 @@ def hopper_expert_up(
         w_up: [E, 2, F, D], or two or one of [E, 1, F, D], stride 1 in F or D (all alike), other strides multiples of 8.
         b_up: the same form without D, stride 1 in F, or empty.
         slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
-        h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``.
+        h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``, and h is
+            never written when it has no rows.
 
     Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
     """
@@ -157,7 +160,9 @@ def hopper_expert_up(
         activation=ACTIVATION_IDS[activation],
         gated=len(weights) == 2,
         bias_stride=bias_stride(biases),
+        store_h=h_NGF.shape[0] > 0,
     )
+    h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(
         _expert_up_kernel,
         x_TD.device,
@@ -166,7 +171,7 @@ def hopper_expert_up(
         described[0][0],
         described[-1][0],
         biases,
-        describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n),
+        h_desc,
         h_NGF,
         a_NF,
         slots_N,

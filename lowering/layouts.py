@@ -154,7 +154,10 @@ def _view(
 
 def _tiled(axes: list[tuple[int, int]], numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of the axes in storage order, and the permutation back to the given order."""
-    by_stride = sorted(range(len(axes)), key=lambda i: (-axes[i][0], axes[i][1]) if axes[i][1] > 1 else (0, 0))
+    depth: list[float] = []  # an axis of size one stays behind its neighbour: no permutation for its sake
+    for stride, size in axes:
+        depth.append(stride if size > 1 else depth[-1] - 0.5 if depth else math.inf)
+    by_stride = sorted(range(len(axes)), key=lambda i: -depth[i])
     expected = 1
     for i in reversed(by_stride):
         stride, size = axes[i]

@@ -15,12 +15,15 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-import moeblaze_ops.lowering.canonical_indexing  # noqa: F401  (fills the table)
+import moeblaze_ops.lowering.canonical_indexing
+import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
 from moeblaze_ops.lowering.canonical import TABLE
+from moeblaze_ops.lowering.coverage import expert_order, extent, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, subexpressions
+from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
+from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_expert_term, read_expert
 from moeblaze_ops.lowering.patterns_routing import Routing, read_compared, read_indexed, weight_indices
@@ -157,6 +160,9 @@ class Matcher:
         experts = [term for term in terms if self._is_expert(term, feature)]
         ids = frozenset(v for term in terms for v in self._ids(term))
         if not experts:
+            rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
+            if rows:
+                return Decline(root, root, Reason.SAME_PERMUTATION, "row groups are no running counts of ids", frozenset(rows))
             masked = [term for term in terms if _is_masked(term) and feature in term.free]
             if len(masked) < 2:
                 return None
@@ -221,15 +227,15 @@ class Matcher:
         routings = [self._routing(expert, feature) for expert in experts]
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         depth = MAX_PROJECTIONS if experts[0].scale else 0
-        ids, weights, top_k = _find_routing(self._algebra, finder, routings, depth)
-        x = _find_x(finder, experts)
+        ids, weights, top_k = find_routing(self._algebra, finder, routings, depth)
+        x = find_x(finder, experts)
         prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
-        order = _expert_order(routings)
-        _prove_shared_weights(self._algebra, routings, experts)
+        order = expert_order(routings)
+        prove_shared_weights(self._algebra, routings, experts)
         chosen = [experts[i] for i in order]
-        indices = [_weight_index(routing, expert) for routing, expert in ((routings[i], experts[i]) for i in order)]
-        num_experts = _extent(routings[order[0]].expert, len(order))
+        indices = [weight_index(routing, expert) for routing, expert in ((routings[i], experts[i]) for i in order)]
+        num_experts = extent(routings[order[0]].expert, len(order))
 
         def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
             return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
@@ -283,7 +289,7 @@ class Matcher:
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         if index is None or index in expert.binders:
             return read_compared(self._algebra, index, expert.binders, factors)
-        permuted = index.kind == "group" or any(True for _ in subexpressions(index, _is_permuted))
+        permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, "groups of rows do not follow the sorted expert ids")
         return read_indexed(self._algebra, index, expert.binders, factors)
 
@@ -314,10 +320,6 @@ def _may_combine(node: fx.Node) -> bool:
     return (inplace_name(node) or target_name(node)) in _COMBINES
 
 
-def _is_permuted(e: Expr) -> bool:
-    return e.kind in ("inverse", "group") or (e.kind == "leaf" and e.args[0].is_permutation)
-
-
 def _routed_by(term: Expr) -> Iterator[Value]:
     """Integer tensors that a term compares with an expert or indexes weights by."""
     for e in subexpressions(term, lambda e: e.kind == "leaf"):
@@ -327,131 +329,12 @@ def _routed_by(term: Expr) -> Iterator[Value]:
             yield from (leaf.args[0] for leaf in subexpressions(index, lambda i: i.kind == "leaf"))
 
 
+def _is_row_product(e: Expr) -> bool:
+    return e.kind == "leaf" and e.args[0].op == "grouped_mm"
+
+
 def _is_masked(term: Expr) -> bool:
     return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None
-
-
-def _find_routing(
-    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
-) -> tuple[Operand, Operand | None, int]:
-    """The nodes of ids and weights (whose elements were taken inside ``depth`` projections), and K."""
-    slots = {routing.slot is not None for routing in routings}
-    prove(len(slots) == 1, Reason.SLOT_WEIGHTS, "some experts see one slot, some all")
-    if True in slots:
-        return _find_summed(algebra, finder, routings, depth)
-    return _find_per_slot(algebra, finder, routings, depth)
-
-
-def _find_summed(
-    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
-) -> tuple[Operand, Operand | None, int]:
-    results = set()
-    for ids, slot, weights in {(r.ids, r.slot, r.weights) for r in routings}:
-        top_k = slot.args[1]
-        prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
-        found_ids = finder.find((ids,), (slot,), top_k)
-        prove(found_ids is not None, *_unaligned(ids, "expert ids"))
-        product = algebra.mul(*weights)
-        found_weights = None
-        if product is not algebra.one:
-            found_weights = finder.find((product,), (slot,), top_k, depth)
-            prove(found_weights is not None, *_unaligned(product, "routing weights"))
-        results.add((found_ids, found_weights, top_k))
-    prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
-    return results.pop()
-
-
-def _find_per_slot(
-    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
-) -> tuple[Operand, Operand | None, int]:
-    weights_of: dict[Expr, Expr] = {}
-    for routing in routings:
-        product = algebra.mul(*routing.weights)
-        known = weights_of.setdefault(routing.ids, product)
-        prove(known is product, Reason.SLOT_WEIGHTS, "experts are weighted differently")
-    top_k = len(weights_of)
-    columns = tuple(algebra.const(k) for k in range(top_k))
-    for ids in _orders(list(weights_of)):
-        found_ids = finder.find(ids, columns, top_k)
-        if found_ids is None:
-            continue
-        products = tuple(weights_of[e] for e in ids)
-        if all(p is algebra.one for p in products):
-            return found_ids, None, top_k
-        found_weights = finder.find(products, columns, top_k, depth)
-        prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
-        return found_ids, found_weights, top_k
-    raise Declined(*_unaligned(next(iter(weights_of)), "expert ids"))
-
-
-def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:
-    """Slots in the order of the graph, of the ids' constants, and reversed."""
-    by_constant = sorted(ids, key=lambda e: [i.args[0] for i in e.args[1] if i.kind == "const"] if e.kind == "leaf" else [])
-    return list(dict.fromkeys((tuple(ids), tuple(by_constant), tuple(by_constant[::-1]))))
-
-
-def _unaligned(e: Expr, what: str) -> tuple[Reason, str]:
-    if any(True for _ in subexpressions(e, _is_permuted)):
-        return Reason.SAME_PERMUTATION, f"{what} are still permuted"
-    return Reason.SLOT_WEIGHTS, f"no tensor [T, K] holds the {what}"
-
-
-def _find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
-    found = set()
-    for x, feature in {(e.x, e.feature_in) for e in experts}:
-        operand = finder.find((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
-        reason, detail = _unaligned(x, "tokens")
-        prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)
-        found.add(operand)
-    prove(len(found) == 1, Reason.DIFFERENT_INPUTS)
-    return found.pop()
-
-
-def _expert_order(routings: Sequence[Routing]) -> list[int]:
-    """Indices of the terms that stand for experts 0 to E-1, once every slot is proven to have each of them once."""
-    lead = routings[0].expert
-    if lead is None or lead.kind == "var":
-        prove(len({r.ids for r in routings}) == len(routings), Reason.EXPERT_COVERAGE, "a slot is used twice")
-        prove(lead is None or len(routings) == 1, Reason.EXPERT_COVERAGE, "several sums over all experts")
-        return [0]
-    by_slot: dict[Expr, dict[int, int]] = {}
-    for i, routing in enumerate(routings):
-        prove(routing.expert is not None and routing.expert.kind == "const", Reason.EXPERT_COVERAGE, "mixed forms")
-        own = by_slot.setdefault(routing.ids, {})
-        number = routing.expert.args[0]
-        prove(number not in own, Reason.EXPERT_COVERAGE, f"expert {number} is used twice")
-        own[number] = i
-    first = next(iter(by_slot.values()))
-    for own in by_slot.values():
-        prove(sorted(own) == list(range(len(first))), Reason.EXPERT_COVERAGE, f"experts {sorted(own)}")
-    return [first[e] for e in range(len(first))]
-
-
-def _prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:
-    """Slots written out one by one reach the same weights."""
-    weights_of: dict[Expr | None, tuple] = {}
-    for routing, expert in zip(routings, experts, strict=True):
-        leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
-        if routing.expert is None:
-            any_expert = algebra.var(-5, 0, "r")
-            leaves = [algebra.substitute(leaf, {routing.ids: any_expert}) for leaf in leaves]
-        own = tuple(leaves)
-        prove(weights_of.setdefault(routing.expert, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
-
-
-def _weight_index(routing: Routing, expert: ExpertTerm) -> Expr | None:
-    if routing.expert is None:
-        return routing.ids
-    return routing.expert if routing.expert.kind == "var" else None
-
-
-def _extent(expert: Expr | None, count: int) -> int | None:
-    if expert is None:
-        return None
-    if expert.kind == "var":
-        prove(isinstance(expert.args[1], int), Reason.EXPERT_COVERAGE, "a symbolic number of experts")
-        return expert.args[1]
-    return count
 
 
 def _all_or_none(biases: list[Expr | None]) -> bool:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT
 from moeblaze_ops.lowering.canonical import UNFUSED
-from moeblaze_ops.lowering.elements import apply_pointwise
 from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.pointwise import apply_pointwise
 
 POINTWISE = {
     **{name: getattr(torch, name) for name in ("relu", "sigmoid", "tanh", "erf", "exp", "sqrt", "rsqrt", "abs", "reciprocal")},

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.values import fake_of, target_name
+from moeblaze_ops.lowering.match import MoEMatch
+from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
 
 _SHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "clone", "unsqueeze", "squeeze"))
 _CASTS = frozenset(("to", "float", "type_as", "long", "int", "bfloat16", "half", "type"))
@@ -43,19 +44,23 @@ class _Trail:
         return node
 
 
-def match_router(experts: fx.Node, weights: fx.Node, top_k: int, region: frozenset[fx.Node]) -> RouterMatch | None:
-    """The router that made ``experts`` and ``weights``, if nobody else but ``region`` reads its choices."""
-    trail = _Trail()
-    choice = trail.peel(experts, _same_choices)
-    topk = _topk_of(choice, 1)
-    if topk is None or not _takes_largest_of_last_axis(topk, top_k):
+def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
+    """The router that made the layer's ids and weights, if nobody else reads its choices."""
+    if match.weights is None:
         return None
-    found = _read_weights(trail, weights, topk)
-    if found is None or isinstance(fake_of(found.logits).shape[-1], torch.SymInt):
+    trail = _Trail()
+    choice = trail.peel(match.experts.node, _same_choices)
+    topk = _topk_of(choice, 1)
+    if topk is None or not _takes_largest_of_last_axis(topk, match.K):
+        return None
+    found = _read_weights(trail, match.weights.node, topk)
+    if found is None or not isinstance(fake_of(found.logits).shape[-1], int):
         return None
     trail.nodes |= {topk, choice}
     readers = {user for node in trail.nodes for user in node.users}
-    return found if readers <= trail.nodes | region else None
+    # The fused router reads the logits at the end of the layer.
+    unchanged = view.value_at(found.logits, view.position[match.root]) is view.value(found.logits)
+    return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
 
 
 def _read_weights(trail: _Trail, weights: fx.Node, topk: fx.Node) -> RouterMatch | None:

@@ -11,7 +11,6 @@ class Reason(Enum):
     The order is that of the proof: of several attempts at one layer the one that came furthest is reported.
     """
 
-    NO_COMBINE = "the experts' outputs are not summed per token in a form that is recognised"
     OTHER_TERMS = "the sum holds terms that are not expert outputs, or starts from a buffer that is not fresh zeros"
     ROUTING = "an expert's weight is not a routing weight selected by comparing expert ids"
     SLOT_WEIGHTS = "weights are not aligned with their slots"

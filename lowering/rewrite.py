@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import moeblaze_ops.dispatch
 import moeblaze_ops.experts_down
-import moeblaze_ops.experts_up  # noqa: F401
+import moeblaze_ops.experts_up
+import moeblaze_ops.routing  # noqa: F401
 from moeblaze_ops.lowering.inductor_api import counters
 from moeblaze_ops.lowering.layouts import WeightView
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_activation import emit
+from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.values import fake_of, target_name
 
@@ -53,6 +55,7 @@ class Candidate:
     F: int | None = None
     dtype: torch.dtype | None = None
     stacked_copy: bool = False
+    router: str | None = None
 
 
 @dataclass
@@ -88,10 +91,12 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
 
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
-    results = Matcher(gm.graph).matches()
+    matcher = Matcher(gm.graph)
+    results = matcher.matches()
+    routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
     for result in results:
         if isinstance(result, MoEMatch):
-            result = _replace(gm.graph, result) or result
+            result = _replace(gm.graph, result, routers[result.root]) or result
         candidate = _candidate(result)
         report.candidates.append(candidate)
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
@@ -196,11 +201,11 @@ class _Inserter:
         return node if fake.dtype == operand.dtype else self.call("to", node, operand.dtype)
 
 
-def _replace(graph: fx.Graph, match: MoEMatch) -> Decline | None:
+def _replace(graph: fx.Graph, match: MoEMatch, router: RouterMatch | None) -> Decline | None:
     """Put the ops in place of a match; nothing is changed if they do not take its operands."""
     insert = _Inserter(graph, match.root)
     try:
-        out = _insert_ops(insert, match)
+        out = _insert_ops(insert, match, router)
     except (TypeError, ValueError, NotImplementedError) as error:
         for node in reversed(insert.nodes):
             graph.erase_node(node)
@@ -210,10 +215,9 @@ def _replace(graph: fx.Graph, match: MoEMatch) -> Decline | None:
     return None
 
 
-def _insert_ops(insert: "_Inserter", match: MoEMatch) -> fx.Node:
+def _insert_ops(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> fx.Node:
     x_TD = insert.rows(match.x, match.D)
-    experts_TK = insert.rows(match.experts, match.K)
-    weights_TK = insert.rows(match.weights, match.K) if match.weights is not None else None
+    weights_TK, experts_TK = _routing_operands(insert, match, router)
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     w_up = [insert.weight(view) for view in match.w_up]
     b_up = [insert.weight(view) for view in match.b_up]
@@ -227,6 +231,22 @@ def _insert_ops(insert: "_Inserter", match: MoEMatch) -> fx.Node:
     out = insert.call(_ops.expert_down.default, h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == match.dtype else insert.call("to", out, result.dtype)
+
+
+def _routing_operands(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:
+    """Routing weights and expert ids: those of the graph, or of the fused router in its place."""
+    if router is None:
+        weights_TK = insert.rows(match.weights, match.K) if match.weights is not None else None
+        return weights_TK, insert.rows(match.experts, match.K)
+    logits = fake_of(router.logits)
+    logits_TE = insert.rows(Operand(router.logits, logits.dtype), logits.shape[-1])
+    options = (router.scoring, router.renormalize, router.scale, 1, 1)
+    routed = insert.call(_ops.route.default, logits_TE, None, match.K, *options)
+    weights_TK, experts_TK = insert.items(routed, 2)
+    for dtype in (fake_of(match.weights.node).dtype, match.weights.dtype):
+        if fake_of(weights_TK).dtype != dtype:
+            weights_TK = insert.call("to", weights_TK, dtype)
+    return weights_TK, experts_TK
 
 
 def _activated(insert: _Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:

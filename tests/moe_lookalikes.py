@@ -1,8 +1,9 @@
 """Layers that look like those of ``moe_zoo`` and are not what the fused ops compute: none may be rewritten."""
 
-import moe_zoo as zoo
 import torch
 import torch.nn.functional as F
+
+from tests import moe_zoo as zoo
 
 LOOKALIKES = {}
 
@@ -294,7 +295,7 @@ def _sorted(self, x, weights, ids, *, key=None, counted=None, offs=lambda c: c.c
     return y.view(x.shape[0], ids.shape[1], -1).sum(1)
 
 
-@_lookalike("", "split")
+@_lookalike("SAME_PERMUTATION", "split")
 def offsets_shifted_by_one(self, x, weights, ids):
     return _sorted(self, x, weights, ids, offs=lambda counts: counts.cumsum(0) - counts)
 
@@ -324,7 +325,7 @@ def counts_of_other_ids(self, x, weights, ids):
     return _sorted(self, x, weights, ids, counted=ids.flip(0))
 
 
-@_lookalike("", "split")
+@_lookalike("SAME_PERMUTATION", "split")
 def sorted_downwards(self, x, weights, ids):
     return _sorted(self, x, weights, ids, descending=True)
 

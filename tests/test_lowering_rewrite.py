@@ -2,20 +2,21 @@
 
 import logging
 
-import moe_zoo as zoo
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from rewrite_harness import check_against_eager, compiled, rewrite_of
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ops.lowering.rewrite import rewrite_graph
+from tests import moe_zoo as zoo
+from tests.rewrite_harness import check_against_eager, compiled, rewrite_of
 
 _OLD = {
     "where", "nonzero", "one_hot", "index_add", "index_add_", "iadd", "setitem", "scatter", "scatter_add", "argsort", "sort",
-    "bincount", "histc", "cumsum", "_grouped_mm", "grouped_mm_fallback", "einsum", "bmm", "matmul", "silu", "_assert_scalar.default",
+    "bincount", "histc", "cumsum", "_grouped_mm", "grouped_mm_fallback", "einsum", "bmm", "matmul", "silu",
+    "_assert_scalar.default",
 }  # fmt: skip
 _CASES = {function.__name__: (function, storage, bias) for function, storage, bias in zoo.STACKED}
 
@@ -132,7 +133,11 @@ class _Block(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(
     "layer",
-    [lambda: zoo.ModuleListMoE(zoo.loop_mixtral), lambda: zoo.ModuleListMoE(zoo.masked_inplace), lambda: _stacked("sorted_torchtitan")],
+    [
+        lambda: zoo.ModuleListMoE(zoo.loop_mixtral),
+        lambda: zoo.ModuleListMoE(zoo.masked_inplace),
+        lambda: _stacked("sorted_torchtitan"),
+    ],
     ids=["loop", "masked", "sorted"],
 )
 def test_layers_of_a_network(fp64, layer, checkpointed):
@@ -234,9 +239,42 @@ def _text(gm: fx.GraphModule) -> str:
 
 def test_graph_of_a_packed_loop():
     (gm,) = rewrite_of(zoo.StackedMoE(zoo.packed_loop, "packed", normalise=False), torch.randn(10, zoo.D)).modules
-    assert_expected_inline(_text(gm), """""")
+    assert_expected_inline(_text(gm), """\
+weights_1 = to('weights', torch.float32)
+x = reshape('l_x', -1, 16)
+weights_2 = reshape('weights_1', -1, 2)
+ids_1 = reshape('ids', -1, 2)
+reshape_4 = reshape('gate_up', (4, 16, 2, 24))
+permute = permute('reshape_4', (0, 2, 3, 1))
+dispatch_default = dispatch.default('ids_1', 4)
+getitem_38 = getitem('dispatch_default', 0)
+getitem_39 = getitem('dispatch_default', 1)
+getitem_40 = getitem('dispatch_default', 2)
+getitem_41 = getitem('dispatch_default', 3)
+expert_up_default = expert_up.default('x', ['permute'], [], None, 'getitem_38', 'getitem_39', 'getitem_40', 'getitem_41', 'swiglu')
+getitem_42 = getitem('expert_up_default', 0)
+getitem_43 = getitem('expert_up_default', 1)
+expert_down_default = expert_down.default('getitem_42', 'getitem_43', ['down'], [], 'weights_2', 'getitem_38', 'getitem_39', 'getitem_40', 'getitem_41', 'swiglu')
+reshape_3 = reshape('expert_down_default', (10, 16))""")  # noqa: E501
 
 
 def test_graph_of_gathered_linear_weights():
     (gm,) = rewrite_of(zoo.StackedMoE(zoo.gathered_einsum, "linear", normalise=False), torch.randn(10, zoo.D)).modules
-    assert_expected_inline(_text(gm), """""")
+    assert_expected_inline(_text(gm), """\
+weights_1 = to('weights', torch.float32)
+x = reshape('l_x', -1, 16)
+weights_2 = reshape('weights_1', -1, 2)
+ids_1 = reshape('ids', -1, 2)
+reshape_3 = reshape('w1', (4, 1, 24, 16))
+reshape_4 = reshape('w3', (4, 1, 24, 16))
+permute = permute('w2', (0, 2, 1))
+dispatch_default = dispatch.default('ids_1', 4)
+getitem_5 = getitem('dispatch_default', 0)
+getitem_6 = getitem('dispatch_default', 1)
+getitem_7 = getitem('dispatch_default', 2)
+getitem_8 = getitem('dispatch_default', 3)
+expert_up_default = expert_up.default('x', ['reshape_3', 'reshape_4'], [], None, 'getitem_5', 'getitem_6', 'getitem_7', 'getitem_8', 'swiglu')
+getitem_9 = getitem('expert_up_default', 0)
+getitem_10 = getitem('expert_up_default', 1)
+expert_down_default = expert_down.default('getitem_9', 'getitem_10', ['permute'], [], 'weights_2', 'getitem_5', 'getitem_6', 'getitem_7', 'getitem_8', 'swiglu')
+view = view('expert_down_default', (10, 16))""")  # noqa: E501

@@ -1,0 +1,79 @@
+"""Canonical forms of reductions and matrix products; see `canonical` for how forms work.
+
+    sum, any (x, dims, keepdim)     prefix (x, dim)     contract (xs, labels, out_labels): an einsum
+"""
+
+from typing import Any
+
+from moeblaze_ops.lowering.canonical import axis, cast, form, output_dtype, pointwise, require, tensor
+from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value
+
+
+def _dims(x: Value, dim: Any) -> tuple[int, ...]:
+    if dim is None or dim == ():
+        return tuple(range(len(x.shape)))
+    return tuple(sorted(axis(x, d) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))))
+
+
+def _summed(kind: str, view: GraphView, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+    x = tensor(x)
+    if dtype is not None:
+        x = cast(view, x, dtype)
+    return view.make(kind, x, _dims(x, dim), keepdim)
+
+
+@form("sum")
+def _sum(view: GraphView, x: Any, *args: Any, axis: Any = None, **kwargs: Any) -> Value:
+    if isinstance(x, tuple):  # builtins.sum over a list of tensors stays a chain of adds in the graph
+        raise NotCanonical("sum of a list")
+    args = (args,) if len(args) > 1 and all(type(a) is int for a in args) else args
+    return _summed("sum", view, x, *args, **(kwargs if axis is None else {"dim": axis, **kwargs}))
+
+
+@form("any")
+def _any(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return _summed("any", view, x, *args, **kwargs)
+
+
+@form("cumsum")
+def _cumsum(view: GraphView, x: Any, dim: int, dtype: Any = None) -> Value:
+    return view.make("prefix", tensor(x), axis(x, dim))
+
+
+def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], out: str) -> Value:
+    dtype = output_dtype(view)
+    return view.make("contract", tuple(cast(view, tensor(x), dtype) for x in xs), labels, out)
+
+
+@form("einsum")
+def _einsum(view: GraphView, equation: str, *operands: Any) -> Value:
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    require("." not in equation and "->" in equation, "explicit equation")
+    left, out = equation.replace(" ", "").split("->")
+    labels = tuple(left.split(","))
+    require(all(len(set(label)) == len(label) for label in labels), "no diagonal")
+    return contract(view, operands, labels, out)
+
+
+@form("matmul", "mm", "bmm", "__matmul__")
+def _matmul(view: GraphView, a: Any, b: Any) -> Value:
+    ranks = len(tensor(a).shape), len(tensor(b).shape)
+    require(min(ranks) >= 2, "matrices")
+    batch = "ijklmn"[: max(ranks) - 2]
+    left, right = batch[len(batch) - (ranks[0] - 2) :], batch[len(batch) - (ranks[1] - 2) :]
+    return contract(view, (a, b), (left + "xy", right + "yz"), batch + "xz")
+
+
+@form("linear")
+def _linear(view: GraphView, x: Any, weight: Any, bias: Any = None) -> Value:
+    batch = "ijklmn"[: len(tensor(x).shape) - 1]
+    product = contract(view, (x, weight), (batch + "y", "zy"), batch + "z")
+    return product if bias is None else pointwise(view, "add", product, cast(view, bias, product.dtype))
+
+
+@form("addmm", "baddbmm")
+def _addmm(view: GraphView, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    require(beta == 1 and alpha == 1, "no scales")
+    product = _matmul(view, a, b)
+    return pointwise(view, "add", product, cast(view, tensor(bias), product.dtype))

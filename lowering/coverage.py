@@ -1,0 +1,57 @@
+"""Every expert is there once, with its own weights."""
+
+from collections.abc import Sequence
+
+from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.patterns_experts import ExpertTerm
+from moeblaze_ops.lowering.patterns_routing import Routing
+from moeblaze_ops.lowering.reasons import Reason, prove
+
+
+def expert_order(routings: Sequence[Routing]) -> list[int]:
+    """Indices of the terms that stand for experts 0 to E-1, once every slot is proven to have each of them once."""
+    lead = routings[0].expert
+    if lead is None or lead.kind == "var":
+        prove(len({r.ids for r in routings}) == len(routings), Reason.EXPERT_COVERAGE, "a slot is used twice")
+        prove(lead is None or len(routings) == 1, Reason.EXPERT_COVERAGE, "several sums over all experts")
+        return [0]
+    by_slot: dict[Expr, dict[int, int]] = {}
+    for i, routing in enumerate(routings):
+        prove(routing.expert is not None and routing.expert.kind == "const", Reason.EXPERT_COVERAGE, "mixed forms")
+        own = by_slot.setdefault(routing.ids, {})
+        number = routing.expert.args[0]
+        prove(number not in own, Reason.EXPERT_COVERAGE, f"expert {number} is used twice")
+        own[number] = i
+    first = next(iter(by_slot.values()))
+    for own in by_slot.values():
+        prove(sorted(own) == list(range(len(first))), Reason.EXPERT_COVERAGE, f"experts {sorted(own)}")
+    return [first[e] for e in range(len(first))]
+
+
+def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:
+    """Slots written out one by one reach the same weights."""
+    weights_of: dict[Expr | None, tuple] = {}
+    for routing, expert in zip(routings, experts, strict=True):
+        leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
+        if routing.expert is None:
+            any_expert = algebra.var(-5, 0, "r")
+            leaves = [algebra.substitute(leaf, {routing.ids: any_expert}) for leaf in leaves]
+        own = tuple(leaves)
+        prove(weights_of.setdefault(routing.expert, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
+
+
+def weight_index(routing: Routing, expert: ExpertTerm) -> Expr | None:
+    if routing.expert is None:
+        return routing.ids
+    return routing.expert if routing.expert.kind == "var" else None
+
+
+def extent(expert: Expr | None, count: int) -> int | None:
+    if expert is None:
+        return None
+    if expert.kind == "var":
+        prove(isinstance(expert.args[1], int), Reason.EXPERT_COVERAGE, "a symbolic number of experts")
+        return expert.args[1]
+    return count
+
+

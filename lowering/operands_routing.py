@@ -1,0 +1,92 @@
+"""The tensors of a layer that depend on tokens: its input, the experts' ids and the routing weights."""
+
+from collections.abc import Sequence
+
+from moeblaze_ops.lowering.elements import MAX_PROJECTIONS
+from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.operands import Finder, Operand
+from moeblaze_ops.lowering.patterns_experts import ExpertTerm
+from moeblaze_ops.lowering.patterns_routing import Routing
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+
+
+def is_permuted(e: Expr) -> bool:
+    return e.kind in ("inverse", "group") or (e.kind == "leaf" and e.args[0].is_permutation)
+
+
+def find_routing(
+    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
+) -> tuple[Operand, Operand | None, int]:
+    """The nodes of ids and weights (whose elements were taken inside ``depth`` projections), and K."""
+    slots = {routing.slot is not None for routing in routings}
+    prove(len(slots) == 1, Reason.SLOT_WEIGHTS, "some experts see one slot, some all")
+    if True in slots:
+        return _find_summed(algebra, finder, routings, depth)
+    return _find_per_slot(algebra, finder, routings, depth)
+
+
+def _find_summed(
+    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
+) -> tuple[Operand, Operand | None, int]:
+    results = set()
+    for ids, slot, weights in {(r.ids, r.slot, r.weights) for r in routings}:
+        top_k = slot.args[1]
+        prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
+        found_ids = finder.find((ids,), (slot,), top_k)
+        prove(found_ids is not None, *_unaligned(ids, "expert ids"))
+        product = algebra.mul(*weights)
+        found_weights = None
+        if product is not algebra.one:
+            found_weights = finder.find((product,), (slot,), top_k, depth)
+            prove(found_weights is not None, *_unaligned(product, "routing weights"))
+        results.add((found_ids, found_weights, top_k))
+    prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
+    return results.pop()
+
+
+def _find_per_slot(
+    algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
+) -> tuple[Operand, Operand | None, int]:
+    weights_of: dict[Expr, Expr] = {}
+    for routing in routings:
+        product = algebra.mul(*routing.weights)
+        known = weights_of.setdefault(routing.ids, product)
+        prove(known is product, Reason.SLOT_WEIGHTS, "experts are weighted differently")
+    top_k = len(weights_of)
+    columns = tuple(algebra.const(k) for k in range(top_k))
+    for ids in _orders(list(weights_of)):
+        found_ids = finder.find(ids, columns, top_k)
+        if found_ids is None:
+            continue
+        products = tuple(weights_of[e] for e in ids)
+        if all(p is algebra.one for p in products):
+            return found_ids, None, top_k
+        found_weights = finder.find(products, columns, top_k, depth)
+        prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
+        return found_ids, found_weights, top_k
+    raise Declined(*_unaligned(next(iter(weights_of)), "expert ids"))
+
+
+def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:
+    """Slots in the order of the graph, of the ids' constants, and reversed."""
+    by_constant = sorted(ids, key=lambda e: [i.args[0] for i in e.args[1] if i.kind == "const"] if e.kind == "leaf" else [])
+    return list(dict.fromkeys((tuple(ids), tuple(by_constant), tuple(by_constant[::-1]))))
+
+
+def _unaligned(e: Expr, what: str) -> tuple[Reason, str]:
+    if any(True for _ in subexpressions(e, is_permuted)):
+        return Reason.SAME_PERMUTATION, f"{what} are still permuted"
+    return Reason.SLOT_WEIGHTS, f"no tensor [T, K] holds the {what}"
+
+
+def find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
+    found = set()
+    for x, feature in {(e.x, e.feature_in) for e in experts}:
+        operand = finder.find((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
+        reason, detail = _unaligned(x, "tokens")
+        prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)
+        found.add(operand)
+    prove(len(found) == 1, Reason.DIFFERENT_INPUTS)
+    return found.pop()
+
+

@@ -1,0 +1,63 @@
+"""Pointwise functions of expressions: all that sums and products can say is said by them."""
+
+from moeblaze_ops.lowering.expressions import Algebra, Expr
+
+
+def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
+    """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
+    minus = algebra.const(-1)
+    a, b = args[0], args[1] if len(args) > 1 else algebra.zero
+    match name:
+        case "add" | "sub" | "rsub" | "neg":
+            scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]
+            if integers:
+                return algebra.linear(0, [(scale_a, a), (scale_b, b)])
+            return algebra.add(*(e if s == 1 else algebra.mul(minus, e) for s, e in ((scale_a, a), (scale_b, b)) if s))
+        case "mul":
+            if integers and "const" in (a.kind, b.kind):
+                number, e = (a, b) if a.kind == "const" else (b, a)
+                return algebra.linear(0, [(number.args[0], e)])
+            return algebra.mul(a, b)
+        case "and":
+            return algebra.mul(a, b)
+        case "div" if b.kind == "const" and b.args[0] != 0:
+            return algebra.mul(a, algebra.const(1 / b.args[0]))
+        case "div":
+            return algebra.mul(a, algebra.call("reciprocal", (b,)))
+        case "floordiv" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+            return algebra.div(a, b.args[0])
+        case "mod" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+            return algebra.mod(a, b.args[0])
+        case "square":
+            return algebra.mul(a, a)
+        case "silu":
+            return algebra.mul(a, algebra.call("sigmoid", (a,)))
+        case "clamp" if params == (0, None):
+            return algebra.call("relu", (a,))
+        case "eq":
+            return algebra.eq(a, b)
+        case "ne":
+            return _not(algebra, algebra.eq(a, b))
+        case "not":
+            return _not(algebra, a)
+        case "where":
+            return _where(algebra, *args)
+    return algebra.call(name, tuple(args), *params)
+
+
+def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
+    """``mask * kept + (1 - mask) * other`` where one side is zero."""
+    if other is algebra.zero:
+        return algebra.mul(mask, kept)
+    if kept is algebra.zero:
+        return algebra.mul(_not(algebra, mask), other)
+    return algebra.call("where", (mask, kept, other))
+
+
+def _not(algebra: Algebra, mask: Expr) -> Expr:
+    negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))
+    if mask.kind == "add" and len(mask.args) == 2 and algebra.one in mask.args:
+        other = mask.args[0] if mask.args[1] is algebra.one else mask.args[1]
+        positive = algebra.mul(algebra.const(-1), other)
+        return positive if algebra.const(-1) in other.args else negated
+    return negated

@@ -1,0 +1,96 @@
+"""What nodes of a mutating graph hold, and when."""
+
+import torch
+from torch import fx
+
+import moeblaze_ops.lowering.canonical_indexing
+import moeblaze_ops.lowering.canonical_products  # noqa: F401
+from moeblaze_ops.lowering.canonical import TABLE
+from moeblaze_ops.lowering.values import GraphView
+
+END = 10**9
+
+
+def _capture(fn, *args) -> tuple[GraphView, dict[str, fx.Node]]:
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*args)
+    (graph,) = graphs
+    return GraphView(graph, TABLE), {node.name: node for node in graph.nodes}
+
+
+def test_equal_computations_are_one_value():
+    def fn(x):
+        return x.view(2, 6).reshape(12) + 1, x.flatten() + 1
+
+    view, nodes = _capture(fn, torch.randn(3, 4))
+    first, second = nodes["output"].args[0]
+    assert view.value(first) is view.value(second)
+
+
+def test_write_reaches_aliases_and_no_others():
+    def fn(x):
+        out = torch.zeros_like(x)
+        flat, row, other = out.view(-1), out[0], torch.zeros_like(x)
+        out.add_(x)
+        return out, flat, row, other
+
+    view, nodes = _capture(fn, torch.randn(3, 4))
+    out, flat, row, other = nodes["output"].args[0]
+    before = view.position[nodes["add_"]] - 1
+    written = view.value_at(out, END)
+    assert written.op == "pointwise" and view.value_at(out, before).op == "full"
+    assert view.value_at(flat, END).op == "reshape" and view.value_at(flat, END).args == (written,)
+    assert view.value_at(row, END).op == "opaque"  # part of the buffer: nothing is claimed about it
+    assert view.value_at(other, END) is view.value_at(other, before)
+
+
+def test_write_to_an_input_may_reach_every_input():
+    def fn(x, y):
+        before = x * 2
+        y.add_(1)
+        return before, x * 2
+
+    view, nodes = _capture(fn, torch.randn(3), torch.randn(3))
+    before, after = nodes["output"].args[0]
+    assert view.value(before) is not view.value(after)
+
+
+def test_in_place_activation_is_a_write():
+    def fn(x):
+        h = x + 1
+        return torch.nn.functional.relu(h, inplace=True), h
+
+    view, nodes = _capture(fn, torch.randn(3))
+    relu, h = nodes["output"].args[0]
+    assert view.value_at(h, END) is view.value_at(relu, END) is not view.value(h)
+
+
+def test_numbers_without_gradient_are_other_numbers():
+    def fn(x):
+        with torch.no_grad():
+            detached = x * 2
+        return detached, x * 2
+
+    view, nodes = _capture(fn, torch.randn(3, requires_grad=True))
+    detached, attached = nodes["output"].args[0]
+    assert view.value(detached) is not view.value(attached)
+
+
+def test_write_in_a_checkpointed_body_reaches_its_arguments():
+    def body(buffer, x):
+        return buffer.add_(x) * 2
+
+    def fn(x):
+        buffer = torch.zeros_like(x)
+        y = torch.utils.checkpoint.checkpoint(body, buffer, x, use_reentrant=False)
+        return buffer, y
+
+    view, nodes = _capture(fn, torch.randn(3))
+    buffer = nodes["output"].args[0][0]
+    assert view.value_at(buffer, END) is not view.value(buffer)
