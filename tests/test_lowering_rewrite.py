@@ -226,55 +226,54 @@ def test_outcomes_are_counted_and_logged(fp64, caplog):
     assert "expert_up(swiglu) -> expert_down" in caplog.text
 
 
-def _text(gm: fx.GraphModule) -> str:
-    """Operators and their operands, after the router."""
+def _text(spelling: str) -> str:
+    """Operators of a rewritten spelling and their operands; ids and weights are inputs of the graph."""
+    layer, (function, *_) = _stacked(spelling), _CASES[spelling]
+    weights, ids = torch.rand(10, zoo.K), torch.randint(0, zoo.E, (10, zoo.K))
+    (gm,) = rewrite_of(lambda x, weights, ids: function(layer, x, weights, ids), torch.randn(10, zoo.D), weights, ids).modules
     lines = []
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            arguments = fx.node.map_arg(node.args, lambda n: n.name.replace("l_self_parameters_", "").rstrip("_"))
+            arguments = fx.node.map_arg(node.args, lambda n: n.name.replace("l_layer_parameters_", "").rstrip("_"))
             lines.append(f"{node.name} = {target}{arguments}")
-    return "\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("ids")) + 1 :])
+    return "\n".join(lines)
 
 
 def test_graph_of_a_packed_loop():
-    (gm,) = rewrite_of(zoo.StackedMoE(zoo.packed_loop, "packed", normalise=False), torch.randn(10, zoo.D)).modules
-    assert_expected_inline(_text(gm), """\
-weights_1 = to('weights', torch.float32)
+    assert_expected_inline(_text("packed_loop"), """\
 x = reshape('l_x', -1, 16)
-weights_2 = reshape('weights_1', -1, 2)
-ids_1 = reshape('ids', -1, 2)
+weights = reshape('l_weights', -1, 2)
+ids = reshape('l_ids', -1, 2)
 reshape_4 = reshape('gate_up', (4, 16, 2, 24))
 permute = permute('reshape_4', (0, 2, 3, 1))
-dispatch_default = dispatch.default('ids_1', 4)
-getitem_38 = getitem('dispatch_default', 0)
-getitem_39 = getitem('dispatch_default', 1)
-getitem_40 = getitem('dispatch_default', 2)
-getitem_41 = getitem('dispatch_default', 3)
-expert_up_default = expert_up.default('x', ['permute'], [], None, 'getitem_38', 'getitem_39', 'getitem_40', 'getitem_41', 'swiglu')
-getitem_42 = getitem('expert_up_default', 0)
-getitem_43 = getitem('expert_up_default', 1)
-expert_down_default = expert_down.default('getitem_42', 'getitem_43', ['down'], [], 'weights_2', 'getitem_38', 'getitem_39', 'getitem_40', 'getitem_41', 'swiglu')
+dispatch_default = dispatch.default('ids', 4)
+getitem_36 = getitem('dispatch_default', 0)
+getitem_37 = getitem('dispatch_default', 1)
+getitem_38 = getitem('dispatch_default', 2)
+getitem_39 = getitem('dispatch_default', 3)
+expert_up_default = expert_up.default('x', ['permute'], [], None, 'getitem_36', 'getitem_37', 'getitem_38', 'getitem_39', 'swiglu')
+getitem_40 = getitem('expert_up_default', 0)
+getitem_41 = getitem('expert_up_default', 1)
+expert_down_default = expert_down.default('getitem_40', 'getitem_41', ['down'], [], 'weights', 'getitem_36', 'getitem_37', 'getitem_38', 'getitem_39', 'swiglu')
 reshape_3 = reshape('expert_down_default', (10, 16))""")  # noqa: E501
 
 
 def test_graph_of_gathered_linear_weights():
-    (gm,) = rewrite_of(zoo.StackedMoE(zoo.gathered_einsum, "linear", normalise=False), torch.randn(10, zoo.D)).modules
-    assert_expected_inline(_text(gm), """\
-weights_1 = to('weights', torch.float32)
+    assert_expected_inline(_text("gathered_einsum"), """\
 x = reshape('l_x', -1, 16)
-weights_2 = reshape('weights_1', -1, 2)
-ids_1 = reshape('ids', -1, 2)
+weights = reshape('l_weights', -1, 2)
+ids = reshape('l_ids', -1, 2)
 reshape_3 = reshape('w1', (4, 1, 24, 16))
 reshape_4 = reshape('w3', (4, 1, 24, 16))
 permute = permute('w2', (0, 2, 1))
-dispatch_default = dispatch.default('ids_1', 4)
-getitem_5 = getitem('dispatch_default', 0)
-getitem_6 = getitem('dispatch_default', 1)
-getitem_7 = getitem('dispatch_default', 2)
-getitem_8 = getitem('dispatch_default', 3)
-expert_up_default = expert_up.default('x', ['reshape_3', 'reshape_4'], [], None, 'getitem_5', 'getitem_6', 'getitem_7', 'getitem_8', 'swiglu')
-getitem_9 = getitem('expert_up_default', 0)
-getitem_10 = getitem('expert_up_default', 1)
-expert_down_default = expert_down.default('getitem_9', 'getitem_10', ['permute'], [], 'weights_2', 'getitem_5', 'getitem_6', 'getitem_7', 'getitem_8', 'swiglu')
+dispatch_default = dispatch.default('ids', 4)
+getitem_3 = getitem('dispatch_default', 0)
+getitem_4 = getitem('dispatch_default', 1)
+getitem_5 = getitem('dispatch_default', 2)
+getitem_6 = getitem('dispatch_default', 3)
+expert_up_default = expert_up.default('x', ['reshape_3', 'reshape_4'], [], None, 'getitem_3', 'getitem_4', 'getitem_5', 'getitem_6', 'swiglu')
+getitem_7 = getitem('expert_up_default', 0)
+getitem_8 = getitem('expert_up_default', 1)
+expert_down_default = expert_down.default('getitem_7', 'getitem_8', ['permute'], [], 'weights', 'getitem_3', 'getitem_4', 'getitem_5', 'getitem_6', 'swiglu')
 view = view('expert_down_default', (10, 16))""")  # noqa: E501
