@@ -11,9 +11,7 @@ from moeblaze_ops.validation import check_expert_down, check_expert_down_backwar
 _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2"
 
 
-def _expert_down_fake(
-    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
-):
+def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation):
     check_expert_down(
         "expert_down", h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
     )
@@ -115,8 +113,7 @@ Returns:
 
 expert_down = register_op(
     "expert_down",
-    f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation)"
-    " -> Tensor",
+    f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation) -> Tensor",
     fake=_expert_down_fake,
     cpu=_expert_down_cpu,
     launcher=_expert_down_launcher,

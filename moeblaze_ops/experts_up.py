@@ -15,9 +15,7 @@ _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor block
 def _expert_up_fake(
     x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
 ) -> tuple[Tensor, Tensor]:
-    shape = check_expert_up(
-        "expert_up", x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
-    )
+    shape = check_expert_up("expert_up", x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     N = slots_N.shape[0]
     h_NGF = x_TD.new_empty((N, shape.G, shape.F))
     a_NF = x_TD.new_empty((0 if activation == IDENTITY else N, shape.F))
@@ -58,9 +56,7 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     dx_TD, dweights_TK, dw_up, db_up = None, None, [None] * ctx.num_w_up, [None] * ctx.num_b_up
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
         x_or_none = None if weights_TK is None else x_TD
-        dx_TD, dscale_TK = expert_up_backward(
-            dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2
-        )
+        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
         dweights_TK = None if weights_TK is None else dscale_TK
     if any(ctx.needs_input_grad[2]):
         db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_b_up)

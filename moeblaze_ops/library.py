@@ -53,9 +53,7 @@ def register_op(
     _library.impl(name, cpu, "CPU")
     _library.impl(name, _cuda_implementation(launcher), "CUDA")
     LAUNCHERS[op] = launcher
-    torch.library.register_autograd(
-        qualname, backward or _no_double_backward(name), setup_context=setup_context, lib=_library
-    )
+    torch.library.register_autograd(qualname, backward or _no_double_backward(name), setup_context=setup_context, lib=_library)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
@@ -110,9 +108,7 @@ def _autocast_implementation(op: torch._ops.OpOverload, device: str, positions: 
 
 def _no_double_backward(name: str) -> Callable:
     def backward(ctx, *grads):
-        raise NotImplementedError(
-            f"{name}: the gradient of a gradient is not available, differentiate once (create_graph=False)"
-        )
+        raise NotImplementedError(f"{name}: the gradient of a gradient is not available, differentiate once (create_graph=False)")
 
     return backward
 

@@ -113,7 +113,7 @@ def _estimate(T: int, sizes: LayerSizes, keep: str) -> MemoryEstimate:
 
 
 def _kept(sizes: LayerSizes, keep: str) -> tuple[str, ...]:
-    router = ("scores", "choice") if sizes.router else ()
+    router = ("logits", "experts") if sizes.router else ()
     return (*router, "weights", "routing", *(("h",) if keep == "preactivation" else ()))
 
 
@@ -129,9 +129,8 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
         "x": number * T * D,
         "routing": _INDEX * (2 * N + E + 1 + 2 * schedule_rows(N, E)),
         "weights": weight * N,
-        # fp32 scores; int64 ids and fp32 scores of the K best, and their sum.
-        "scores": 4 * T * E,
-        "choice": (8 + 4) * N + 4 * T,
+        "logits": number * T * E,
+        "experts": _INDEX * N,
         "h": number * N * G * F,
         "a": number * N * F,
         "rows": number * N * D,
@@ -166,7 +165,7 @@ def _steps(sizes: LayerSizes, keep: str) -> dict[str, tuple[str, ...]]:
         "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
     }
     if sizes.router:
-        steps["router"] = ("x", "w_down", "x", "w_up", "x", "x", "router", "scores", "scores")
+        steps["router"] = ("x", "w_down", "x", "w_up", "x", "x", "router", "logits", "logits")
     return steps
 
 

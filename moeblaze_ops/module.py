@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moeblaze_ops.activations import is_gated
 from moeblaze_ops.functional import moe
+from moeblaze_ops.routing import route
 
 
 class MoE(nn.Module):
@@ -59,13 +60,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape [..., D] to [..., D]."""
-        scores = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, experts = torch.topk(scores, self.K, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, experts = route(self.router(x), self.K, renormalize=self.renormalize)
         return moe(
             x,
-            weights.to(x.dtype) if x.dtype == torch.float64 else weights,
+            weights,
             experts,
             self.w_up,
             self.w_down,

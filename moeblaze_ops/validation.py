@@ -99,9 +99,7 @@ def check_expert_down(
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {_shape(h_NGF)}")
     N, G, F = h_NGF.shape
     check_activation(op, activation, G)
-    require(
-        activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {_shape(h_NGF)}"
-    )
+    require(activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {_shape(h_NGF)}")
     if a_NF is not None:
         expected = f"have shape [{N}, {F}] (rows and width of h_NGF)"
         require(list(a_NF.shape) == [N, F], op, "a_NF", expected, f"shape {_shape(a_NF)}")
@@ -122,9 +120,7 @@ def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like
     require(len(b_down) <= 1, op, "b_down", "hold one tensor or none", f"{len(b_down)} tensors")
     for b in b_down:
         expected = [w.shape[0], w.shape[2]]
-        require(
-            list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {_shape(b)}"
-        )
+        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {_shape(b)}")
         _check_like(op, "b_down", b, like)
 
 
@@ -143,12 +139,8 @@ def check_expert_mlp(
     activation: str,
     weight_on_input: bool,
 ) -> UpShape:
-    shape = check_expert_up(
-        op, x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
-    )
-    require(
-        activation != IDENTITY or shape.G == 1, op, "w_up", "have one half with activation 'identity'", f"G={shape.G}"
-    )
+    shape = check_expert_up(op, x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    require(activation != IDENTITY or shape.G == 1, op, "w_up", "have one half with activation 'identity'", f"G={shape.G}")
     check_down_weights(op, w_down, b_down, x_TD)
     expected = [shape.E, shape.F]
     require(
@@ -189,9 +181,7 @@ def check_routing(
     require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {_shape(positions_TK)}")
     T, K = positions_TK.shape
     require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
-    require(
-        list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", _shape(slots_N)
-    )
+    require(list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", _shape(slots_N))
     require(
         list(offsets_E1.shape) == [num_experts + 1],
         op,
@@ -225,9 +215,7 @@ def check_activation(op: str, activation: str, G: int) -> None:
     known = ", ".join((*ACTIVATIONS, IDENTITY))
     require(activation in ACTIVATIONS, op, "activation", f"be one of {known}", repr(activation))
     expected = 2 if is_gated(activation) else 1
-    require(
-        expected == G, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation)
-    )
+    require(expected == G, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation))
 
 
 def check_weight_grad(
@@ -245,9 +233,7 @@ def check_weight_grad(
     _check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
     N, G, F = grouped_NGF.shape
     E, D = offsets_E1.shape[0] - 1, gathered_TD.shape[1]
-    expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get(
-        (len(like), like[0].dim() if like else 0)
-    )
+    expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get((len(like), like[0].dim() if like else 0))
     require(expected is not None, op, "like", "hold one [E, G, F, D] or [E, F, D] tensor, or gate and up", len(like))
     for w in like:
         require(list(w.shape) == expected, op, "like", f"have shape {expected}", f"shape {_shape(w)}")
@@ -293,9 +279,7 @@ def check_expert_down_backward(
     blocks_B2: Tensor,
     activation: str,
 ) -> None:
-    check_expert_down(
-        op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
-    )
+    check_expert_down(op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     expected = [positions_TK.shape[0], w_down[0].shape[2]]
     require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {_shape(dout_TD)}")
     _check_like(op, "dout_TD", dout_TD, h_NGF)
@@ -313,9 +297,7 @@ def check_bias_grad(
     require(rows_NC.dim() == 2, op, "rows_NC", "have 2 dimensions", f"shape {_shape(rows_NC)}")
     N = slots_N.shape[0]
     rows = rows_NC.shape[0] * (top_k if gathered else 1)
-    require(
-        rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0]
-    )
+    require(rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0])
     if weights_TK is not None:
         require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
 
