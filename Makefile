@@ -1,6 +1,7 @@
 # make demo        install into .venv and run the example (the GPU is used when there is one)
 # make test        every test that needs no GPU
 # make test-gpu    the tests that need one
+# make sanitize    a small step of every kernel under compute-sanitizer
 # make lint        ruff
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
@@ -18,7 +19,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu sanitize lint clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/train_moe_lm.py $(ARGS)
@@ -29,6 +30,9 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+sanitize: $(INSTALLED)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck --error-exitcode 1 $(shell command -v $(lastword $(RUN))) tests/sanitize.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
 from environment import describe
+from moeblaze_ops import config
 
 MIB = 2**20
 
@@ -297,8 +298,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=120.0, help="time of each contender in each round")
     parser.add_argument("--skew", type=float, default=0.0, help="standard deviation of the experts' popularity (logits)")
+    parser.add_argument("--hopper", default="auto", choices=["auto", "off"], help="off: the portable kernels on Hopper too")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
+    config.hopper = arguments.hopper
 
     rows = []
     for shape in arguments.shapes:
