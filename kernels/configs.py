@@ -177,7 +177,7 @@ def bias_grad_splits(num_experts: int, column_blocks: int | None) -> int:
 def choose_dispatch(num_experts: int) -> DispatchConfig:
     """Chunks of the counting sort: as many slots as bins or more, so that the counts are no larger than the slots."""
     bins = max(32, 1 << (num_experts + 1).bit_length())
-    return DispatchConfig(chunk=max(1024, bins), step=128, bins=min(bins, 1024), num_warps=4)
+    return DispatchConfig(chunk=max(256, bins), step=128, bins=min(bins, 1024), num_warps=4)
 
 
 def choose_route(columns: int) -> TileConfig:

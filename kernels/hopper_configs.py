@@ -172,7 +172,7 @@ def down_backward_tile(columns: int) -> Tile:
 
 def weight_grad_tile() -> Tile:
     """Tile of the weight gradients."""
-    return Tile(block_n=256, stages=4)
+    return Tile(block_n=256, stages=4, group=16)
 
 
 def _block_n(columns: int, largest: int = 256) -> int:

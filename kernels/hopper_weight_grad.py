@@ -92,16 +92,24 @@ class ExpertTiles:
 
 @gluon.jit
 def _split_tile(tile, PLAN: gl.constexpr):
-    """``(part, row block, column block)`` of an output tile; the blocks count within the part."""
-    row_blocks: gl.constexpr = PLAN.m_blocks
+    """``(part, row block, column block)`` of an output tile; the blocks count within the part.
+
+    Groups of row blocks share a column block before the next one starts: the programs that run at the same time then read
+    a nearly square part of the output's rows and columns.
+    """
+    row_parts: gl.constexpr = 1 if PLAN.gathered_is_a else PLAN.parts
+    rows: gl.constexpr = row_parts * PLAN.m_blocks
+    columns: gl.constexpr = PLAN.blocks // rows
+    group: gl.constexpr = PLAN.tile.group
+    first = tile // (group * columns) * group
+    size = gl.minimum(rows - first, group)
+    within = tile % (group * columns)
+    row = first + within % size
+    column = within // size
     if PLAN.gathered_is_a:
-        row_block = tile % row_blocks
-        column_block = tile // row_blocks
-        return column_block // PLAN.n_blocks, row_block, column_block % PLAN.n_blocks
+        return column // PLAN.n_blocks, row, column % PLAN.n_blocks
     else:
-        all_row_blocks: gl.constexpr = PLAN.parts * row_blocks
-        row_block = tile % all_row_blocks
-        return row_block // row_blocks, row_block % row_blocks, tile // all_row_blocks
+        return row // PLAN.m_blocks, row % PLAN.m_blocks, column
 
 
 @gluon.jit

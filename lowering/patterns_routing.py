@@ -3,8 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
-from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.reasons import Reason, prove
+
+_NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
 
 
 @dataclass(frozen=True)
@@ -80,23 +84,38 @@ class _Selection:
 
 
 def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selection | None:
-    dtype = None
-    if factor.kind == "cast":
-        dtype, factor = factor.args
-    slot, body = algebra.open(factor) if factor.kind in ("sum", "any") else (None, factor)
+    if not _compares(factor):
+        return None
+    core, around, dtype = _surroundings(factor)
+    slot, body = algebra.open(core) if core.kind in ("sum", "any") else (None, core)
     parts = body.args if body.kind == "mul" and slot is not None else (body,)
     comparisons = [p for p in parts if p.kind == "eq" and _expert_of(p, expert) is not None]
-    if len(comparisons) != 1:
-        if any(True for _ in subexpressions(factor, lambda e: e.kind == "eq")):
-            raise Declined(Reason.ROUTING, "a mask that is not one comparison with an expert id")
-        return None
+    prove(len(comparisons) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
     weights, distinct = _without_markers(tuple(p for p in parts if p is not comparisons[0]))
-    prove(factor.kind != "any" or not weights, Reason.ROUTING, "a mask of several conditions")
+    prove(core.kind != "any" or not weights, Reason.ROUTING, "a mask of several conditions")
+    weights = (*around, *weights)
     if dtype is not None and weights:
         # A cast of the sum is the cast of its one term.
         weights = (algebra.cast(dtype, algebra.mul(*weights)),)
     found, ids = _ids(comparisons[0], expert)
-    return _Selection(found, ids, slot, weights, factor.kind == "any", distinct)
+    return _Selection(found, ids, slot, weights, core.kind == "any", distinct)
+
+
+def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:
+    """``cast(factors * selection)`` taken apart; a factor is the same for every slot and every expert."""
+    dtype = None
+    if factor.kind == "cast":
+        dtype, factor = factor.args
+        prove(dtype.is_floating_point, Reason.ROUTING, "a sum of weights as integer")
+    if factor.kind != "mul":
+        return factor, (), dtype
+    selecting = [f for f in factor.args if _compares(f)]
+    prove(len(selecting) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
+    return selecting[0], tuple(f for f in factor.args if f is not selecting[0]), dtype
+
+
+def _compares(e: Expr) -> bool:
+    return any(True for _ in subexpressions(e, lambda s: s.kind == "eq"))
 
 
 def _expert_of(comparison: Expr, expert: Expr | None) -> Expr | None:
