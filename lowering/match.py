@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
-from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted
+from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_expert_term, read_expert
 from moeblaze_ops.lowering.patterns_routing import Routing, read_compared, read_indexed, weight_indices
@@ -81,6 +81,12 @@ class Decline:
     detail: str
     ids: frozenset[Value] = field(default_factory=frozenset)
     experts: Counter = field(default_factory=Counter)  # expert terms of its sum, by ids
+    rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far the proof came, and for how many experts."""
+        return self.reason.rank, self.experts.total()
 
 
 class Matcher:
@@ -111,11 +117,23 @@ class Matcher:
             elif result is not None:
                 declined.append(result)
                 parts.update(self._parts(result))
-        known = {v for match in found for ids in match.routed_by for v in ids}
-        known |= {v for d in declined if d.reason is not Reason.OTHER_TERMS for v in d.ids}
-        declined = [d for d in declined if d.reason is not Reason.OTHER_TERMS or not d.ids & known]
-        results = [*found, *_furthest(declined, taken)]
-        return sorted(results, key=lambda r: self.view.position[r.root])
+        declined = _furthest(declined, taken)
+        declined = [d for d in declined if not self._only_adds(d, [*found, *declined])]
+        return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
+
+    def _only_adds(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
+        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
+        if outer.reason is not Reason.OTHER_TERMS and not outer.rows:
+            return False
+        behind = dependencies(self.view, outer.root) - {outer.root}
+        inner = [result for result in results if result.root in behind]
+        if outer.rows:
+            nodes = set().union(*(dependencies(self.view, result.root) for result in inner))
+            return all(row.node in nodes for row in outer.rows)
+        routed: set[frozenset[Value]] = set()
+        for result in inner:
+            routed.update(result.routed_by if isinstance(result, MoEMatch) else result.experts)
+        return outer.experts.keys() <= routed
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own.
@@ -162,11 +180,13 @@ class Matcher:
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
-                return Decline(root, root, Reason.SAME_PERMUTATION, "row groups are no running counts of ids", frozenset(rows))
+                detail = "row groups are no running counts of ids"
+                return Decline(root, root, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
             masked = [term for term in terms if _is_masked(term) and feature in term.free]
             if len(masked) < 2:
                 return None
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids)
+            counts = Counter(map(self._ids, masked))
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
             prove(len(experts) == len(terms), Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts)
@@ -224,8 +244,9 @@ class Matcher:
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr]
     ) -> MoEMatch:
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
-        routings = [self._routing(expert, feature) for expert in experts]
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
+        experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
+        routings = [self._routing(expert, feature) for expert in experts]
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k = find_routing(self._algebra, finder, routings, depth)
         x = find_x(finder, experts)
@@ -370,11 +391,12 @@ def _spelling(region: Region, routing: Routing) -> str:
 
 
 def _furthest(declined: Sequence[Decline], taken: set[fx.Node]) -> list[Decline]:
+    """The best attempt for each set of ids, innermost of equals; ``declined`` is in reversed graph order."""
     best: dict[frozenset[Value], Decline] = {}
     for decline in declined:
         if decline.root in taken:
             continue
         known = best.get(decline.ids)
-        if known is None or decline.reason.rank > known.reason.rank:
+        if known is None or decline.progress >= known.progress:
             best[decline.ids] = decline
     return list(best.values())

@@ -1,6 +1,7 @@
 """The tensors of a layer that depend on tokens: its input, the experts' ids and the routing weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS
 from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
@@ -77,6 +78,22 @@ def _unaligned(e: Expr, what: str) -> tuple[Reason, str]:
     if any(True for _ in subexpressions(e, is_permuted)):
         return Reason.SAME_PERMUTATION, f"{what} are still permuted"
     return Reason.SLOT_WEIGHTS, f"no tensor [T, K] holds the {what}"
+
+
+def with_scaled_x(algebra: Algebra, finder: Finder, expert: ExpertTerm) -> ExpertTerm:
+    """An expert whose input's scale is part of its x as far as the graph holds x scaled by it, as a norm does."""
+    own = tuple(f for f in expert.scale if _is_of_token(f))
+    if not own:
+        return expert
+    x = algebra.mul(expert.x, *own)
+    if finder.find((x,), (expert.feature_in,), expert.feature_in.args[1], MAX_PROJECTIONS) is None:
+        return expert
+    return replace(expert, x=x, scale=tuple(f for f in expert.scale if f not in own))
+
+
+def _is_of_token(e: Expr) -> bool:
+    """A number for each token, the same for all of its slots and for all experts."""
+    return all(var.args[2] == "t" for var in e.free) and not any(True for _ in subexpressions(e, lambda s: s.kind == "eq"))
 
 
 def find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:

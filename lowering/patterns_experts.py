@@ -100,7 +100,7 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
     weights = [f for f in _factors(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
     hidden = algebra.mul(*constants, *(f for f in _factors(body) if feature not in f.free))
-    read = _read_hidden(algebra, formulas, hidden, tuple(routing), width)
+    read = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
     down = Projection(weights[0], down_bias)
     return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
 
@@ -133,7 +133,7 @@ def describe(e: Expr, feature: Expr) -> str:
 
 
 def _read_hidden(
-    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr
+    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr, movable: bool
 ) -> dict[str, object]:
     halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
     parts = {part for half in halves if half.kind == "add" for part in half.args}
@@ -144,7 +144,7 @@ def _read_hidden(
     hidden = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
     if scale and all(half.kind == "sum" for half in halves):
         hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale)
-    activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols)
+    activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols, movable)
     projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     inputs = {(x, feature_in) for _, x, feature_in in projections}
     prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
@@ -177,11 +177,14 @@ def _in_symbols(algebra: Algebra, e: Expr, symbols: dict[Expr, Expr]) -> Expr:
 
 
 def _named_activation(
-    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...]
+    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...], movable: bool
 ) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...], Expr | None]:
-    """The activation; constant factors of it have moved out of the down projection's sum, among the routing."""
-    constants = tuple(f for f in routing if f.kind == "const")
-    others = tuple(f for f in routing if f.kind != "const")
+    """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
+
+    They are not ``movable`` where they would be out of a sum with a bias.
+    """
+    constants = tuple(f for f in routing if f.kind == "const") if movable else ()
+    others = tuple(f for f in routing if f not in constants)
     for own, rest in (((), routing), (constants, others)):
         named = formulas.name(algebra.mul(hidden, *own), halves)
         if named is not None:

@@ -24,7 +24,7 @@ class Reason(Enum):
     WEIGHT_LAYOUT = "expert weights are not a view of [E, G, F, D]"
     DISTINCT_EXPERTS = "a token may name one expert twice, and the output is stored instead of added"
     DTYPE_PATH = "dtypes along the way are not those of the fused operators"
-    OPERAND_CHANGED = "an operand is written between its use and the end of the layer"
+    OPERAND_CHANGED = "an operand is written between its use and the end of the layer, or before the backward that needs it"
     BUFFER_ALIASED = "a written buffer is visible elsewhere"
     EXTRA_USER = "an intermediate result has another user"
     CONTEXT = "autocast or gradient mode changes inside the layer"

@@ -31,6 +31,7 @@ def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], d
     carriers = _carriers(view, root, nodes)
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
+    _prove_saved(view, root, operands)
     _prove_autocast(view, root, dtype)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
@@ -99,6 +100,16 @@ def _prove_users(
         for user in carrier.users:
             between = first_write <= view.position[user] <= position
             prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
+
+
+def _prove_saved(view: GraphView, root: fx.Node, operands: frozenset[fx.Node]) -> None:
+    """The ops save their operands for the backward, where eager may have saved copies that a later write leaves alone."""
+    if not fake_of(view.writes.get(root, root)).requires_grad:
+        return
+    saved = {alias for n in operands if fake_of(n).is_floating_point() for alias in view.aliases(n)}
+    for node, target in view.writes.items():
+        late = view.position[node] > view.position[root]
+        prove(not (late and target in saved), Reason.OPERAND_CHANGED, "written before the backward", node)
 
 
 def reads_size(node: fx.Node) -> bool:

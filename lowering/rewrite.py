@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.dispatch
+import moeblaze_ops.expert_mlp
 import moeblaze_ops.experts_down
 import moeblaze_ops.experts_up
 import moeblaze_ops.routing  # noqa: F401
+from moeblaze_ops import config
+from moeblaze_ops.activations import is_gated
 from moeblaze_ops.lowering.inductor_api import counters
 from moeblaze_ops.lowering.layouts import WeightView
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
@@ -26,6 +30,8 @@ from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.values import fake_of, target_name
+from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.validation import require
 
 log = logging.getLogger("moeblaze")
 
@@ -96,8 +102,9 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
     for result in results:
         if isinstance(result, MoEMatch):
-            result = _replace(gm.graph, result, routers[result.root]) or result
-        candidate = _candidate(result)
+            became = _replace(gm.graph, result, routers[result.root])
+            result = became if isinstance(became, Decline) else result
+        candidate = _declined(result) if isinstance(result, Decline) else _rewritten(result, became)
         report.candidates.append(candidate)
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
         outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
@@ -107,17 +114,19 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         gm.recompile()
 
 
-def _candidate(result: MoEMatch | Decline) -> Candidate:
-    if isinstance(result, Decline):
-        at = result.node if _source(result.node) else result.root
-        return Candidate(
-            _module_path(result.root), _source(at), reason=result.reason.name, meaning=result.reason.value,
-            detail=result.detail, dtype=getattr(fake_of(result.root), "dtype", None),
-        )  # fmt: skip
+def _declined(result: Decline) -> Candidate:
+    at = result.node if _source(result.node) else result.root
+    return Candidate(
+        _module_path(result.root), _source(at), reason=result.reason.name, meaning=result.reason.value,
+        detail=result.detail, dtype=getattr(fake_of(result.root), "dtype", None),
+    )  # fmt: skip
+
+
+def _rewritten(result: MoEMatch, became: str) -> Candidate:
     return Candidate(
         module_path=_module_path(result.root),
         source=_source(result.root),
-        became=_became(result),
+        became=became,
         spelling=result.spelling,
         activation=result.activation,
         T=result.T if isinstance(result.T, int) else str(result.T),
@@ -128,12 +137,6 @@ def _candidate(result: MoEMatch | Decline) -> Candidate:
         dtype=result.dtype,
         stacked_copy=result.stacked_copy,
     )
-
-
-def _became(match: MoEMatch) -> str:
-    if match.formula is not None:
-        return "expert_up -> unfused activation -> expert_down"
-    return f"expert_up({match.activation}) -> expert_down"
 
 
 def _source(node: fx.Node) -> str:
@@ -201,36 +204,66 @@ class _Inserter:
         return node if fake.dtype == operand.dtype else self.call("to", node, operand.dtype)
 
 
-def _replace(graph: fx.Graph, match: MoEMatch, router: RouterMatch | None) -> Decline | None:
-    """Put the ops in place of a match; nothing is changed if they do not take its operands."""
+def _replace(graph: fx.Graph, match: MoEMatch, router: RouterMatch | None) -> Decline | str:
+    """Put the ops in place of a match, and say which; nothing is changed if they do not take its operands."""
     insert = _Inserter(graph, match.root)
     try:
-        out = _insert_ops(insert, match, router)
+        out, became = _insert_ops(insert, match, router)
     except (TypeError, ValueError, NotImplementedError) as error:
         for node in reversed(insert.nodes):
             graph.erase_node(node)
         return Decline(match.root, match.root, Reason.OPERANDS, str(error))
     _redirect(graph, match, insert, out)
     _erase(graph, match)
-    return None
+    return became
 
 
-def _insert_ops(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> fx.Node:
+def _insert_ops(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     x_TD = insert.rows(match.x, match.D)
     weights_TK, experts_TK = _routing_operands(insert, match, router)
-    up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     w_up = [insert.weight(view) for view in match.w_up]
     b_up = [insert.weight(view) for view in match.b_up]
     w_down = [insert.weight(match.w_down)]
     b_down = [insert.weight(match.b_down)] if match.b_down is not None else []
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
+    if _keeps_input(match, fake_of(x_TD)):
+        became = f"expert_mlp({match.activation})"
+        parameters = (w_up, b_up, w_down, b_down, weights_TK)
+        out = insert.call(
+            _ops.expert_mlp.default, x_TD, *parameters, *routing, match.activation, match.weights_on_input
+        )
+        return _in_result_dtype(insert, match, out), became
+    up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
+    became = f"expert_up({match.activation}) -> expert_down"
     up = insert.call(_ops.expert_up.default, x_TD, w_up, b_up, up_weights, *routing, match.activation)
     h_NGF, a_NF = insert.items(up, 2)
     if match.formula is not None:
         h_NGF, a_NF = _activated(insert, match, h_NGF), None
+        became = "expert_up -> unfused activation -> expert_down"
     out = insert.call(_ops.expert_down.default, h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
+    return _in_result_dtype(insert, match, out), became
+
+
+def _in_result_dtype(insert: "_Inserter", match: MoEMatch, out: fx.Node) -> fx.Node:
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == match.dtype else insert.call("to", out, result.dtype)
+
+
+def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
+    """Whether the layer becomes one op that leaves no pre-activation behind, as ``moe`` decides it for ``config.keep``."""
+    keep = config.keep
+    require(keep in KEEP, "rewrite", "config.keep", f"be one of {', '.join(KEEP)}", repr(keep))
+    if match.formula is not None:
+        return False  # it is computed on the pre-activation
+    if not torch.is_grad_enabled():
+        return True
+    if keep != "auto":
+        return keep == "input"
+    if free_unbacked_symbols(x_TD):
+        return False
+    gated = is_gated(match.activation)
+    sizes = LayerSizes(D=match.D, F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
+    return choose_keep(x_TD.shape[0], sizes, x_TD.device) == "input"
 
 
 def _routing_operands(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:

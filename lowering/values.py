@@ -196,8 +196,8 @@ class GraphView:
         self._record(node, value)
         if target is not None:
             self.writes[node] = target
-            if not isinstance(value, Value):  # setitem returns None
-                value = self._now[target] if value is None else self.opaque(target, node)
+            if not isinstance(value, Value):  # setitem returns None, and has no value of its own where it stays opaque
+                value = self.opaque(target, node)
             self._write(target, value, node)
         for other in _written_otherwise(node):
             if other is not target:

@@ -106,12 +106,16 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
 def _candidates(records: list, graphs: list[_Graph], switch: types.ModuleType) -> Iterator[Candidate]:
     records = [record for record in records if isinstance(record, switch.GraphRecord)]
     # A layer in a frame that was dropped may have been rewritten as a frame of its own, or looked at again.
-    settled = {entry.source for record in records if record.dropped is None for entry in record.report.rewritten}
+    kept = [record.report for record in records if record.dropped is None]
+    settled = {entry.source for report in kept for entry in report.rewritten}
+    declined = {entry.source for report in kept for entry in report.declined}
     for record in records:
         graph = next((graph for graph in graphs if graph.report is record.report), None)
         entries = record.report.rewritten + record.report.declined
-        for entry in entries if record.dropped is None else [entry for entry in entries if entry.source not in settled]:
-            yield _candidate(entry, record.dropped, graph)
+        for entry in entries:
+            again = entry.source in settled or (entry.reason is not None and entry.source in declined)
+            if record.dropped is None or not again:
+                yield _candidate(entry, record.dropped, graph)
         settled.update(entry.source for entry in entries)
 
 

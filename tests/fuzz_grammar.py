@@ -36,6 +36,12 @@ UNGATED = {
     "softplus": "F.softplus(g)",
 }
 FAMILIES = ("masked", "stack", "slots", "select", "sorted", "gathered", "dense")
+_PRODUCTS = (
+    "def mm(rows, weight, offs):",
+    "    if rows.dtype == torch.bfloat16:",
+    "        return torch._grouped_mm(rows, weight, offs=offs)",
+    "    return grouped_mm_fallback(rows, weight, offs)", "", "",
+)  # fmt: skip
 DTYPES = ("float64", "float64", "float32", "float32", "float32", "bfloat16")
 
 
@@ -73,6 +79,7 @@ class Layer:
             "import torch", "import torch.nn.functional as F", "from torch import nn",
             "from tests.moe_zoo import grouped_mm_fallback", "",
             f"T, E, K, D, H = {_product(self.shape)}, {self.E}, {self.K}, {self.D}, {self.H}", "", "",
+            *(_PRODUCTS if self.family == "sorted" else ()),
             "class MoE(nn.Module):", "    def __init__(self):", "        super().__init__()",
             *_indented(made, 2), *method, "", "    def forward(self, x):", *_indented(self.body, 2), "", "",
             "def inputs():", f"    return torch.randn({', '.join(map(str, (*self.shape, self.D)))})", "",
@@ -347,14 +354,13 @@ def _sorted(layer: Layer, rng: random.Random) -> list[str]:
     def product(rows: str, name: str) -> str:
         tensor, linear = _stored(layer, name)
         tensor = f"{tensor}.transpose(-2, -1)" if linear else tensor
-        mm = f"grouped_mm_fallback({rows}, {tensor}, offs)"
-        if layer.dtype != "float64":
-            mm = f"torch._grouped_mm({rows}, {tensor}, offs=offs)"
-        return mm + _bias(layer, name, "[chosen]")
+        return f"mm({rows}, {tensor}, offs)" + _bias(layer, name, "[chosen]")
 
-    early = rng.random() < 0.25 and not layer.bias[1]
-    lines += ["s = weights.reshape(-1)[order].unsqueeze(-1)", *_mlp(layer, rng, "rows", product, "s" if early else "")]
-    lines += [] if early else ["y = y * s"]
+    lines += ["s = weights.reshape(-1)[order].unsqueeze(-1)"]
+    on = rng.choice(("y", "y", "y", "rows", "y" if layer.bias[1] else "a"))
+    lines += ["rows = rows * s"] if on == "rows" else []
+    lines += _mlp(layer, rng, "rows", product, "s" if on == "a" else "")
+    lines += ["y = y * s"] if on == "y" else []
     return lines + rng.choice((
         ["out = y[torch.argsort(order)].view(T, K, D).sum(1)"],
         ["inverse = torch.empty_like(order)", "inverse[order] = torch.arange(T * K)", "out = y[inverse].view(T, K, D).sum(dim=1)"],
@@ -402,5 +408,7 @@ def _dense(layer: Layer, rng: random.Random) -> list[str]:
         return rng.choice((f"torch.bmm({rows}, {tensor})", f"({rows} @ {tensor})")) + _bias(layer, name, "[:, None]")
 
     rows = rng.choice(("x.repeat(E, 1).view(E, T, D)", "x.unsqueeze(0).expand(E, -1, -1)"))
-    lines = [*_scores(layer, rng), f"rows = {rows}", *_mlp(layer, rng, "rows", product)]
-    return [*lines, rng.choice(("out = (y * scores.t()[..., None]).sum(0)", "out = torch.einsum('etd,te->td', y, scores)"))]
+    lines = [*_scores(layer, rng), f"rows = {rows}"]
+    if not any(layer.bias) and layer.activation not in ("softplus", "tanh", "bilinear", "clamped") and rng.random() < 0.3:
+        return [*lines, "rows = rows * scores.t().unsqueeze(-1)", *_mlp(layer, rng, "rows", product), "out = y.sum(dim=0)"]
+    return [*lines, *_mlp(layer, rng, "rows", product), rng.choice(("out = (y * scores.t()[..., None]).sum(0)", "out = torch.einsum('etd,te->td', y, scores)"))]

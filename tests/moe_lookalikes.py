@@ -201,6 +201,20 @@ def loop_over_repeated_ids(self, x, weights, ids):
     return out
 
 
+@_lookalike("ROUTING")
+def share_scaled_per_expert_under_a_cast(self, x, weights, ids):
+    scale = self.router.gate(x)
+    shares = [(_share(weights, ids, e) * scale[..., e, None]).to(torch.float32) for e in range(len(self.experts))]
+    return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
+
+
+@_lookalike("ROUTING")
+def product_of_two_masks_under_a_cast(self, x, weights, ids):
+    others = ids.flip(0)
+    shares = [(_share(weights, ids, e) * _share(weights, others, e)).to(torch.float32) for e in range(len(self.experts))]
+    return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
+
+
 # Who else sees or writes what.
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import moeblaze_ops
 from moeblaze_ops.lowering.reasons import Reason
 from tests import moe_lookalikes
 from tests import moe_zoo as zoo
@@ -27,6 +28,67 @@ def test_lookalike_is_left_alone(name):
     assert not backend.rewritten
     assert backend.reasons == ([reason] if reason else [])
     assert not any("moeblaze" in operator or "expert_up" in operator for operator in backend.operators())
+
+
+class _Residual(nn.Module):
+    def __init__(self, layer: nn.Module, norm: nn.Module):
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x):
+        out = self.layer(self.norm(x))
+        return (x + out[0], *out[1:]) if isinstance(out, tuple) else x + out
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.RMSNorm(zoo.D)], ids=["bare", "normed"])
+@pytest.mark.parametrize("name", moe_lookalikes.LOOKALIKES)
+def test_residual_add_around_a_lookalike_is_no_candidate(name, norm):
+    backend = rewrite_of(_Residual(moe_lookalikes.build(name), norm()), torch.randn(10, zoo.D))
+    reason = moe_lookalikes.LOOKALIKES[name][1]
+    assert backend.reasons == ([reason] if reason else []) and not backend.rewritten
+    assert all("moe_lookalikes.py" in candidate.source for candidate in backend.candidates)
+
+
+@pytest.mark.parametrize("name", ["residual_in_the_buffer", "offsets_shifted_by_one", "not_unsorted", "expert_output_read"])
+def test_residual_add_is_not_explained(name):
+    explanation = moeblaze_ops.explain(_Residual(moe_lookalikes.build(name), nn.Identity()), torch.randn(10, zoo.D))
+    (candidate,) = explanation.candidates
+    assert "moe_lookalikes.py" in candidate.where and candidate.reason.startswith(moe_lookalikes.LOOKALIKES[name][1])
+
+
+@pytest.mark.parametrize("name", ["offsets_shifted_by_one", "hidden_read"])
+def test_layers_beside_a_declined_one(name):
+    """Neither a layer before nor one behind it takes over its reason, and it keeps its own."""
+    rewritten = (zoo.StackedMoE(zoo.sorted_transformers, "packed_linear") for _ in range(2))
+    before, behind = (_Residual(layer, nn.RMSNorm(zoo.D)) for layer in rewritten)
+    declined = _Residual(moe_lookalikes.build(name), nn.RMSNorm(zoo.D))
+
+    def network(x):
+        out = declined(before(x))
+        return behind(out[0] if isinstance(out, tuple) else out), out
+
+    backend = rewrite_of(network, torch.randn(10, zoo.D))
+    assert [candidate.reason for candidate in backend.candidates] == [None, moe_lookalikes.LOOKALIKES[name][1], None]
+
+
+class _ScaledInput(nn.Module):
+    """RMSNorm written out: its scale stands outside the product with the weights, like a routing weight on the input."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.weight = layer, nn.Parameter(torch.rand(zoo.D))
+
+    def forward(self, x):
+        normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return self.layer(normed)
+
+
+@pytest.mark.parametrize("spelling", zoo.STACKED, ids=lambda spelling: spelling[0].__name__)
+def test_scale_of_a_norm_belongs_to_the_tokens(spelling):
+    function, storage, bias = spelling
+    layer = _ScaledInput(zoo.StackedMoE(function, storage, bias=bias))
+    backend = check_against_eager(layer, torch.randn(2, 5, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
 
 
 def test_every_reason_but_the_defensive_ones_has_a_lookalike():

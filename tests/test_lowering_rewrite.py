@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from moeblaze_ops import config, memory
 from moeblaze_ops.lowering.rewrite import rewrite_graph
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager, compiled, rewrite_of
@@ -36,9 +37,10 @@ def _stacked(name: str, **options) -> nn.Module:
 
 def _assert_replaced(backend) -> None:
     operators = backend.operators()
-    layers = operators.count("expert_down.default")
-    assert layers == len(backend.rewritten) > 0
-    assert operators.count("dispatch.default") == operators.count("expert_up.default") == layers
+    layers = len(backend.rewritten)
+    assert operators.count("dispatch.default") == layers > 0
+    assert operators.count("expert_down.default") + operators.count("expert_mlp.default") == layers
+    assert operators.count("expert_up.default") == operators.count("expert_down.default")
     assert not _OLD & set(operators), _OLD & set(operators)
     assert not backend.reasons
 
@@ -200,6 +202,68 @@ def test_inference(fp64):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.inference_mode():
         torch.testing.assert_close(run(x), layer(x))
     _assert_replaced(backend)
+    assert [candidate.became for candidate in backend.rewritten] == ["expert_mlp(swiglu)"], "nothing is kept"
+
+
+@pytest.fixture
+def free_memory(monkeypatch):
+    """Pretends that so many bytes are free; None is unknown."""
+
+    def pretend(num_bytes):
+        memory.forget_choices()
+        monkeypatch.setattr(memory, "free_bytes", lambda device: num_bytes)
+
+    yield pretend
+    memory.forget_choices()
+
+
+@pytest.mark.parametrize("name", ["packed_loop", "sorted_transformers_bias", "gathered_einsum", "dense_llama4"])
+def test_keep_input(fp64, monkeypatch, name):
+    monkeypatch.setattr(config, "keep", "input")
+    backend = check_against_eager(_stacked(name), torch.randn(2, 5, zoo.D))
+    _assert_replaced(backend)
+    assert "expert_mlp.default" in backend.operators()
+    assert backend.rewritten[0].became == f"expert_mlp({backend.rewritten[0].activation})"
+
+
+def test_keep_input_with_an_unfused_activation(fp64, monkeypatch):
+    """It is applied to the pre-activation, which then exists."""
+    monkeypatch.setattr(config, "keep", "input")
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: zoo.GluMLP(torch.nn.functional.mish))
+    (found,) = check_against_eager(layer, torch.randn(10, zoo.D)).rewritten
+    assert found.became == "expert_up -> unfused activation -> expert_down"
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("num_bytes", "op"), [(None, "expert_down.default"), (1 << 40, "expert_down.default"), (1000, "expert_mlp.default")]
+)
+def test_keep_auto_follows_the_free_memory(fp64, monkeypatch, free_memory, num_bytes, op, dynamic):
+    monkeypatch.setattr(config, "keep", "auto")
+    free_memory(num_bytes)
+    backend = check_against_eager(_stacked("sorted_transformers"), torch.randn(10, zoo.D), dynamic=dynamic)
+    _assert_replaced(backend)
+    assert op in backend.operators()
+
+
+def test_keep_auto_is_decided_again_for_more_tokens(fp64, monkeypatch, free_memory):
+    monkeypatch.setattr(config, "keep", "auto")
+    free_memory(30_000)
+    layer = _stacked("stacked_loop")
+    run, backend = compiled(layer, dynamic=True)
+    for num_tokens in (4, 400, 8):
+        x = torch.randn(num_tokens, zoo.D)
+        torch.testing.assert_close(run(x), layer(x))
+    became = [candidate.became for candidate in backend.rewritten]
+    assert became == ["expert_up(swiglu) -> expert_down", "expert_mlp(swiglu)"]
+
+
+def test_unknown_keep_is_declined(fp64, monkeypatch):
+    monkeypatch.setattr(config, "keep", "all")
+    (found,) = rewrite_of(_stacked("stacked_loop"), torch.randn(10, zoo.D)).candidates
+    assert (found.reason, found.detail) == (
+        "OPERANDS", "rewrite: config.keep must be one of preactivation, input, auto, got 'all'"
+    )  # fmt: skip
 
 
 def test_second_rewrite_finds_nothing(fp64):

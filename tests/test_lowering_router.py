@@ -116,6 +116,23 @@ def test_low_precision_logits_are_scored_in_fp32(router):
     assert any("route" in name for name in rewriting.operators())
 
 
+def test_weights_of_one_slot_are_cast_behind_the_mask():
+    class PerSlot(Layer):
+        def forward(self, x):
+            weights, experts = self.route(self.gate(x))
+            out = torch.zeros_like(x)
+            for k in range(K):
+                for e in range(E):
+                    chosen = (weights[:, k] * (experts[:, k] == e)).to(x.dtype)
+                    gate, up = F.linear(x, self.up[e]).chunk(2, -1)
+                    out += F.linear(F.silu(gate) * up, self.down[e]) * chosen[:, None]
+            return out
+
+    layer = PerSlot(renormalized, torch.bfloat16)
+    rewriting = check_against_eager(layer, torch.randn(T, D, dtype=torch.bfloat16), tolerance=3e-2)
+    assert len(rewriting.rewritten) == 1
+
+
 @pytest.mark.parametrize("router", LOOKALIKES)
 def test_a_lookalike_stays(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))

@@ -1,0 +1,265 @@
+"""Random layers, with and without a change that makes them another function, through the rewrite.
+
+Three properties: a rewritten graph computes what eager computes, outputs and all gradients, changed or not; an
+unchanged layer is rewritten, as one layer; the rewrite raises nothing that compiling without it does not raise.
+
+    python tests/moe_fuzz.py --seeds 0:10000
+    python tests/moe_fuzz.py --seeds 0: --seconds 3600
+
+Every failing seed is printed with a program that shows it, and ``--show SEED`` prints that of any seed.
+"""
+
+import argparse
+import copy
+import itertools
+import logging
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from tests.fuzz_grammar import Layer, draw  # noqa: E402
+from tests.fuzz_mutations import mutate  # noqa: E402
+from tests.rewrite_harness import Rewriting  # noqa: E402
+
+UNCHANGED = 0.35
+# Of the largest value. fp64 programs with fp32 scores are held to those of fp32.
+NOISE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-6}
+AMPLIFIED = 8  # errors of two orders of summation, as multiples of what eager itself is off by
+
+
+@dataclass
+class Case:
+    """One seed's program. ``change`` says how it differs from the supported grammar."""
+
+    seed: int
+    layer: Layer
+    change: str = ""
+
+    def build(self) -> tuple[nn.Module, Tensor]:
+        names: dict = {}
+        exec(compile(self.layer.source, f"<seed {self.seed}>", "exec"), names)
+        torch.manual_seed(self.seed)
+        dtype = getattr(torch, self.layer.dtype)
+        return names["MoE"]().to(dtype), names["inputs"]().to(dtype)
+
+    @property
+    def reproducer(self) -> str:
+        checks = (
+            f'if __name__ == "__main__":\n    from tests.moe_fuzz import check\n    torch.manual_seed({self.seed})\n'
+            f"    print(check(MoE().to(torch.{self.layer.dtype}), inputs().to(torch.{self.layer.dtype})))\n"
+        )
+        return f"# seed {self.seed}: {self.change or 'unchanged'}\n{self.layer.source}\n\n{checks}"
+
+
+@dataclass
+class Outcome:
+    """``failure`` is empty, ``wrong``, ``missed``, ``crash`` or ``internal``."""
+
+    status: str
+    failure: str = ""
+    detail: str = ""
+
+
+class _Backend(Rewriting):
+    """Runs what was rewritten through AOTAutograd, and what was not as it is."""
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
+        self.run = False
+        forward = super().__call__(gm, example_inputs)
+        return aot_eager(gm, example_inputs) if self.rewritten else forward
+
+
+def case_of(seed: int) -> Case:
+    """The program of a seed; changes that eager does not run are drawn again."""
+    rng = random.Random(seed)
+    layer = draw(rng)
+    if rng.random() < UNCHANGED:
+        return Case(seed, layer)
+    for _ in range(20):
+        changed = copy.deepcopy(layer)
+        change = mutate(changed, rng)
+        case = Case(seed, changed, change)
+        if change and _runs(case):
+            return case
+    return Case(seed, layer)
+
+
+def _runs(case: Case) -> bool:
+    try:
+        module, x = case.build()
+        with torch.no_grad():
+            module(x)
+    except Exception:
+        return False
+    return True
+
+
+def check(module: nn.Module, x: Tensor) -> Outcome:
+    """Compare a module with its rewritten self, with gradients where eager can take them."""
+    train = True
+    try:
+        expected = _run(module, module.__class__.forward, x, train)
+    except Exception:
+        train = False
+        try:
+            expected = _run(module, module.__class__.forward, x, train)
+        except Exception as error:
+            return Outcome("eager fails", detail=repr(error))
+    try:
+        actual, backend = _compiled(module, x, train, _Backend())
+    except Exception as error:
+        return _crash(module, x, train, error)
+    if "INTERNAL" in backend.reasons:
+        detail = next(c.detail for c in backend.candidates if c.reason == "INTERNAL")
+        return Outcome("declined", "internal", detail)
+    if not backend.rewritten:
+        return Outcome("declined", detail=", ".join(f"{c.reason} ({c.detail})" for c in backend.candidates) or "no candidate")
+    wrong = _difference(module, x, train, actual, expected)
+    status = f"rewritten{'' if len(backend.rewritten) == 1 else ' ' + str(len(backend.rewritten)) + ' times'}"
+    return Outcome(status, "wrong" if wrong else "", wrong)
+
+
+def _compiled(module: nn.Module, x: Tensor, train: bool, backend: Callable) -> tuple[dict[str, Tensor], Callable]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return _run(module, torch.compile(module.__class__.forward, backend=backend), x, train), backend
+
+
+def _crash(module: nn.Module, x: Tensor, train: bool, error: Exception) -> Outcome:
+    try:
+        _compiled(module, x, train, aot_eager)
+    except Exception:
+        return Outcome("compile fails", detail=repr(error)[:200])
+    return Outcome("crash", "crash", f"{type(error).__name__}: {error}")
+
+
+def _run(module: nn.Module, forward: Callable, x: Tensor, train: bool) -> dict[str, Tensor]:
+    """Outputs, gradients, and what became of the input and the parameters."""
+    module = copy.deepcopy(module)
+    grad_mode = torch.is_grad_enabled()
+    try:
+        with torch.set_grad_enabled(train):
+            x = x.clone().requires_grad_(train)
+            out = forward(module, x)
+            outs = out if isinstance(out, tuple) else (out,)
+            named = {f"output {i}": o.detach().clone() for i, o in enumerate(outs)}
+            named |= {"input": x.detach()} | {f"value of {n}": p.detach().clone() for n, p in module.named_parameters()}
+            if train:
+                named |= _gradients(module, x, outs)
+    finally:
+        torch.set_grad_enabled(grad_mode)
+    return named
+
+
+def _gradients(module: nn.Module, x: Tensor, outs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    terms = [(o * torch.randn(o.shape, generator=generator).to(o.dtype)).sum() for o in outs if o.requires_grad]
+    if not terms:
+        return {}
+    sum(terms).backward()
+    named = {"x": x, **dict(module.named_parameters())}
+    return {f"gradient of {n}": p.grad for n, p in named.items() if p.grad is not None}
+
+
+def _difference(
+    module: nn.Module, x: Tensor, train: bool, actual: dict[str, Tensor], expected: dict[str, Tensor]
+) -> str:
+    """What differs by more than rounding explains; judged by eager in fp64."""
+    absent = {n for n in expected.keys() ^ actual.keys() if _nonzero(expected.get(n)) or _nonzero(actual.get(n))}
+    if absent:
+        return f"only one has: {sorted(absent)}"
+    suspects = [n for n in expected if n in actual and not _close(actual[n], expected[n], NOISE[x.dtype])]
+    if not suspects:
+        return ""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float64
+    exact = _run(copy.deepcopy(module).to(wide), module.__class__.forward, x.to(wide), train)
+    largest = max((t.double().abs().max() for n, t in expected.items() if n.startswith("gradient") and t.numel()), default=0.0)
+    for name in suspects:
+        value, reference = actual[name].double(), expected[name].double()
+        if value.shape != reference.shape or actual[name].dtype != expected[name].dtype:
+            return f"{name}: {actual[name].dtype}{list(value.shape)} for {expected[name].dtype}{list(reference.shape)}"
+        if not reference.isfinite().all():
+            continue
+        # Gradients that cancel (of a single renormalised weight) are as inexact as those they are made of.
+        scale = largest if name.startswith("gradient") else reference.abs().max()
+        off = (exact[name].double() - reference).abs().max() if name in exact else 0.0
+        noise = NOISE[torch.float32] if x.dtype == torch.float64 and "float" in _source_dtypes(module) else NOISE[x.dtype]
+        allowed = AMPLIFIED * off + noise * scale + 1e-30
+        if not (value - reference).abs().max() <= allowed:
+            return f"{name}: off by {(value - reference).abs().max():.3g}, largest {scale:.3g}, allowed {allowed:.3g}"
+    return ""
+
+
+def _source_dtypes(module: nn.Module) -> tuple[str, ...]:
+    code = module.__class__.forward.__code__
+    return tuple("float" for name in code.co_names if name in ("float32", "float"))
+
+
+def _nonzero(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.count_nonzero())
+
+
+def _close(actual: Tensor, expected: Tensor, noise: float) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if not expected.numel():
+        return True
+    value, reference = actual.double(), expected.double()
+    return bool((value - reference).abs().max() <= noise * reference.abs().max() + 1e-30)
+
+
+def outcome_of(case: Case) -> Outcome:
+    """The properties of one program."""
+    module, x = case.build()
+    outcome = check(module, x)
+    if not case.change and not outcome.failure and outcome.status != "rewritten":
+        return Outcome(outcome.status, "missed", outcome.detail)
+    return outcome
+
+
+def _seeds(text: str) -> Iterator[int]:
+    first, _, end = text.partition(":")
+    return iter(range(int(first), int(end))) if end else itertools.count(int(first)) if ":" in text else iter((int(first),))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Fuzz the rewrite of Mixture-of-Experts layers.")
+    parser.add_argument("--seeds", default="0:1000", help="FIRST:END, FIRST: or one seed (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--show", type=int, help="print the program of this seed and stop")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    logging.disable()  # what torch says of programs that it cannot compile
+    if options.show is not None:
+        print(case_of(options.show).reproducer)
+        return 0
+    end, counts, failed = time.monotonic() + options.seconds, Counter(), []
+    for seed in _seeds(options.seeds):
+        if time.monotonic() > end:
+            break
+        case = case_of(seed)
+        outcome = outcome_of(case)
+        counts[case.layer.family, "changed" if case.change else "unchanged", outcome.failure or outcome.status] += 1
+        if outcome.failure:
+            failed.append((seed, outcome.failure))
+            print(f"FAILED seed {seed}: {outcome.failure}: {outcome.detail}\n{case.reproducer}", flush=True)
+    for key, count in sorted(counts.items()):
+        print(*key, count)
+    print(f"{sum(counts.values())} seeds, {len(failed)} failures: {failed}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
