@@ -58,8 +58,8 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
         return None
     trail.nodes |= {topk, choice}
     readers = {user for node in trail.nodes for user in node.users}
-    # The fused router reads the logits at the end of the layer.
-    unchanged = view.value_at(found.logits, view.position[match.root]) is view.value(found.logits)
+    # The fused router reads the logits at the end of the layer, and saves them for the backward.
+    unchanged = view.value_at(found.logits, len(view.position)) is view.value(found.logits)
     return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
 
 

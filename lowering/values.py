@@ -112,6 +112,9 @@ _CONTEXT_CALLS = {"_enter_autocast": 1, "_exit_autocast": -1, "_set_grad_enabled
                   "_exit_inference_mode": -1}  # fmt: skip
 
 
+_DETACHING = frozenset(("detach", "_get_data_attr", "data"))
+
+
 @dataclass
 class GraphView:
     """Values of all nodes of one graph. ``table`` maps an operator's name to its canonical form."""
@@ -124,6 +127,7 @@ class GraphView:
     _now: dict[fx.Node, Any] = field(default_factory=dict)
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
+    _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
 
@@ -206,6 +210,8 @@ class GraphView:
         storage = _storage_of(node)
         if storage is not None:
             self._aliases.setdefault(storage, []).append(node)
+            if target_name(node) in _DETACHING or self._without_gradient(node) or self._detached & set(node.all_input_nodes):
+                self._detached.add(node)
 
     def _record(self, node: fx.Node, value: Any) -> None:
         self._now[node] = value
@@ -235,7 +241,7 @@ class GraphView:
         for alias in same_buffer:
             if self._now[alias] is before:
                 self._record(alias, value)
-            elif _is_reshape(alias, target):
+            elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
                 self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
                                               dtype=value.dtype))  # fmt: skip
             else:

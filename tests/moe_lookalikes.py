@@ -201,7 +201,7 @@ def loop_over_repeated_ids(self, x, weights, ids):
     return out
 
 
-@_lookalike("ROUTING")
+@_lookalike("SLOT_WEIGHTS")
 def share_scaled_per_expert_under_a_cast(self, x, weights, ids):
     scale = self.router.gate(x)
     shares = [(_share(weights, ids, e) * scale[..., e, None]).to(torch.float32) for e in range(len(self.experts))]

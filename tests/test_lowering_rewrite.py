@@ -248,7 +248,7 @@ def test_keep_auto_follows_the_free_memory(fp64, monkeypatch, free_memory, num_b
 
 def test_keep_auto_is_decided_again_for_more_tokens(fp64, monkeypatch, free_memory):
     monkeypatch.setattr(config, "keep", "auto")
-    free_memory(30_000)
+    free_memory(300_000)
     layer = _stacked("stacked_loop")
     run, backend = compiled(layer, dynamic=True)
     for num_tokens in (4, 400, 8):

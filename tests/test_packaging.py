@@ -1,7 +1,6 @@
 """The package as a user gets it: every way to install it, beside another package that is called `kernels`."""
 
 import importlib.metadata
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -15,9 +14,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "outputs", "*.egg-info", "shared")
 
-if importlib.util.find_spec("pip") is None:
+
+def installed_version(package: str) -> int:
+    """Major version, 0 if missing. Metadata only: looking for pip's module would switch setuptools to stdlib distutils."""
+    try:
+        return int(importlib.metadata.version(package).split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+
+
+if not installed_version("pip"):
     pytest.skip("needs pip", allow_module_level=True)
-if importlib.util.find_spec("setuptools") is None or int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
+if installed_version("setuptools") < 77:
     pytest.skip("needs setuptools 77 or newer, which reads our pyproject.toml", allow_module_level=True)
 
 CHECK = """
