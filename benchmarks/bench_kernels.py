@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK
-from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward, num_partials
+from moeblaze_ops.kernels.hopper_configs import num_partials
+from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
 from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
 from moeblaze_ops.kernels.hopper_rows import hopper_down_rows, hopper_up_backward_rows
 from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad

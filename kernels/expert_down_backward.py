@@ -20,7 +20,7 @@ import triton.language as tl
 from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate_backward
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward, choose_row_dot
-from moeblaze_ops.kernels.hopper_configs import down_backward_tile
+from moeblaze_ops.kernels.hopper_configs import num_partials as hopper_partials
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
     capability,
@@ -272,7 +272,7 @@ def launch_expert_down_backward(
     routing = (slots_N, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
     if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:
-        num_partials = ceil_div(F, down_backward_tile(F).block_n)
+        num_partials = hopper_partials(F)
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
         hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
     else:

@@ -170,6 +170,11 @@ def down_backward_tile(columns: int) -> Tile:
     return Tile(block_n=_block_n(columns), stages=3)
 
 
+def num_partials(columns: int) -> int:
+    """Partial sums of dweights that the down projection's backward writes for a row: one for each column block."""
+    return ceil_div(columns, down_backward_tile(columns).block_n)
+
+
 def weight_grad_tile() -> Tile:
     """Tile of the weight gradients."""
     return Tile(block_n=256, stages=4, group=16)

@@ -271,9 +271,3 @@ def hopper_down_backward(
         blocks_B2,
         plan,
     )
-
-
-def num_partials(num_columns: int) -> int:
-    """Rows of ``partials_CN`` for an expert of ``num_columns`` hidden columns."""
-    tile = down_backward_tile(num_columns)
-    return (num_columns + tile.block_n - 1) // tile.block_n

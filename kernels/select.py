@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from moeblaze_ops import config
 from moeblaze_ops.kernels.dispatch import _count_kernel
+from moeblaze_ops.kernels.launch import capability
 
 log = logging.getLogger("moeblaze")
 
@@ -54,8 +55,8 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | N
         return "config.hopper is 'off'"
     if first.device.type != "cuda" or not isinstance(_count_kernel, JITFunction):
         return "the tensors are not on a GPU"
-    if torch.cuda.get_device_capability(first.device) != _HOPPER:
-        return f"the device has compute capability {torch.cuda.get_device_capability(first.device)}, not {_HOPPER}"
+    if capability(first) != _HOPPER:
+        return f"the device has compute capability {capability(first)}, not {_HOPPER}"
     if first.dtype not in (torch.bfloat16, torch.float16):
         return f"{first.dtype} is not a 16-bit type"
     if (missing := _missing_gluon()) is not None:

@@ -61,7 +61,6 @@ class Candidate:
     F: int | None = None
     dtype: torch.dtype | None = None
     stacked_copy: bool = False
-    router: str | None = None
 
 
 @dataclass

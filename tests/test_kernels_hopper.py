@@ -230,7 +230,8 @@ def test_up_backward_rows_matches_reference(problem):
 
 
 def test_down_backward_matches_reference(problem):
-    from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward, num_partials
+    from moeblaze_ops.kernels.hopper_configs import num_partials
+    from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
 
     routing = route(problem)
     dout_TD = random(problem, problem.num_tokens, problem.num_d)

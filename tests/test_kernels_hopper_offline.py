@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from moeblaze_ops.kernels import hopper_launch  # noqa: E402
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS  # noqa: E402
-from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward, num_partials  # noqa: E402
+from moeblaze_ops.kernels.hopper_configs import num_partials  # noqa: E402
+from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward  # noqa: E402
 from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up  # noqa: E402
 from moeblaze_ops.kernels.hopper_rows import hopper_down_rows, hopper_up_backward_rows  # noqa: E402
 from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad  # noqa: E402
