@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 ROW_BLOCK = 128
 """Rows of one entry of the block schedule that ``dispatch`` writes; every kernel's BLOCK_M divides it."""
 
+COLUMN_UNIT = 256
+"""Columns of the widest tile of the model width: a range of columns is a multiple of them."""
+
 _SHARED_MEMORY_BYTES = {
     (7, 5): 64 << 10,
     (8, 0): 163 << 10,
@@ -149,15 +152,31 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
     return replace(fitted, num_stages=2 * fitted.num_stages - 1)
 
 
-def choose_combine(D: int | None) -> TileConfig:
+def choose_column_ranges(num_rows: int | None, D: int, element_size: int, max_bytes: int | None) -> list[range]:
+    """Columns of a ``[num_rows, D]`` buffer to compute in turns, so that the part for one of them takes ``max_bytes`` at most.
+
+    As few ranges as that takes, as equal as multiples of COLUMN_UNIT are, the widest first. A single unit may take more
+    bytes, and nothing is cut where ``num_rows`` or ``max_bytes`` is None.
+    """
+    if num_rows is None or max_bytes is None or num_rows * D * element_size <= max_bytes:
+        return [range(D)]
+    num_units = -(-D // COLUMN_UNIT)
+    most_units = max(1, max_bytes // (num_rows * COLUMN_UNIT * element_size))
+    num_ranges = -(-num_units // most_units)
+    ends = [-(-num_units * (index + 1) // num_ranges) * COLUMN_UNIT for index in range(num_ranges)]
+    return [range(first, min(end, D)) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def choose_combine(columns: int | None) -> TileConfig:
     """Tile of the gather-sum: 512 elements, so that two warps move 16 bytes a thread and choice."""
-    columns = _clip(512, D, 16)
+    widest = COLUMN_UNIT if columns is not None and columns % 512 == COLUMN_UNIT else 512
+    columns = _clip(widest, columns, 16)
     return TileConfig(512 // columns, columns, 2)
 
 
 def choose_row_dot(D: int | None) -> TileConfig:
-    """Tile of a row-by-row inner product over D."""
-    columns = _clip(256, D, 16)
+    """Tile of a row-by-row inner product over D; a range of columns is a multiple of it, but for the last one's end."""
+    columns = _clip(COLUMN_UNIT, D, 16)
     return TileConfig(1024 // columns, columns, 4)
 
 
@@ -177,7 +196,7 @@ def bias_grad_splits(num_experts: int, column_blocks: int | None) -> int:
 def choose_dispatch(num_experts: int) -> DispatchConfig:
     """Chunks of the counting sort: as many slots as bins or more, so that the counts are no larger than the slots."""
     bins = max(32, 1 << (num_experts + 1).bit_length())
-    return DispatchConfig(chunk=max(256, bins), step=128, bins=min(bins, 1024), num_warps=4)
+    return DispatchConfig(chunk=max(512, bins), step=256, bins=min(bins, 1024), num_warps=4)
 
 
 def choose_route(columns: int) -> TileConfig:

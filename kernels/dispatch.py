@@ -3,12 +3,12 @@
 Slot ``s = t * K + k`` goes to bin ``experts[t, k]``, or to a last bin E when that is outside [0, E) (an unused slot). With
 the slots cut into chunks:
 
-1. count:  counts[e, c] = slots of chunk c in bin e, one program a chunk;
-2. scan:   counts[e, c] <- slots of bin e before chunk c, and totals[e], one program a bin;
-3. place:  row of a slot = offsets[e] + counts[e, c] + slots of bin e before it in its chunk, one program a chunk.
+1. count:  counts[c, e] = slots of chunk c in bin e, one program a chunk;
+2. scan:   counts[c, e] <- slots of bin e before chunk c, and totals[e], one program for SCAN_BINS bins, a sector of memory;
+3. place:  row of a slot = offsets[e] + counts[c, e] + slots of bin e before it in its chunk, one program a chunk.
            E + 1 more programs write the offsets and the block schedule, one program an expert.
 
-The place within a chunk comes from comparing STEP slots with each other at a time. Unused slots are placed like any other, behind
+The place within a chunk comes from sorting STEP slots at a time by bin and slot, in registers. Unused slots are placed like any other, behind
 all used ones, where they are written as -1. A program keeps BINS - 1 bins, and the last of its BINS for slots of no concern to
 it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
 """
@@ -22,7 +22,8 @@ from moeblaze_ops.kernels.launch import ceil_div, launch
 from moeblaze_ops.kernels.tiles import ROWS_PER_ENTRY
 
 _COUNT_STEP = 1024
-_SCAN_BLOCK = 1024
+_SCAN_BLOCK = 512
+_SCAN_BINS = 8
 
 
 @triton.jit
@@ -33,11 +34,11 @@ def _slot_offsets(slots, stride_t, stride_k, TOP_K: tl.constexpr):
 
 @triton.jit
 def _window_bins(experts, slot_in, window, E, BINS: tl.constexpr):
-    """``(bin in the window, used)`` of each slot; BINS - 1 outside the window and where there is no slot."""
+    """Bin of each slot in the window; BINS - 1 outside the window and where there is no slot."""
     used = (experts >= 0) & (experts < E)
     local = tl.where(used, experts, E).to(tl.int32) - window * (BINS - 1)
     in_window = slot_in & (local >= 0) & (local < BINS - 1)
-    return tl.where(in_window, local, BINS - 1), used
+    return tl.where(in_window, local, BINS - 1)
 
 
 @triton.jit(do_not_specialize=["N", "num_chunks"])
@@ -47,6 +48,7 @@ def _count_kernel(
     N,
     num_chunks,
     E,
+    row_bins,
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
@@ -61,26 +63,26 @@ def _count_kernel(
         slots = chunk * CHUNK + first + tl.arange(0, STEP)
         offsets = _slot_offsets(slots, stride_t, stride_k, TOP_K)
         experts = tl.load(experts_ptr + offsets, mask=slots < N, other=-1)
-        local, _ = _window_bins(experts, slots < N, window, E, BINS)
+        local = _window_bins(experts, slots < N, window, E, BINS)
         counts += tl.histogram(local, BINS)
     local_bins = tl.arange(0, BINS)
     bins = window * (BINS - 1) + local_bins
     kept = (local_bins < BINS - 1) & (bins <= E)
-    tl.store(counts_ptr + bins.to(tl.int64) * num_chunks + chunk, counts, mask=kept)
+    tl.store(counts_ptr + chunk.to(tl.int64) * row_bins + bins, counts, mask=kept)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _scan_kernel(counts_ptr, totals_ptr, num_chunks, BLOCK: tl.constexpr):
-    bin_id = tl.program_id(0)
-    counts_ptr += bin_id.to(tl.int64) * num_chunks
-    total = tl.zeros((), tl.int32)
+def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, row_bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    bins = tl.program_id(0) * BINS + tl.arange(0, BINS)
+    total = tl.zeros((BINS,), tl.int32)
     for first in range(0, num_chunks, BLOCK):
         chunks = first + tl.arange(0, BLOCK)
-        counts = tl.load(counts_ptr + chunks, mask=chunks < num_chunks, other=0)
-        before = total + tl.cumsum(counts, 0) - counts
-        tl.store(counts_ptr + chunks, before, mask=chunks < num_chunks)
+        count_ptrs = counts_ptr + chunks.to(tl.int64)[:, None] * row_bins + bins[None, :]  # [BLOCK, BINS]
+        inside = (chunks < num_chunks)[:, None] & (bins <= E)[None, :]
+        counts = tl.load(count_ptrs, mask=inside, other=0)
+        tl.store(count_ptrs, total[None, :] + tl.cumsum(counts, 0) - counts, mask=inside)
         total += tl.sum(counts, 0)
-    tl.store(totals_ptr + bin_id, total)
+    tl.store(totals_ptr + bins, total, mask=bins <= E)
 
 
 @triton.jit
@@ -93,8 +95,8 @@ def _place_chunk(
     slots_ptr,
     positions_ptr,
     N,
-    num_chunks,
     E,
+    row_bins,
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
@@ -112,20 +114,24 @@ def _place_chunk(
     bins = window * (BINS - 1) + local_bins
     kept &= bins <= E
     totals = tl.load(totals_ptr + bins, mask=kept, other=0)
-    before_chunk = tl.load(counts_ptr + bins.to(tl.int64) * num_chunks + chunk, mask=kept, other=0)
+    before_chunk = tl.load(counts_ptr + chunk.to(tl.int64) * row_bins + bins, mask=kept, other=0)
     next_row += tl.cumsum(totals, 0) - totals + before_chunk
     steps = tl.arange(0, STEP)
     for first in range(0, CHUNK, STEP):
         slots = chunk * CHUNK + first + steps
         offsets = _slot_offsets(slots, stride_t, stride_k, TOP_K)
         experts = tl.load(experts_ptr + offsets, mask=slots < N, other=-1)
-        local, used = _window_bins(experts, slots < N, window, E, BINS)
-        same_before = (local[:, None] == local[None, :]) & (steps[None, :] < steps[:, None])  # [STEP, STEP]
-        rows = tl.gather(next_row, local, 0) + tl.sum(same_before.to(tl.int32), 1)
-        placed = local < BINS - 1
-        tl.store(positions_ptr + slots, tl.where(used, rows, -1), mask=placed)
-        tl.store(slots_ptr + rows, tl.where(used, slots, -1), mask=placed)
-        next_row += tl.histogram(local, BINS)
+        local = _window_bins(experts, slots < N, window, E, BINS)
+        counts = tl.histogram(local, BINS)
+        ordered = tl.sort(local * STEP + steps)
+        ordered_bins = ordered // STEP
+        ordered_slots = chunk * CHUNK + first + ordered % STEP
+        rows = tl.gather(next_row - (tl.cumsum(counts, 0) - counts), ordered_bins, 0) + steps
+        placed = ordered_bins < BINS - 1
+        used = window * (BINS - 1) + ordered_bins < E
+        tl.store(positions_ptr + ordered_slots, tl.where(used, rows, -1), mask=placed)
+        tl.store(slots_ptr + rows, tl.where(used, ordered_slots, -1), mask=placed)
+        next_row += counts
 
 
 @triton.jit
@@ -165,6 +171,7 @@ def _place_kernel(
     num_chunks,
     num_entries,
     E,
+    row_bins,
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
@@ -185,8 +192,8 @@ def _place_kernel(
             slots_ptr,
             positions_ptr,
             N,
-            num_chunks,
             E,
+            row_bins,
             stride_t,
             stride_k,
             TOP_K,
@@ -218,7 +225,8 @@ def launch_dispatch(experts_TK, num_experts):
         return experts_TK.new_empty(shape, dtype=torch.int32)
 
     # One-dimensional: whether a symbolic axis is 1 would be asked, and guarded on, for any second one.
-    counts = new_ints((num_experts + 1) * num_chunks)
+    row_bins = ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS
+    counts = new_ints(num_chunks * row_bins)
     totals = new_ints(num_experts + 1)
     slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
     positions_TK, blocks_B2 = new_ints(T, top_k), new_ints(num_entries + 1, 2)
@@ -232,13 +240,26 @@ def launch_dispatch(experts_TK, num_experts):
         N,
         num_chunks,
         num_experts,
+        row_bins,
         *experts_TK.stride(),
         **sizes,
         STEP=min(config.chunk, _COUNT_STEP),
         num_warps=config.num_warps,
         num_stages=1,
     )
-    launch(_scan_kernel, num_experts + 1, counts, totals, num_chunks, BLOCK=_SCAN_BLOCK, num_warps=4, num_stages=1)
+    launch(
+        _scan_kernel,
+        row_bins // _SCAN_BINS,
+        counts,
+        totals,
+        num_chunks,
+        num_experts,
+        row_bins,
+        BLOCK=_SCAN_BLOCK,
+        BINS=_SCAN_BINS,
+        num_warps=4,
+        num_stages=1,
+    )
     launch(
         _place_kernel,
         num_experts + 1 + num_chunks * num_windows,
@@ -253,6 +274,7 @@ def launch_dispatch(experts_TK, num_experts):
         num_chunks,
         num_entries,
         num_experts,
+        row_bins,
         *experts_TK.stride(),
         **sizes,
         STEP=config.step,

@@ -90,12 +90,11 @@ def activate(gate, up, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
 def activate_backward(gate, up, da, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
     """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
     if ACTIVATION == SWIGLU_CLAMPED:
-        is_gate_cut = gate > CLAMP_LIMIT
-        is_up_cut = (up > CLAMP_LIMIT) | (up < -CLAMP_LIMIT)
-        value, slope = _value_and_slope(gl.where(is_gate_cut, CLAMP_LIMIT, gate), ACTIVATION)
+        value, slope = _value_and_slope(gl.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate), ACTIVATION)
+        slope = gl.where(gate > CLAMP_LIMIT, 0.0, slope)
+        dup = gl.where(gl.abs(up) > CLAMP_LIMIT, 0.0, da * value)
         factor = 1.0 + gl.where(up > CLAMP_LIMIT, CLAMP_LIMIT, gl.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up))
-        dgate = gl.where(is_gate_cut, 0.0, da * factor * slope)
-        return value * factor, dgate, gl.where(is_up_cut, 0.0, da * value)
+        return value * factor, da * factor * slope, dup
     elif GATED:
         value, slope = _value_and_slope(gate, ACTIVATION)
         return value * up, da * up * slope, da * value

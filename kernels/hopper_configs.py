@@ -14,16 +14,18 @@ ELEMENT_BYTES = 2
 REGISTERS = 168
 """Registers a thread: 12 warps share 65536, and a 64 x 256 fp32 accumulator takes 128 of a consumer's."""
 
-STRIP_ROWS = 8
-"""Rows of h that one step of an epilogue reads: one swizzle atom, one row for 8 lanes of each of two warps."""
-
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of a GEMM: two consumers of ``block_m / 2`` rows each, ``stages`` pairs of operand tiles in flight."""
+    """A tile of a GEMM: two consumers of ``block_m / 2`` rows each.
+
+    ``stages`` tiles of the left operand are in flight, and ``lead`` fewer of the right one, which is larger and
+    arrives sooner where the rows of the left one are gathered.
+    """
 
     block_n: int
     stages: int
+    lead: int = 0
     group: int = 8
     block_m: int = ROW_BLOCK
     block_k: int = 64
@@ -75,7 +77,6 @@ class GatherPlan:
     bias_stride: int | None = None
     has_weights: bool = False
     store_h: bool = True
-    strip_slots: int = 2
     gather_warps: int = 2
     epilogue_warps: int = 2
     registers: int = REGISTERS
@@ -98,7 +99,10 @@ class GatherPlan:
 
 @dataclass(frozen=True)
 class WeightGradPlan:
-    """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs."""
+    """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs.
+
+    They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there.
+    """
 
     tile: Tile
     m: int
@@ -108,6 +112,7 @@ class WeightGradPlan:
     wide_offsets: bool
     gathered_is_a: bool
     store_n: int
+    accumulate: bool = False
     load_warps: int = 2
     copy_warps: int = 2
     registers: int = REGISTERS
@@ -162,12 +167,12 @@ def rows_tile(columns: int) -> Tile:
 
 def up_tile(columns: int, parts: int) -> Tile:
     """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
-    return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=3)
+    return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
 
 
 def down_backward_tile(columns: int) -> Tile:
     """Tile of the down projection's backward."""
-    return Tile(block_n=_block_n(columns), stages=3)
+    return Tile(block_n=_block_n(columns), stages=4, lead=1)
 
 
 def num_partials(columns: int) -> int:

@@ -6,89 +6,88 @@ For row r of expert e, with token t(r) and routing weight s(r):
     dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
 
 The consumers hand dA', rounded, to two epilogue warps, which work in strips of 8 rows. What a strip needs from
-memory is asked for two strips ahead, across tiles: h by cp.async into shared memory (TMA would need a fence, which
-waits for the stores too), the weights by way of the slots. The partial sums are stored for each column block, so no
-two programs add to the same number.
+memory is asked for ahead of it, across tiles: h a strip ahead, into registers (shared memory is the ring's), the
+weights two, by way of the slots. The partial sums are stored for each column block, so no two programs add to the
+same number.
 """
 
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS
-from moeblaze_ops.kernels.gluon_api import (
-    aggregate,
-    copy_rows,
-    copy_rows_commit,
-    copy_rows_wait,
-    gl,
-    gluon,
-    mbarrier,
-    shared_memory_descriptor,
-)
+from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper_activations import activate_backward
-from moeblaze_ops.kernels.hopper_configs import STRIP_ROWS, GatherPlan, down_backward_tile
+from moeblaze_ops.kernels.hopper_configs import GatherPlan, down_backward_tile
 from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
-from moeblaze_ops.kernels.hopper_tiles import (
-    allocate_matrices,
-    allocate_ring,
-    read_tile_order,
+from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
+
+
+@gluon.constexpr_function
+def strip_rows(num_warps):
+    """Rows of a strip: one for each 8 lanes; a multiple of the 8 that a swizzle atom of the hand-over holds."""
+    return 4 * num_warps
+
+
+@gluon.constexpr_function
+def _pair_layout(num_warps):
+    """``row_layout`` with two neighbours as one element."""
+    return gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
+
+
+UNPACK_BF16 = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
+UNPACK_FP16 = gl.constexpr(
+    """{
+    .reg .b16 first, second;
+    mov.b32 {first, second}, $2;
+    cvt.f32.f16 $0, first;
+    cvt.f32.f16 $1, second;
+    }"""
 )
-
-ROWS = gl.constexpr(STRIP_ROWS)
-
-
-@aggregate
-class HStrips:
-    """Slots for the strips of h on their way from memory; the parts of a strip follow one another."""
-
-    matrices: shared_memory_descriptor
-    h_ptr: gl.tensor
-    num_rows: gl.tensor
-    SLOTS: gl.constexpr
-    PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, matrices, h_ptr, num_rows, SLOTS, PARTS):
-        self.matrices = matrices
-        self.h_ptr = h_ptr
-        self.num_rows = num_rows
-        self.SLOTS = gl.constexpr(SLOTS)
-        self.PARTS = gl.constexpr(PARTS)
-
-    @gluon.jit
-    def start(self, strip, row, column, WIDTH: gl.constexpr):
-        """Starts the copy of the strip whose first row is ``row``, the ``strip``-th of this program."""
-        block: gl.constexpr = self.matrices.shape[2]
-        layout: gl.constexpr = row_layout(gl.num_warps())
-        rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), self.num_rows - 1)
-        columns = gl.arange(0, block, gl.SliceLayout(0, layout))
-        row_offsets = gl.expand_dims(rows.to(gl.int64) * (self.PARTS * WIDTH), 1)
-        for part in gl.static_range(self.PARTS):
-            h_ptrs = gl.expand_dims(self.h_ptr + column + columns, 0) + row_offsets + part * WIDTH
-            matrix = self.matrices.index((strip % self.SLOTS) * self.PARTS + part)
-            if WIDTH % block == 0:
-                copy_rows(matrix, h_ptrs)
-            else:
-                inside, _ = gl.broadcast(gl.expand_dims(column + columns < WIDTH, 0), h_ptrs)
-                copy_rows(matrix, h_ptrs, mask=inside)
-        copy_rows_commit()
-
-    @gluon.jit
-    def wait(self):
-        """Waits for the oldest strip on its way."""
-        copy_rows_wait(self.SLOTS - 1)
-
-    @gluon.jit
-    def load(self, strip, part: gl.constexpr, chunk: gl.constexpr, layout: gl.constexpr):
-        matrix = self.matrices.index((strip % self.SLOTS) * self.PARTS + part)
-        return matrix.slice(chunk * CHUNK, CHUNK, 1).load(layout)
 
 
 @gluon.jit
-def _finish_strip(handoff, strips, strip, half, half_row, rows, end, column, weights, outputs, PLAN: gl.constexpr):
+def _unpack(pairs, dtype: gl.constexpr):
+    """The fp32 values of pairs of 16-bit elements. Shape [rows, 2 * pairs], in ``row_layout``."""
+    unpack: gl.constexpr = UNPACK_BF16 if dtype == gl.bfloat16 else UNPACK_FP16
+    first, second = gl.inline_asm_elementwise(unpack, "=f,=f,r", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+    values = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(values, row_layout(gl.num_warps()))
+
+
+@gluon.jit
+def _load_h(h_ptr, row, num_rows, column, PLAN: gl.constexpr):
+    """The chunks of a strip, each its gate and up (twice the same when ungated) as [rows, CHUNK // 2] pairs of elements.
+
+    Pairs, because 16-bit values that live from one step of a loop to the next take a register each. Rows and columns
+    past the last repeat it: nothing is stored for them.
+    """
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
+    layout: gl.constexpr = _pair_layout(gl.num_warps())
+    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    row_pairs: gl.constexpr = PLAN.columns // 2
+    rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), num_rows - 1)
+    pairs_ptr = h_ptr.cast(gl.pointer_type(gl.int32), bitcast=True)
+    row_ptrs = gl.expand_dims(pairs_ptr + rows.to(gl.int64) * (PLAN.h_parts * row_pairs), 1)
+    chunks = ()
+    for chunk in gl.static_range(num_chunks):
+        pairs = (column + chunk * CHUNK) // 2 + gl.arange(0, CHUNK // 2, gl.SliceLayout(0, layout))
+        pairs = gl.expand_dims(pairs, 0)
+        if PLAN.columns % PLAN.part_n != 0:
+            pairs = gl.minimum(pairs, row_pairs - 1)
+        gate = gl.load(row_ptrs + pairs)
+        up = gate
+        if PLAN.gated:
+            up = gl.load(row_ptrs + row_pairs + pairs)
+        chunks += ((gate, up),)
+    return chunks
+
+
+@gluon.jit
+def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, outputs, PLAN: gl.constexpr):
     """Stores dh and wa of one strip of rows, and its share of the gradient of the routing weights."""
     dh_ptr, wa_ptr, partials_ptr = outputs
     dtype: gl.constexpr = dh_ptr.dtype.element_ty
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
     layout: gl.constexpr = row_layout(gl.num_warps())
     wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
@@ -96,37 +95,58 @@ def _finish_strip(handoff, strips, strip, half, half_row, rows, end, column, wei
     products = gl.zeros([ROWS, CHUNK], gl.float32, layout)
     for chunk in gl.static_range(num_chunks):
         columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
-        inside = gl.expand_dims(rows < end, 1)
+        mask = gl.expand_dims(rows < end, 1)
         if PLAN.columns % PLAN.part_n != 0:
-            inside = inside & (columns < PLAN.columns)
-        da = handoff.load(half, half_row, chunk, ROWS, layout).to(gl.float32)
-        gate = strips.load(strip, 0, chunk, layout).to(gl.float32)
-        up = gate
-        if PLAN.gated:
-            up = strips.load(strip, 1, chunk, layout).to(gl.float32)
+            mask = mask & (columns < PLAN.columns)
+        da = _unpack(handoff.load_pairs(half, half_row, chunk, ROWS, _pair_layout(gl.num_warps())), dtype)
+        gate_pairs, up_pairs = h[chunk]
+        gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
         a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation, PLAN.gated)
         products += da * a
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
-        gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=inside)
-        gl.store(dh_ptrs, dgate.to(dtype), mask=inside)
+        gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)
+        gl.store(dh_ptrs, dgate.to(dtype), mask=mask)
         if PLAN.gated:
-            gl.store(dh_ptrs + PLAN.columns, dup.to(dtype), mask=inside)
+            gl.store(dh_ptrs + PLAN.columns, dup.to(dtype), mask=mask)
     gl.store(partials_ptr + rows, gl.sum(products, 1), mask=rows < end)
 
 
+@aggregate
+class Tile:
+    """Rows ``first`` to ``end`` of an expert, at most block_m of them, and a block of columns."""
+
+    first: gl.tensor
+    end: gl.tensor
+    column_block: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, end, column_block):
+        self.first = first
+        self.end = end
+        self.column_block = column_block
+
+
 @gluon.jit
-def _strip_start(strip, first, end, next_first, next_end, PLAN: gl.constexpr):
-    """``(first row, end)`` of a strip of this tile or, counted on, of the next one."""
+def _locate(order, index):
+    _, first, end, column_block = order.locate(index)
+    return Tile(first, end, column_block)
+
+
+@gluon.jit
+def _strip(strip, tile, next_tile, PLAN: gl.constexpr):
+    """``(first row, end, first column)`` of a strip of this tile or, counted on, of the next one."""
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
     num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
     is_here = strip < num_strips
-    row = gl.where(is_here, first + strip * ROWS, next_first + (strip - num_strips) * ROWS)
-    return row, gl.where(is_here, end, next_end)
+    row = gl.where(is_here, tile.first + strip * ROWS, next_tile.first + (strip - num_strips) * ROWS)
+    column_block = gl.where(is_here, tile.column_block, next_tile.column_block)
+    return row, gl.where(is_here, tile.end, next_tile.end), column_block * PLAN.part_n
 
 
 @gluon.jit
 def _load_slots(slots_ptr, row, end):
-    layout: gl.constexpr = gl.SliceLayout(1, row_layout(gl.num_warps()))
-    return gl.load(slots_ptr + gl.maximum(gl.minimum(row + gl.arange(0, ROWS, layout), end - 1), 0))
+    rows = row + gl.arange(0, strip_rows(gl.num_warps()), gl.SliceLayout(1, row_layout(gl.num_warps())))
+    return gl.load(slots_ptr + gl.maximum(gl.minimum(rows, end - 1), 0))
 
 
 @gluon.jit
@@ -134,49 +154,50 @@ def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
     if PLAN.has_weights:
         return gl.load(weights_ptr + gl.maximum(slots, 0)).to(gl.float32)
     else:
-        return gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, row_layout(gl.num_warps())))
+        return gl.full([strip_rows(gl.num_warps())], 1.0, gl.float32, gl.SliceLayout(1, row_layout(gl.num_warps())))
 
 
 @gluon.jit
-def _finish(handoff, strips, order, slots_ptr, weights_ptr, outputs, PLAN: gl.constexpr):
-    num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
-    half_strips: gl.constexpr = num_strips // 2
+def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PLAN: gl.constexpr):
+    """Two strips a step, so that what is loaded for either stays in its registers."""
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
+    half_strips: gl.constexpr = PLAN.tile.half_m // ROWS
     dh_ptr, wa_ptr, partials_ptr = outputs
     rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     num_programs = gl.num_programs(0)
-    _, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
-    for slot in gl.static_range(strips.SLOTS):
-        strips.start(slot, next_first + slot * ROWS, next_column_block * PLAN.part_n, PLAN.columns)
-    slots = _load_slots(slots_ptr, next_first, next_end)
-    next_weights = _load_weights(weights_ptr, slots, PLAN)
-    slots = _load_slots(slots_ptr, next_first + ROWS, next_end)
+    next_tile = _locate(order, gl.program_id(0))
+    even_h = _load_h(h_ptr, next_tile.first, num_rows, next_tile.column_block * PLAN.part_n, PLAN)
+    even_weights = _load_weights(weights_ptr, _load_slots(slots_ptr, next_tile.first, next_tile.end), PLAN)
+    odd_slots = _load_slots(slots_ptr, next_tile.first + ROWS, next_tile.end)
     num_tiles = 0
     for index in range(gl.program_id(0), order.count(), num_programs):
-        first = next_first
-        end = next_end
-        column_block = next_column_block
-        _, next_first, next_end, next_column_block = order.locate(index + num_programs)
-        for strip in range(num_strips):
-            weights = next_weights
-            next_weights = _load_weights(weights_ptr, slots, PLAN)
-            ahead_row, ahead_end = _strip_start(strip + 2, first, end, next_first, next_end, PLAN)
-            slots = _load_slots(slots_ptr, ahead_row, ahead_end)
-            count = num_tiles * num_strips + strip
+        tile = next_tile
+        next_tile = _locate(order, index + num_programs)
+        column = tile.column_block * PLAN.part_n
+        stored = (dh_ptr, wa_ptr, partials_ptr + tile.column_block.to(gl.int64) * num_rows)
+        for pair in range(half_strips):
+            strip = 2 * pair
             half = strip // half_strips
-            strips.wait()
-            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             half_row = (strip % half_strips) * ROWS
-            rows = first + strip * ROWS + rows_of_strip
-            column = column_block * PLAN.part_n
-            stored = (dh_ptr, wa_ptr, partials_ptr + column_block.to(gl.int64) * strips.num_rows)
-            _finish_strip(handoff, strips, count, half, half_row, rows, end, column, weights, stored, PLAN)
-            mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 1)
-            ahead = strip + strips.SLOTS
-            ahead_row, _ = _strip_start(ahead, first, end, next_first, next_end, PLAN)
-            ahead_column = gl.where(ahead < num_strips, column_block, next_column_block) * PLAN.part_n
-            strips.start(count + strips.SLOTS, ahead_row, ahead_column, PLAN.columns)
+            rows = tile.first + strip * ROWS + rows_of_strip
+
+            # What follows a wait is not used above it: h is asked for before, slots are looked at after.
+            row, end, ahead_column = _strip(strip + 1, tile, next_tile, PLAN)
+            odd_h = _load_h(h_ptr, row, num_rows, ahead_column, PLAN)
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            odd_weights = _load_weights(weights_ptr, odd_slots, PLAN)
+            row, end, ahead_column = _strip(strip + 2, tile, next_tile, PLAN)
+            even_slots = _load_slots(slots_ptr, row, end)
+            _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, stored, PLAN)
+
+            even_h = _load_h(h_ptr, row, num_rows, ahead_column, PLAN)
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            even_weights = _load_weights(weights_ptr, even_slots, PLAN)
+            row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
+            odd_slots = _load_slots(slots_ptr, row, end)
+            _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
+            mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 2)
         num_tiles += 1
-    copy_rows_wait(0)
 
 
 @gluon.jit
@@ -196,15 +217,13 @@ def _down_backward_kernel(
     copy_threads: gl.constexpr = 32 * PLAN.gather_warps
     ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
-    h_matrices = allocate_matrices(h_ptr.dtype.element_ty, PLAN.strip_slots * PLAN.h_parts, ROWS, PLAN.tile.block_n)
-    strips = HStrips(h_matrices, h_ptr, gl.to_tensor(num_rows), PLAN.strip_slots, PLAN.h_parts)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), ring, order, (), handoff, PLAN)),
             (consume, (gl.constexpr(1), ring, order, (), handoff, PLAN)),
             (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), PLAN)),
-            (_finish, (handoff, strips, order, slots_ptr, weights_ptr, outputs, PLAN)),
+            (_finish, (handoff, order, h_ptr, slots_ptr, gl.to_tensor(num_rows), weights_ptr, outputs, PLAN)),
         ],
         [4, PLAN.gather_warps, PLAN.epilogue_warps],
         [PLAN.registers, PLAN.registers, PLAN.registers],

@@ -9,6 +9,8 @@ from moeblaze_ops.kernels.gluon_api import (
     aggregate,
     copy_rows,
     copy_rows_arrive,
+    copy_rows_commit,
+    copy_rows_wait,
     fence_async_shared,
     gl,
     gluon,
@@ -56,6 +58,15 @@ class Handoff:
         strips = reinterpret(self.tiles, self.tiles.dtype, [2 * num_chunks * half_m // ROWS, ROWS, CHUNK], shared)
         return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS).load(layout)
 
+    @gluon.jit
+    def load_pairs(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+        """The same as pairs of elements. Shape [ROWS, CHUNK // 2], int32."""
+        half_m: gl.constexpr = self.tiles.shape[1]
+        num_chunks: gl.constexpr = self.tiles.shape[2] // CHUNK
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK // 2], gl.int32)
+        strips = reinterpret(self.tiles, gl.int32, [2 * num_chunks * half_m // ROWS, ROWS, CHUNK // 2], shared)
+        return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS).load(layout)
+
 
 @gluon.jit
 def allocate_handoff(dtype: gl.constexpr, PLAN: gl.constexpr):
@@ -74,49 +85,79 @@ def row_layout(num_warps):
 
 @gluon.jit
 def row_starts(slots, stride_x8, PLAN: gl.constexpr):
-    """Where the token rows of ``slots`` begin, in elements.
+    """Where the token rows of ``slots`` begin, in elements; token 0 for an unused slot, which is read if no slot is used.
 
     ``stride_x8`` counts units of 8 elements: copies of 16 bytes need a stride that is known to be a multiple of 8.
     """
-    rows = slots // PLAN.top_k
+    rows = gl.maximum(slots, 0) // PLAN.top_k
     if PLAN.wide_offsets:
         rows = rows.to(gl.int64)
     return rows * (stride_x8 * 8)
 
 
 @gluon.jit
-def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.constexpr):
-    """Fills the ring with gathered token rows and weights. The rows of the next tile are looked up a tile ahead."""
-    tile: gl.constexpr = PLAN.tile
+def _load_step_weights(ring, step, weight_descs, expert, k, column, PLAN: gl.constexpr):
     parts: gl.constexpr = PLAN.parts
-    block_k: gl.constexpr = tile.block_k
-    layout: gl.constexpr = row_layout(gl.num_warps())
-    rows = gl.arange(0, tile.block_m, gl.SliceLayout(1, layout))
-    ks = gl.arange(0, block_k, gl.SliceLayout(0, layout))
+    mbarrier.expect(ring.ready.index(step % ring.STAGES), PLAN.tile.b_bytes)
+    for part in gl.static_range(parts):
+        load_weight(ring, step, part, weight_descs[part], expert, k, column, PLAN)
+
+
+@gluon.jit
+def _copy_step_rows(ring, step, x_ptr, row_offsets, k, PLAN: gl.constexpr):
+    block_k: gl.constexpr = PLAN.tile.block_k
+    ks = gl.arange(0, block_k, gl.SliceLayout(0, row_layout(gl.num_warps())))
+    x_offsets = gl.expand_dims(row_offsets, 1) + gl.expand_dims(ks, 0)
+    x_ptrs = x_ptr + k + x_offsets  # [block_m, block_k]
+    stage = step % ring.STAGES
+    if PLAN.contracted % block_k == 0:
+        copy_rows(ring.a.index(stage), x_ptrs)
+    else:
+        inside, _ = gl.broadcast(gl.expand_dims(k + ks < PLAN.contracted, 0), x_ptrs)
+        copy_rows(ring.a.index(stage), x_ptrs, mask=inside)
+    copy_rows_arrive(ring.ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _load_slots(slots_ptr, first, end, PLAN: gl.constexpr):
+    rows = first + gl.arange(0, PLAN.tile.block_m, gl.SliceLayout(1, row_layout(gl.num_warps())))
+    return gl.load(slots_ptr + gl.maximum(gl.minimum(rows, end - 1), 0))
+
+
+@gluon.jit
+def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.constexpr):
+    """Fills the ring with weights and, one step ahead of them, gathered token rows, which take longer to arrive.
+
+    The rows of the next tile are looked up a tile ahead. After the last tile comes a step of rows that nobody reads.
+    """
+    block_k: gl.constexpr = PLAN.tile.block_k
+    last_k: gl.constexpr = (PLAN.contracted - 1) // block_k * block_k
+    gl.static_assert(ring.LEAD == 1)
+    num_programs = gl.num_programs(0)
     step = 0
-    next_expert, first, end, next_column_block = order.locate(gl.program_id(0))
-    next_slots = gl.load(slots_ptr + gl.maximum(gl.minimum(first + rows, end - 1), 0))
-    for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
-        expert = next_expert
-        column = next_column_block * PLAN.part_n
-        row_offsets = row_starts(next_slots, stride_x8, PLAN)
-        x_offsets = gl.expand_dims(row_offsets, 1) + gl.expand_dims(ks, 0)  # [block_m, block_k]
-        next_expert, first, end, next_column_block = order.locate(index + gl.num_programs(0))
-        next_slots = gl.load(slots_ptr + gl.maximum(gl.minimum(first + rows, end - 1), 0))
-        for k in range(0, PLAN.contracted, block_k):
-            ring.wait_empty(step)
-            stage = step % ring.STAGES
-            ready = ring.ready.index(stage)
-            mbarrier.expect(ready, tile.b_bytes)
-            for part in gl.static_range(parts):
-                load_weight(ring, stage, part, weight_descs[part], expert, k, column, PLAN)
-            if PLAN.contracted % block_k == 0:
-                copy_rows(ring.a.index(stage), x_ptr + k + x_offsets)
-            else:
-                inside, _ = gl.broadcast(gl.expand_dims(k + ks < PLAN.contracted, 0), x_offsets)
-                copy_rows(ring.a.index(stage), x_ptr + k + x_offsets, mask=inside)
-            copy_rows_arrive(ready, increment_count=False)
+    expert, first, end, column_block = order.locate(gl.program_id(0))
+    row_offsets = row_starts(_load_slots(slots_ptr, first, end, PLAN), stride_x8, PLAN)
+    next_expert, first, end, next_column_block = order.locate(gl.program_id(0) + num_programs)
+    next_slots = _load_slots(slots_ptr, first, end, PLAN)
+    _copy_step_rows(ring, 0, x_ptr, row_offsets, 0, PLAN)
+    for index in range(gl.program_id(0), order.count(), num_programs):
+        column = column_block * PLAN.part_n
+        for k in range(0, last_k, block_k):
+            ring.wait_empty(step + 1)
+            _load_step_weights(ring, step, weight_descs, expert, k, column, PLAN)
+            _copy_step_rows(ring, step + 1, x_ptr, row_offsets, k + block_k, PLAN)
             step += 1
+        row_offsets = row_starts(next_slots, stride_x8, PLAN)
+        ring.wait_empty(step + 1)
+        _load_step_weights(ring, step, weight_descs, expert, last_k, column, PLAN)
+        _copy_step_rows(ring, step + 1, x_ptr, row_offsets, 0, PLAN)
+        step += 1
+        expert = next_expert
+        column_block = next_column_block
+        next_expert, first, end, next_column_block = order.locate(index + 2 * num_programs)
+        next_slots = _load_slots(slots_ptr, first, end, PLAN)
+    copy_rows_commit()
+    copy_rows_wait(0)
 
 
 @gluon.jit

@@ -51,7 +51,7 @@ def _produce(ring, order, rows_desc, weight_descs, PLAN: gl.constexpr):
                 ready = ring.ready.index(stage)
                 mbarrier.expect(ready, tile.a_bytes + tile.b_bytes)
                 load_matrix(rows_desc, part, first, k, ready, ring.a.index(stage))
-                load_weight(ring, stage, 0, weight_descs[part], expert, k, column, PLAN)
+                load_weight(ring, step, 0, weight_descs[part], expert, k, column, PLAN)
                 step += 1
 
 

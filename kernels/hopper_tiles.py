@@ -63,21 +63,31 @@ def read_tile_order(blocks_ptr, offsets_ptr, COLUMN_BLOCKS: gl.constexpr, GROUP:
 
 @aggregate
 class Ring:
-    """STAGES pairs of operand tiles. ``ready``: filled by the producer; ``empty``: read by both consumers."""
+    """Operand tiles in flight: STAGES of a, LEAD fewer of b. ``ready``: filled; ``empty``: read by both consumers.
+
+    A producer with a LEAD starts the a tile of step ``s + LEAD`` beside the b tile of step ``s``: both take the place of
+    tiles whose step was given back ``STAGES - LEAD`` steps ago.
+    """
 
     a: shared_memory_descriptor
     b: shared_memory_descriptor
     ready: shared_memory_descriptor
     empty: shared_memory_descriptor
     STAGES: gl.constexpr
+    LEAD: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, a, b, ready, empty, STAGES):
+    def __init__(self, a, b, ready, empty, STAGES, LEAD):
         self.a = a
         self.b = b
         self.ready = ready
         self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
+        self.LEAD = gl.constexpr(LEAD)
+
+    @gluon.jit
+    def b_tile(self, step):
+        return self.b.index(step % (self.STAGES - self.LEAD))
 
     @gluon.jit
     def wait_empty(self, step):
@@ -111,16 +121,17 @@ def allocate_matrices(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr
 @gluon.jit
 def allocate_ring(dtype: gl.constexpr, READY_ARRIVALS: gl.constexpr, PLAN: gl.constexpr):
     tile: gl.constexpr = PLAN.tile
+    b_stages: gl.constexpr = tile.stages - tile.lead
     if PLAN.a_k_inner:
         a = allocate_matrices(dtype, tile.stages, tile.block_m, tile.block_k)
     else:
         a = allocate_matrices(dtype, tile.stages, tile.block_k, tile.block_m)
     if PLAN.b_k_inner:
-        b = allocate_matrices(dtype, tile.stages, tile.block_n, tile.block_k)
+        b = allocate_matrices(dtype, b_stages, tile.block_n, tile.block_k)
     else:
-        b = allocate_matrices(dtype, tile.stages, tile.block_k, tile.block_n)
+        b = allocate_matrices(dtype, b_stages, tile.block_k, tile.block_n)
     ready = allocate_barriers(tile.stages, READY_ARRIVALS)
-    return Ring(a, b, ready, allocate_barriers(tile.stages, 2), tile.stages)
+    return Ring(a, b, ready, allocate_barriers(tile.stages, 2), tile.stages, tile.lead)
 
 
 @gluon.jit
@@ -131,15 +142,16 @@ def load_matrix(descriptor, plane, row, column, barrier, buffer, pred=True):
 
 
 @gluon.jit
-def load_weight(ring, stage, part: gl.constexpr, descriptor, expert, k, column, PLAN: gl.constexpr):
+def load_weight(ring, step, part: gl.constexpr, descriptor, expert, k, column, PLAN: gl.constexpr):
     """Starts the load of one part's block of columns into its place in the b tile."""
-    buffer = ring.b.index(stage)
+    buffer = ring.b_tile(step)
+    ready = ring.ready.index(step % ring.STAGES)
     if PLAN.b_k_inner:
         part_n: gl.constexpr = descriptor.block_type.shape[1]
-        load_matrix(descriptor, expert, column, k, ring.ready.index(stage), buffer.slice(part * part_n, part_n, 0))
+        load_matrix(descriptor, expert, column, k, ready, buffer.slice(part * part_n, part_n, 0))
     else:
         part_n: gl.constexpr = descriptor.block_type.shape[2]
-        load_matrix(descriptor, expert, k, column, ring.ready.index(stage), buffer.slice(part * part_n, part_n, 1))
+        load_matrix(descriptor, expert, k, column, ready, buffer.slice(part * part_n, part_n, 1))
 
 
 @gluon.constexpr_function
@@ -166,9 +178,9 @@ def multiply(ring, step, num_steps, accumulator, HALF: gl.constexpr, PLAN: gl.co
         else:
             a = ring.a.index(stage).slice(HALF * half_m, half_m, 1).permute((1, 0))
         if PLAN.b_k_inner:
-            b = ring.b.index(stage).permute((1, 0))
+            b = ring.b_tile(step).permute((1, 0))
         else:
-            b = ring.b.index(stage)
+            b = ring.b_tile(step)
         accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
         accumulator = warpgroup_mma_wait(1, deps=[accumulator])
         if k > 0:
