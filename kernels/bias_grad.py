@@ -80,15 +80,42 @@ def launch_expert_bias_grad(rows, weights_TK, slots_N, offsets_E1, top_k, gather
     Returns:
         db_EC: shape [E, C], rows' dtype, contiguous; zero for an expert without rows. fp32 sums; two runs agree bit for bit.
     """
+    splits = _num_splits(offsets_E1, rows)
+    # One part is the result: written in its dtype.
+    parts_dtype = rows.dtype if splits == 1 else torch.float32
+    parts_SEC = _launch(rows, weights_TK, slots_N, offsets_E1, top_k, gathered, splits, parts_dtype)
+    return parts_SEC.select(0, 0) if splits == 1 else parts_SEC.sum(0).to(rows.dtype)
+
+
+def launch_expert_bias_grad_add(rows, db_EC, weights_TK, slots_N, offsets_E1, top_k, gathered):
+    """Adds column sums over each expert's rows to ``db_EC``.
+
+    Args:
+        db_EC: what is added to. Shape [E, C], dtype of rows or fp32, any strides.
+        Others: as for ``launch_expert_bias_grad``.
+
+    Sums in fp32, adds what is there and rounds once; two runs agree bit for bit.
+    """
+    splits = _num_splits(offsets_E1, rows)
+    parts_SEC = _launch(rows, weights_TK, slots_N, offsets_E1, top_k, gathered, splits, torch.float32)
+    db_EC.add_(parts_SEC.sum(0))
+
+
+def _num_splits(offsets_E1, rows) -> int:
+    C = rows.shape[1]
+    num_col_tiles = ceil_div(C, choose_bias_grad(static_size(C)).columns)
+    return bias_grad_splits(offsets_E1.shape[0] - 1, static_size(num_col_tiles))
+
+
+def _launch(rows, weights_TK, slots_N, offsets_E1, top_k, gathered, splits, parts_dtype):
+    """The sums of every part. Shape [splits, E, C]."""
     num_experts = offsets_E1.shape[0] - 1
     C = rows.shape[1]
     config = choose_bias_grad(static_size(C))
-    num_col_tiles = ceil_div(C, config.columns)
-    splits = bias_grad_splits(num_experts, static_size(num_col_tiles))
-    parts_SEC = rows.new_empty((splits, num_experts, C), dtype=rows.dtype if splits == 1 else torch.float32)
+    parts_SEC = rows.new_empty((splits, num_experts, C), dtype=parts_dtype)
     launch(
         _expert_bias_grad_kernel,
-        num_experts * splits * num_col_tiles,
+        num_experts * splits * ceil_div(C, config.columns),
         rows,
         weights_TK,
         slots_N,
@@ -108,4 +135,4 @@ def launch_expert_bias_grad(rows, weights_TK, slots_N, offsets_E1, top_k, gather
         num_warps=config.num_warps,
         num_stages=2,
     )
-    return parts_SEC.select(0, 0) if splits == 1 else parts_SEC.sum(0).to(rows.dtype)
+    return parts_SEC

@@ -3,8 +3,10 @@
     out[t, :]     = sum_k weights[t, k] * rows[positions[t, k], :]        weights None: 1
     dots[t, k]    = <rows[positions[t, k], :], tokens[t, :]>
 
-with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Both are bound by
-memory: a program of the sum takes one stretch of D of a few tokens, with up to UNROLL row loads in flight.
+with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Rows come whole or a
+range of columns at a time: ``out`` is then a range of columns too, and the dots are added up, a tile of columns after
+the other, so that both are the same either way. Both are bound by memory: a program of the sum takes one stretch of D
+of a few tokens, with up to UNROLL row loads in flight.
 """
 
 import triton
@@ -27,6 +29,7 @@ def _combine_kernel(
     D,
     stride_weights_t,
     stride_weights_k,
+    stride_out_t,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -53,7 +56,7 @@ def _combine_kernel(
                 weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
                 row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
             total += row
-    out_tile = out_ptr + tokens[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
+    out_tile = out_ptr + tokens[:, None] * stride_out_t + cols[None, :]  # [BLOCK_T, BLOCK_D]
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
 
 
@@ -77,32 +80,30 @@ def _row_dots_kernel(
     position = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
     used = position >= 0
     ds = tl.arange(0, BLOCK_D)
-    products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dots = tl.load(dots_ptr + slots, mask=slot_in, other=0.0)
     for d in range(0, D, BLOCK_D):
         cols = d + ds
         row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_N, BLOCK_D]
         token_tile = tokens_ptr + (slots // TOP_K)[:, None] * stride_tokens_t + cols[None, :] * stride_tokens_d
         row = load_tile(row_tile, used, cols < D, False, EVEN_D).to(tl.float32)
         token = load_tile(token_tile, used, cols < D, False, EVEN_D).to(tl.float32)
-        products += row * token
-    dots = tl.sum(products, axis=1)
-    tl.store(dots_ptr + slots, dots.to(dots_ptr.dtype.element_ty), mask=slot_in)
+        dots += tl.sum(row * token, axis=1)
+    tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
-def combine(rows_ND, weights_TK, positions_TK):
-    """Weighted sum of each token's rows, in token order.
+def combine(rows_ND, weights_TK, positions_TK, out_TD) -> None:
+    """Writes the weighted sum of each token's rows, in token order.
 
     Args:
-        rows_ND: rows in expert order. Shape [N, D], contiguous.
+        rows_ND: rows in expert order, or a range of their columns. Shape [N, D], contiguous.
         weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
         positions_TK: row of each slot, -1 for none, int32, contiguous.
+        out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
 
-    Returns:
-        out_TD: shape [T, D], rows_ND's dtype, contiguous. fp32 sums in order of k; two runs agree bit for bit.
+    fp32 sums in order of k; two runs agree bit for bit.
     """
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
-    out_TD = rows_ND.new_empty((T, D))
     config = choose_combine(static_size(D))
     launch(
         _combine_kernel,
@@ -114,6 +115,7 @@ def combine(rows_ND, weights_TK, positions_TK):
         T,
         D,
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        out_TD.stride(0),
         TOP_K=top_k,
         UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
         HAS_WEIGHTS=weights_TK is not None,
@@ -123,25 +125,21 @@ def combine(rows_ND, weights_TK, positions_TK):
         num_warps=config.num_warps,
         num_stages=1,
     )
-    return out_TD
 
 
-def row_dots(rows_ND, tokens_TD, positions_TK, dtype):
-    """Inner product of each slot's row with its token, 0 at unused slots.
+def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK) -> None:
+    """Adds the inner product of each slot's row with its token; nothing at unused slots.
 
     Args:
-        rows_ND: rows in expert order. Shape [N, D], contiguous.
-        tokens_TD: shape [T, D], any strides.
+        rows_ND: rows in expert order, or a range of their columns. Shape [N, D], contiguous.
+        tokens_TD: the same columns of the tokens. Shape [T, D], any strides.
         positions_TK: row of each slot, -1 for none, int32, contiguous.
-        dtype: of the result.
-
-    Returns:
-        dots_TK: shape [T, K], contiguous. fp32 sums; two runs agree bit for bit.
+        dots_TK: sums so far. Shape [T, K], fp32, contiguous. Two runs agree bit for bit, whatever the ranges.
     """
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
-    dots_TK = rows_ND.new_empty((T, top_k), dtype=dtype)
-    config = choose_row_dot(static_size(D))
+    # The tile of any width: a narrow last range would have a tile, and an order of its sums, of its own.
+    config = choose_row_dot(None)
     launch(
         _row_dots_kernel,
         ceil_div(T * top_k, config.rows),
@@ -159,4 +157,3 @@ def row_dots(rows_ND, tokens_TD, positions_TK, dtype):
         num_warps=config.num_warps,
         num_stages=1,
     )
-    return dots_TK

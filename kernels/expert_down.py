@@ -6,7 +6,8 @@ For row r in expert order, of expert e:
     out[t, :] = sum_k weights[t, k] * y[positions[t, k], :]
 
 ``y`` is ``[N, D]``, written once in the activation's dtype and gathered by ``combine``: deterministic, and faster than
-scattering from the GEMM. A program computes one tile of BLOCK_M rows by BLOCK_N columns of D.
+scattering from the GEMM. Where y would be large, it exists for a range of columns at a time (``row_chunks``). A program
+computes one tile of BLOCK_M rows by BLOCK_N columns of D.
 """
 
 import triton
@@ -25,6 +26,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.row_chunks import row_chunks
 from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, locate_row_tile, rows_times_weight
 
@@ -111,33 +113,44 @@ def launch_expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets
         out_TD: shape [T, D], h's dtype, contiguous. fp32 sums; two runs agree bit for bit.
     """
     (w,) = w_down
-    b = b_down[0] if b_down else None
     a = h_NGF.select(1, 0) if activation == "identity" else a_NF
     num_experts, F, D = w.shape
     num_rows = slots_N.shape[0]
-    y_ND = h_NGF.new_empty((num_rows, D))
-    if why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None:
-        hopper_ops.down_rows(a, w_down, b_down, offsets_E1, blocks_B2, y_ND)
-        return combine(y_ND, weights_TK, positions_TK)
-
+    out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
+    # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
+    on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None
     config = choose_expert_rows(
         operands(h_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(h_NGF)
     )
+    for first, y_ND in row_chunks(h_NGF, num_rows, D):
+        columns = first, y_ND.shape[1]
+        w_part, b_part = w.narrow(2, *columns), [b.narrow(1, *columns) for b in b_down]
+        if on_hopper:
+            hopper_ops.down_rows(a, [w_part], b_part, offsets_E1, blocks_B2, y_ND)
+        else:
+            _launch_portable(config, a, w_part, b_part, offsets_E1, blocks_B2, y_ND)
+        combine(y_ND, weights_TK, positions_TK, out_TD.narrow(1, *columns))
+    return out_TD
+
+
+def _launch_portable(config, a_NF, w_EFD, b_down, offsets_E1, blocks_B2, y_ND) -> None:
+    """Fills ``y_ND``."""
+    _, F, D = w_EFD.shape
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(
         _expert_down_kernel,
         num_row_tiles * ceil_div(D, config.block_n),
-        a,
-        w,
-        b,
+        a_NF,
+        w_EFD,
+        b_down[0] if b_down else None,
         offsets_E1,
         blocks_B2,
         y_ND,
         F,
         D,
-        *a.stride(),
-        *w.stride(),
-        *(b.stride() if b_down else (0, 0)),
+        *a_NF.stride(),
+        *w_EFD.stride(),
+        *(b_down[0].stride() if b_down else (0, 0)),
         HAS_BIAS=bool(b_down),
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_k),
@@ -149,4 +162,3 @@ def launch_expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return combine(y_ND, weights_TK, positions_TK)

@@ -6,8 +6,9 @@ For row r in expert order, of expert e:
     dx[t, :]  = sum_k weights[t, k] * dxe[positions[t, k], :]        weights None: 1
     dweights[t, k] = <dxe[positions[t, k], :], x[t, :]>              when the weights scale an expert's input
 
-``dxe`` is ``[N, D]``, written once in dh's dtype and gathered by ``combine``. A program computes one tile of BLOCK_M rows
-by BLOCK_N columns of D. Its one loop runs through gate and then up, so that the pipeline does not drain between.
+``dxe`` is ``[N, D]``, written once in dh's dtype and gathered by ``combine``; where it would be large, it exists for a
+range of columns at a time (``row_chunks``). A program computes one tile of BLOCK_M rows by BLOCK_N columns of D. Its one
+loop runs through gate and then up, so that the pipeline does not drain between.
 """
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moeblaze_ops.kernels import hopper_ops
-from moeblaze_ops.kernels.combine import combine, row_dots
+from moeblaze_ops.kernels.combine import add_row_dots, combine
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -28,6 +29,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
+from moeblaze_ops.kernels.row_chunks import row_chunks
 from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
 
@@ -118,25 +120,34 @@ def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
         (an empty fp32 [0, K] without weights); both contiguous. fp32 sums; two runs agree bit for bit.
     """
-    dx_ND = dh_NGF.new_empty((dh_NGF.shape[0], w_up[0].shape[3]))
-    if why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None:
-        hopper_ops.up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND)
-    else:
-        _launch_portable(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND)
-    dx_TD = combine(dx_ND, weights_TK, positions_TK)
-    if weights_TK is None:
-        return dx_TD, dh_NGF.new_empty((0, positions_TK.shape[1]), dtype=torch.float32)
-    return dx_TD, row_dots(dx_ND, x_TD, positions_TK, weights_TK.dtype)
-
-
-def _launch_portable(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
-    """Fills ``dx_ND``."""
     num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
-    num_rows, G = dh_NGF.shape[0], dh_NGF.shape[1]
-    gate, up = gate_and_up(w_up)
+    num_rows = dh_NGF.shape[0]
+    (T, top_k), weighted = positions_TK.shape, weights_TK is not None
+    dx_TD = dh_NGF.new_empty((T, D))
+    dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
+    # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
+    on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
     config = choose_expert_rows(
         operands(dh_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(dh_NGF)
     )
+    for first, dx_ND in row_chunks(dh_NGF, num_rows, D):
+        columns = first, dx_ND.shape[1]
+        w_part = [w.narrow(3, *columns) for w in w_up]
+        if on_hopper:
+            hopper_ops.up_backward_rows(dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
+        else:
+            _launch_portable(config, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
+        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
+        if weighted:
+            add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK)
+    return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
+
+
+def _launch_portable(config, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
+    """Fills ``dx_ND``."""
+    F, D = w_up[0].shape[2:]
+    G = dh_NGF.shape[1]
+    gate, up = gate_and_up(w_up)
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(
         _expert_up_backward_kernel,

@@ -54,13 +54,14 @@ def _weight_grad(
     slots_N: Tensor,
     offsets_E1: Tensor,
     top_k: int,
+    accumulate: bool,
     first: Tensor,
     second: Tensor | None,
 ) -> None:
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
 
     gradients = [first] if second is None else [first, second]
-    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k)
+    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k, accumulate)
 
 
 expert_up = _register(
@@ -83,6 +84,6 @@ down_backward = _register(
 )
 weight_grad = _register(
     "weight_grad(Tensor gathered_TD, Tensor grouped_NGF, Tensor slots_N, Tensor offsets_E1, int top_k,"
-    " Tensor(a!) first, Tensor(b!)? second) -> ()",
+    " bool accumulate, Tensor(a!) first, Tensor(b!)? second) -> ()",
     _weight_grad,
 )

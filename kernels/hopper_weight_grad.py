@@ -9,6 +9,9 @@ The last step of an expert has fewer rows than a stage. Both operands must be ze
 Inf or NaN of the next expert's rows would not be: that step copies both with masks. Tiles are visited from the
 expert with the most rows to the one with the fewest, back and forth over the programs, so that all programs end
 at about the same time however skewed the routing is.
+
+To accumulate, a consumer reads, adds and writes its tile of dW straight from the layout of its accumulator: eight
+bytes a thread and row of fp32, a whole sector for four threads. TMA could only add after rounding to dW's type.
 """
 
 import torch
@@ -38,6 +41,9 @@ from moeblaze_ops.kernels.hopper_tiles import (
     load_matrix,
     multiply,
 )
+
+ADD_COLUMNS = gl.constexpr(32)
+"""Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
 
 
 @triton.jit
@@ -232,12 +238,31 @@ def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constex
 
 
 @gluon.jit
-def _consume(HALF: gl.constexpr, ring, tiles, dw_descs, staging, PLAN: gl.constexpr):
+def _add(values, dw_ptr, row_offsets, rows_inside, column, PLAN: gl.constexpr):
+    """Adds a matrix to dW, ADD_COLUMNS at a time so that what is read fits beside the accumulator in registers."""
+    rows: gl.constexpr = values.shape[0]
+    half_n: gl.constexpr = values.shape[1] // 2
+    if values.shape[1] > ADD_COLUMNS:
+        left, right = gl.split(gl.permute(gl.reshape(values, [rows, 2, half_n]), (0, 2, 1)))
+        _add(left, dw_ptr, row_offsets, rows_inside, column, PLAN)
+        _add(right, dw_ptr, row_offsets, rows_inside, column + half_n, PLAN)
+    else:
+        layout: gl.constexpr = values.type.layout
+        columns = column + gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+        offsets = gl.convert_layout(row_offsets, gl.SliceLayout(1, layout), assert_trivial=True)
+        inside = gl.convert_layout(rows_inside, gl.SliceLayout(1, layout), assert_trivial=True)
+        ptrs = gl.expand_dims(dw_ptr + columns, 0) + gl.expand_dims(offsets, 1)
+        mask = gl.expand_dims(inside, 1) & gl.expand_dims(columns < PLAN.n, 0)
+        sums = gl.load(ptrs, mask=mask, other=0.0).to(gl.float32) + values
+        gl.store(ptrs, sums.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _consume(HALF: gl.constexpr, ring, tiles, dw, stride_dw_e8, stride_dw_m8, staging, PLAN: gl.constexpr):
     half_m: gl.constexpr = PLAN.tile.half_m
     block_n: gl.constexpr = PLAN.tile.block_n
     store_n: gl.constexpr = PLAN.store_n
     layout: gl.constexpr = accumulator_layout(PLAN)
-    staged = staging.index(HALF)
     step = 0
     next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(0)
     for turn in range(tiles.rounds()):
@@ -250,15 +275,25 @@ def _consume(HALF: gl.constexpr, ring, tiles, dw_descs, staging, PLAN: gl.conste
         accumulator, step = multiply(ring, step, num_steps, accumulator, HALF, PLAN)
         row = row_block * PLAN.tile.block_m + HALF * half_m
         column = column_block * block_n
-        if exists:
+        if PLAN.accumulate:
+            if num_steps > 0:
+                rows = row + gl.arange(0, half_m, gl.SliceLayout(1, layout))
+                offsets = expert.to(gl.int64) * stride_dw_e8 * 8 + rows.to(gl.int64) * stride_dw_m8 * 8
+                dw_ptr = dw[0]
+                if PLAN.parts == 2:
+                    dw_ptr = gl.where(part == 0, dw[0], dw[1])
+                _add(accumulator, dw_ptr, offsets, rows < PLAN.m, column, PLAN)
+        elif exists:
+            staged = staging.index(HALF)
             if store_n == block_n:
-                _store(staged, accumulator, dw_descs, part, expert, row, column, PLAN)
+                _store(staged, accumulator, dw, part, expert, row, column, PLAN)
             else:
                 pairs = gl.permute(gl.reshape(accumulator, [half_m, 2, store_n]), (0, 2, 1))
                 left, right = gl.split(pairs)
-                _store(staged, left, dw_descs, part, expert, row, column, PLAN)
-                _store(staged, right, dw_descs, part, expert, row, column + store_n, PLAN)
-    tma_store_wait(0)
+                _store(staged, left, dw, part, expert, row, column, PLAN)
+                _store(staged, right, dw, part, expert, row, column + store_n, PLAN)
+    if not PLAN.accumulate:
+        tma_store_wait(0)
 
 
 @gluon.jit
@@ -268,8 +303,10 @@ def _weight_grad_kernel(
     slots_ptr,
     grouped_desc,
     grouped_ptr,
-    first_dw_desc,
-    last_dw_desc,
+    first_dw,
+    last_dw,
+    stride_dw_e8,
+    stride_dw_m8,
     order_ptr,
     offsets_ptr,
     num_experts,
@@ -280,11 +317,13 @@ def _weight_grad_kernel(
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
     staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
     tiles = ExpertTiles(order_ptr, offsets_ptr, gl.to_tensor(num_experts), PLAN.blocks)
-    dw_descs = (first_dw_desc, last_dw_desc)
+    dw = (first_dw, last_dw)
+    stride_e8 = gl.to_tensor(stride_dw_e8)
+    stride_m8 = gl.to_tensor(stride_dw_m8)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), ring, tiles, dw_descs, staging, PLAN)),
-            (_consume, (gl.constexpr(1), ring, tiles, dw_descs, staging, PLAN)),
+            (_consume, (gl.constexpr(0), ring, tiles, dw, stride_e8, stride_m8, staging, PLAN)),
+            (_consume, (gl.constexpr(1), ring, tiles, dw, stride_e8, stride_m8, staging, PLAN)),
             (_produce_grouped, (ring, tiles, grouped_desc, PLAN)),
             (_produce_gathered, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN)),
         ],
@@ -300,23 +339,27 @@ def hopper_weight_grad(
     slots_N: Tensor,
     offsets_E1: Tensor,
     top_k: int,
+    accumulate: bool = False,
 ) -> None:
-    """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``.
+    """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
     Args:
         gathered_TD: Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
         grouped_NGF: rows in expert order, contiguous.
         dw: the outputs: [E, 2, F, D], two or one of [E, 1, F, D], or one [E, F, D] for a down projection; stride 1 in
-            F or D (all alike), other strides multiples of 8. Experts without rows get zeros.
+            F or D (all alike), other strides multiples of 8. Of gathered's dtype; to accumulate also fp32, and two with
+            equal strides.
         slots_N, offsets_E1: as ``dispatch`` gives them.
+        accumulate: add to dW, where an expert without rows keeps what it has, instead of writing; it gets zeros then.
 
     Accumulates in fp32; two runs agree bit for bit.
     """
     parts = tuple(dw) if dw[0].ndim == 3 else part_views(dw)
     num_experts, num_f, num_d = parts[0].shape
     if gathered_TD.shape[0] == 0:
-        for part in parts:
-            part.zero_()
+        if not accumulate:
+            for part in parts:
+                part.zero_()
         return
     gathered_is_a = parts[0].stride(2) != 1
     tile = weight_grad_tile()
@@ -329,9 +372,10 @@ def hopper_weight_grad(
         wide_offsets=needs_wide_offsets(gathered_TD),
         gathered_is_a=gathered_is_a,
         store_n=tile.block_n // 2,
+        accumulate=accumulate,
     )
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
-    dw_descs = [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
+    written = stored if accumulate else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
     order_E = torch.empty(num_experts, dtype=torch.int32, device=offsets_E1.device)
     order_experts(offsets_E1, order_E)
     launch_persistent(
@@ -342,8 +386,10 @@ def hopper_weight_grad(
         slots_N,
         describe(grouped_NGF.transpose(0, 1), 1, tile.block_k, plan.grouped_block),
         grouped_NGF,
-        dw_descs[0],
-        dw_descs[-1],
+        written[0],
+        written[-1],
+        stored[0].stride(0) // 8,
+        stored[0].stride(1) // 8,
         order_E,
         offsets_E1,
         num_experts,

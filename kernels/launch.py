@@ -27,6 +27,11 @@ def static_size(size) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def size_hint(size) -> int | None:
+    """``size``, or of a symbolic one the size that it was traced with, ``None`` when there is none: never adds a guard."""
+    return size if isinstance(size, int) else size.node.hint
+
+
 def is_multiple(size, block: int) -> bool:
     """Whether ``size`` is known to be a multiple of ``block`` without a guard."""
     return isinstance(size, int) and size % block == 0

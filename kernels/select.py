@@ -57,8 +57,10 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | N
         return "the tensors are not on a GPU"
     if capability(first) != _HOPPER:
         return f"the device has compute capability {capability(first)}, not {_HOPPER}"
-    if first.dtype not in (torch.bfloat16, torch.float16):
-        return f"{first.dtype} is not a 16-bit type"
+    # Weight gradients may be summed in fp32; what is multiplied may not.
+    dtype = first.dtype if gathered is None else gathered.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype} is not a 16-bit type"
     if (missing := _missing_gluon()) is not None:
         return missing
     if weight_on_input:

@@ -6,6 +6,9 @@
 index along the contraction. A program computes one BLOCK_M x BLOCK_N tile of ``[G * F, D]`` for one expert and walks over all
 of its rows; full blocks need no masks, and the last partial one is peeled off. Masked rows load as zero on *both* sides, so
 Inf or NaN of the next expert's rows cannot leak in. An expert without rows gets zeros.
+
+The same kernel adds to gradients that exist, of any float dtype: the program that owns a tile sums its rows in fp32, adds
+what the tile held and rounds once. An expert without rows keeps what it has.
 """
 
 import torch
@@ -93,6 +96,7 @@ def _expert_weight_grad_kernel(
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -167,12 +171,27 @@ def _expert_weight_grad_kernel(
             EVEN_D,
         )
 
-    wide_f = cols_f.to(tl.int64)[:, None]
-    wide_d = cols_d.to(tl.int64)[None, :]
     dw_ptr += expert.to(tl.int64) * stride_dw_e + g.to(tl.int64) * stride_dw_g
-    dw_tile = dw_ptr + wide_f * stride_dw_f + wide_d * stride_dw_d  # [BLOCK_M, BLOCK_N]
-    tile_in = (cols_f < F)[:, None] & (cols_d < D)[None, :]
-    tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=tile_in)
+    dw_rows = dw_ptr + cols_f.to(tl.int64)[:, None] * stride_dw_f
+    f_in = (cols_f < F)[:, None]
+    if ACCUMULATE:
+        # Half by half: what dW held would not fit in registers beside the whole tile.
+        left, right = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        half_d = d_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+        _add_tile(left, dw_rows, half_d, f_in & (first < end), D, stride_dw_d)
+        _add_tile(right, dw_rows, half_d + BLOCK_N // 2, f_in & (first < end), D, stride_dw_d)
+    else:
+        dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d  # [BLOCK_M, BLOCK_N]
+        tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=f_in & (cols_d < D)[None, :])
+
+
+@triton.jit
+def _add_tile(values, dw_rows, cols_d, rows_in, D, stride_dw_d):
+    """``values`` plus what dW holds there, back to dW."""
+    dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d
+    tile_in = rows_in & (cols_d < D)[None, :]
+    sums = values + tl.load(dw_tile, mask=tile_in, other=0.0).to(tl.float32)
+    tl.store(dw_tile, sums.to(dw_rows.dtype.element_ty), mask=tile_in)
 
 
 def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k):
@@ -181,7 +200,7 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
     Args:
         gathered_TD: side in token order. Shape [T, D], any strides.
         grouped_NGF: side in expert order, gathered's dtype. Shape [N, G, F], any strides.
-        like: the weights, one [E, G, F, D], two [E, 1, F, D] (gate, up), or one [E, F, D] (down, G is 1).
+        like: the weights, on any device, one [E, G, F, D], two [E, 1, F, D] (gate, up), or one [E, F, D] (down, G is 1).
         weights_TK: a scale for every slot, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1: from ``dispatch``, int32, contiguous.
         top_k: K.
@@ -190,22 +209,40 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
         A list of gradients with the shapes, dtypes and dense strides of ``like``; zero for an expert without rows.
         fp32 sums over rows in expert order; two runs agree bit for bit.
     """
-    gradients = [torch.empty_like(weight) for weight in like]
-    weighted = weights_TK is not None
-    hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": gradients, "weight_on_input": weighted}
-    if why_portable("expert_weight_grad", **hopper_operands) is None:
-        second = gradients[1] if len(gradients) == 2 else None
-        hopper_ops.weight_grad(gathered_TD, grouped_NGF, slots_N, offsets_E1, top_k, gradients[0], second)
-        return gradients
-    for first_g, dw in enumerate(gradients):
-        dw_EGFD = dw.unsqueeze(1) if dw.dim() == 3 else dw
-        num_g = dw_EGFD.shape[1]
-        _launch_weight_grad(gathered_TD, grouped_NGF.narrow(1, first_g, num_g), dw_EGFD, weights_TK, slots_N, offsets_E1, top_k)
+    gradients = [torch.empty_like(weight, device=gathered_TD.device) for weight in like]
+    _launch(gathered_TD, grouped_NGF, gradients, weights_TK, slots_N, offsets_E1, top_k, accumulate=False)
     return gradients
 
 
-def _launch_weight_grad(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k) -> None:
-    """Fills ``dw_EGFD``."""
+def launch_expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k):
+    """Adds the gradients of expert weights to ``dw``, tensors in the storage form of those weights.
+
+    Args:
+        dw: as ``like`` of ``launch_expert_weight_grad``, in the dtype of gathered or fp32.
+        Others: as for ``launch_expert_weight_grad``.
+
+    Sums over rows in fp32, adds what is there and rounds once; an expert without rows keeps what it has. Every element has
+    one writer: two runs agree bit for bit.
+    """
+    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate=True)
+
+
+def _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate) -> None:
+    """Fills ``dw``, or adds to it, with the Hopper kernel or the portable one."""
+    weighted = weights_TK is not None
+    hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": dw, "weight_on_input": weighted}
+    stored_alike = all(part.stride() == dw[0].stride() for part in dw[1:])
+    if why_portable("expert_weight_grad", **hopper_operands) is None and (stored_alike or not accumulate):
+        second = dw[1] if len(dw) == 2 else None
+        hopper_ops.weight_grad(gathered_TD, grouped_NGF, slots_N, offsets_E1, top_k, accumulate, dw[0], second)
+        return
+    for first_g, part in enumerate(dw):
+        part_EGFD = part.unsqueeze(1) if part.dim() == 3 else part
+        grouped = grouped_NGF.narrow(1, first_g, part_EGFD.shape[1])
+        _launch_portable(gathered_TD, grouped, part_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate)
+
+
+def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate) -> None:
     num_experts, G, F, D = dw_EGFD.shape
     config = choose_weight_grad(operands(gathered_TD), static_size(F), static_size(D), capability(gathered_TD))
     launch(
@@ -229,6 +266,7 @@ def _launch_weight_grad(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, 
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_m),
         EVEN_D=is_multiple(D, config.block_n),
+        ACCUMULATE=accumulate,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -215,15 +215,32 @@ def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
 
 
 def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
-    return x if x.dtype == dtype else view.make("cast", x, shape=x.shape, dtype=dtype)
+    if x.dtype == dtype:
+        return x
+    if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
+        return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
+    return view.make("cast", x, shape=x.shape, dtype=dtype)
+
+
+def is_scattered_over(x: Value, number: float) -> bool:
+    """Whether ``x`` is values stored by `scatter` into a tensor of one number."""
+    return x.op == "scatter" and not x.args[4] and x.args[0].op == "full" and x.args[0].args[0] == number
+
+
+def rescattered(view: GraphView, x: Value, number: float, source: Value) -> Value:
+    """The scatter ``x`` with another number and other values: what a function of its elements gives."""
+    base, dim, index, *_ = x.args
+    base = full(view, number, base.shape, source.dtype)
+    return view.make("scatter", base, dim, index, source, False, shape=x.shape, dtype=source.dtype)
 
 
 def full(view: GraphView, number: float, shape: tuple[Size, ...], dtype: torch.dtype) -> Value:
     return view.make("full", number, shape=shape, dtype=dtype)
 
 
-@form("zeros", "zeros_like", "new_zeros", "zero")
+@form("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty")
 def _zeros(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    # Memory that nothing was written to may hold zeros as well as anything else.
     return full(view, 0, output_shape(view), output_dtype(view))
 
 
@@ -281,7 +298,6 @@ for _name, _arity, _names in [
     ("floordiv", 2, ("floordiv", "floor_divide")),
     ("mod", 2, ("mod", "remainder")),
     ("relu", 1, ("relu",)),
-    ("sigmoid", 1, ("sigmoid",)),
     ("silu", 1, ("silu",)),
     ("tanh", 1, ("tanh",)),
     ("erf", 1, ("erf",)),
@@ -319,10 +335,33 @@ for _name in UNFUSED:
     _with_numbers(_name)
 
 
+@form("sigmoid")
+def _sigmoid(view: GraphView, x: Any) -> Value:
+    if is_scattered_over(tensor(x), -math.inf):
+        values = x.args[3]
+        chosen = view.make("pointwise", "sigmoid", (values,), (), shape=values.shape, dtype=values.dtype)
+        return rescattered(view, x, 0, chosen)
+    return pointwise(view, "sigmoid", x)
+
+
+@form("softmax")
+def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
+    """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
+    require(is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1], "scattered values")
+    values = cast(view, x.args[3], output_dtype(view))
+    return rescattered(view, x, 0, view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype))
+
+
 @form("truediv", "div", "divide", "true_divide")
 def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
     require(rounding_mode in (None, "floor"), "rounding mode")
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
+
+
+@form("addcmul")
+def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Value:
+    require(value == 1, "no scale")
+    return pointwise(view, "add", x, pointwise(view, "mul", a, b))
 
 
 @form("pow")

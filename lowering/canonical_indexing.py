@@ -9,6 +9,7 @@
     inverse (permutation)           grouped_mm (rows, weights, offsets)
 """
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from moeblaze_ops.lowering.canonical import (
     tensor,
 )
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
-from moeblaze_ops.lowering.values import GraphView, Value, fake_of
+from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name
 
 
 def _coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
@@ -245,6 +246,8 @@ def _one_hot(view: GraphView, index: Any, num_classes: int = -1) -> Value:
 def _permutation(view: GraphView, keys: Value, dim: int, descending: bool) -> Value:
     require(len(keys.shape) == 1 and axis(keys, dim) == 0 and not descending, "1-D keys, upwards")
     keys = _exact_integers(keys)
+    if same_size(keys.shape[0], 1):
+        return view.make("arange", 0, 1, shape=keys.shape, dtype=torch.int64)
     if keys.is_permutation:
         return view.make("inverse", keys, shape=keys.shape, dtype=torch.int64)
     return view.make("argsort", keys, shape=keys.shape, dtype=torch.int64)
@@ -302,7 +305,19 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
     return view.make("grouped_mm", cast(view, rows, dtype), cast(view, weights, dtype), tensor(offs))
 
 
+@form("topk", "max")
+def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The values and where they are along the axis; nothing else is known of either."""
+    at = 1 if target_name(view._node) == "topk" else 0
+    dim = args[at] if len(args) > at else kwargs.get("dim", -1)
+    values, indices = view.opaque(view._node)
+    indices.bound = tensor(x).shape[axis(x, dim)]
+    return values, indices
+
+
 @form("argmax")
 def _argmax(view: GraphView, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return view.make("argmax", tensor(x), dim, keepdim)
+    index = view.make("argmax", tensor(x), dim, keepdim)
+    index.bound = math.prod(x.shape) if dim is None else x.shape[axis(x, dim)]
+    return index
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.values import Value
 
@@ -69,7 +69,8 @@ class Evaluator(IndexingRules):
         kind = value.args[0] if value.op == "pointwise" else value.op
         rule = self._rules.get(value.op)
         integers = not value.dtype.is_floating_point
-        if rule is None or (depth >= MAX_PROJECTIONS and not integers and kind not in _SHALLOW):
+        shallow = integers or kind in _SHALLOW or (kind == "contract" and any(map(_is_mask, value.args[0])))
+        if rule is None or (depth >= MAX_PROJECTIONS and not shallow):
             return self.algebra.leaf(value, indices)
         return rule(value, indices, depth)
 
@@ -86,9 +87,9 @@ class Evaluator(IndexingRules):
 
     def _element_reshape(self, value: Value, indices: Indices, depth: int) -> Expr:
         (x,) = value.args
-        return self.element(x, self._reshape_indices(value.shape, x.shape, indices), depth)
+        return self.element(x, self.reshape_indices(value.shape, x.shape, indices), depth)
 
-    def _reshape_indices(self, outer: tuple[Size, ...], inner: tuple[Size, ...], indices: Indices) -> Indices:
+    def reshape_indices(self, outer: tuple[Size, ...], inner: tuple[Size, ...], indices: Indices) -> Indices:
         """Indices into ``inner`` of the row-major position that ``indices`` have in ``outer``."""
         result: list[Expr] = []
         for outer_axes, inner_axes in _common_groups(outer, inner):
@@ -146,10 +147,15 @@ class Evaluator(IndexingRules):
     def _element_stack(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, dim = value.args
         at = indices[dim]
-        if at.kind != "const":
-            self._unroll(at)
+        rest = (*indices[:dim], *indices[dim + 1 :])
+        if at.kind == "const":
+            return self.element(xs[at.args[0]], rest, depth)
+        self._unroll(at)
+        extent = self.algebra.extent(at)
+        if at.kind != "leaf" or depth or not isinstance(extent, int) or extent > min(len(xs), _MAX_UNROLLED):
             return self.algebra.leaf(value, indices)
-        return self.element(xs[at.args[0]], (*indices[:dim], *indices[dim + 1 :]), depth)
+        hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
+        return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
 
     def _unroll(self, index: Expr) -> None:
         if index.kind == "var":
@@ -198,8 +204,14 @@ class Evaluator(IndexingRules):
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             return e if whole or x.dtype == torch.bool or _is_count(e) else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
-        on_path = depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free)
-        return e if on_path else self.algebra.cast(value.dtype, e)
+        if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
+            return e
+        if depth == MAX_PROJECTIONS and e.kind == "mul" and any(map(_is_selection, e.args)):
+            # A routing weight on an expert's input: the kernels multiply by it behind the projection.
+            vector = [f for f in e.args if any(v.args[2] == "d" for v in f.free)]
+            scale = [f for f in e.args if f not in vector]
+            return self.algebra.mul(self.algebra.cast(value.dtype, self.algebra.mul(*vector)), *scale)
+        return self.algebra.cast(value.dtype, e)
 
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
         name, xs, params = value.args
@@ -252,19 +264,35 @@ class Evaluator(IndexingRules):
         sizes = {letter: size for x, label in zip(xs, labels, strict=True)
                  for letter, size in zip(label, x.shape, strict=True)}  # fmt: skip
         bound = [letter for letter in sizes if letter not in of]
-        projects = any(_is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True))
+        weights = [_is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
+        projects = any(weights)
         inner = depth + projects
 
         def body(vars: Indices) -> Expr:
             index = {**of, **dict(zip(bound, vars, strict=True))}
-            return self.algebra.mul(
-                *(self.element(x, tuple(index[c] for c in label), inner) for x, label in zip(xs, labels, strict=True))
-            )
+            factors = [self.element(x, tuple(index[c] for c in label), inner) for x, label in zip(xs, labels, strict=True)]
+            if projects:
+                factors = [f if weight else self._with_number(f, vars) for f, weight in zip(factors, weights, strict=True)]
+            return self.algebra.mul(*factors)
 
         return self._bind(indices, [sizes[b] for b in bound], body, "d" if projects else "r")
 
     def _per_token(self, label: str, of: dict[str, Expr]) -> bool:
-        return any(v.args[2] == "t" for letter in label if letter in of for v in of[letter].free)
+        return any(_moves_with_token(of[letter]) for letter in label if letter in of)
+
+    def _with_number(self, e: Expr, features: Indices) -> Expr:
+        """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
+        if e.kind != "mul" or e.has_dot:
+            return e
+        numbers = [f for f in e.args if f.kind == "const"]
+        others = [f for f in e.args if f.kind != "const"]
+        kept = [f for f in others if f.kind not in IDEMPOTENT and f.free.isdisjoint(features)] or [
+            f for f in others if not f.free.isdisjoint(features)
+        ]
+        if not numbers or not kept:
+            return e
+        others.remove(kept[0])
+        return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
 
     def _element_grouped_mm(self, value: Value, indices: Indices, depth: int) -> Expr:
         rows, weights, offsets = value.args
@@ -275,14 +303,15 @@ class Evaluator(IndexingRules):
             return self.algebra.leaf(value, indices)
         group = self.algebra.group(*self.algebra.open(ends), row)
         width = self.algebra.fresh(indices, rows.shape[1], "d")
-        product = self.algebra.mul(
-            self.element(rows, (row, width), depth + 1), self.element(weights, (group, width, column), depth + 1)
-        )
+        row_element = self._with_number(self.element(rows, (row, width), depth + 1), (width,))
+        product = self.algebra.mul(row_element, self.element(weights, (group, width, column), depth + 1))
         return self.algebra.sum(width, product)
 
     def _resolve_group(self, group: Expr) -> Expr:
         """The expert of a row that a sort by expert put in place, as the sorted key itself."""
         row = group.args[2]
+        if row is self.algebra.zero:
+            return self._only_group(group)
         if row.kind != "inverse":
             return group
         keys = row.args[0].args[0]
@@ -290,6 +319,13 @@ class Evaluator(IndexingRules):
         opened, counts = self.algebra.open(group)
         expected = self.algebra.sum(slot, self.algebra.eq(self.element(keys, (slot,)), opened))
         return self.element(keys, (row.args[1],)) if counts is expected else group
+
+
+    def _only_group(self, group: Expr) -> Expr:
+        """The expert of the first row, where there is one row in all."""
+        opened, counts = self.algebra.open(group)
+        key = [side for side in counts.args if side is not opened] if counts.kind == "eq" else []
+        return key[0] if len(key) == 1 and opened not in key[0].free else group
 
 
 def _accumulators(value: Value) -> list[Value]:
@@ -309,6 +345,11 @@ def _is_indicator(e: Expr) -> bool:
     return e.kind in ("eq", "any") or (e.kind == "mul" and all(map(_is_indicator, e.args)))
 
 
+def _is_selection(e: Expr) -> bool:
+    """What an expert gets of a token: a comparison with its number, or a sum of weights by such."""
+    return next(iter(subexpressions(e, lambda s: s.kind == "eq")), None) is not None
+
+
 def _is_count(e: Expr) -> bool:
     """Built from comparisons by sums and products only: a small integer whatever its dtype."""
     if e.kind in ("sum", "prefix"):
@@ -326,12 +367,25 @@ def _lower_bound(e: Expr) -> float:
     return 0
 
 
+def _moves_with_token(index: Expr) -> bool:
+    """Whether an index is made of a token's position, not only of what a tensor holds there."""
+    ends = subexpressions(index, lambda e: e.kind == "var" or (e.kind == "leaf" and not e.args[0].is_permutation))
+    return any(e.kind == "var" and e.args[2] == "t" for e in ends)
+
+
 def _is_weight(value: Value, *, gathered: bool) -> bool:
     """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one."""
     while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat"):
         gathered = gathered and value.op != "index"
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
     return value.op == "input" and not gathered
+
+
+def _is_mask(value: Value) -> bool:
+    """Truth values, as numbers of some type."""
+    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
+        value = value.args[0]
+    return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")
 
 
 def _common_groups(a: tuple[Size, ...], b: tuple[Size, ...]) -> list[tuple[list[int], list[int]]]:

@@ -135,12 +135,18 @@ class _Landed:
     def total(self, algebra: Algebra) -> Expr:
         return self._summed(algebra, algebra.mul(self.hits, self.body))
 
+    def _never_with(self, term: Expr) -> bool:
+        """Whether a term is zero wherever the row lands: one number cannot equal two."""
+        return any(_differ(f, self.hits) for f in (term.args if term.kind == "mul" else (term,)))
+
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
         if self.free and (self.unique is None or len(self.free) > 1):
             return None
-        if not self.free and self.hits is algebra.one and base is algebra.zero:
+        if not self.free and self.hits is algebra.one:
             return self.body
+        if not self.free and all(map(self._never_with, base.args if base.kind == "add" else (base,))):
+            return algebra.add(base, algebra.mul(self.hits, self.body))
         once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
         added = list(self.body.args if self.body.kind == "add" else (self.body,))
         for term in () if base is algebra.zero else base.args if base.kind == "add" else (base,):
@@ -148,6 +154,15 @@ class _Landed:
                 return None
             added.remove(term)
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
+
+
+def _differ(a: Expr, b: Expr) -> bool:
+    """Comparisons of the same expression with two numbers."""
+    if a.kind != "eq" or b.kind != "eq":
+        return False
+    numbers = [[side for side in e.args if side.kind == "const"] for e in (a, b)]
+    others = [[side for side in e.args if side.kind != "const"] for e in (a, b)]
+    return len(numbers[0]) == len(numbers[1]) == 1 and others[0] == others[1] and numbers[0] != numbers[1]
 
 
 def _ratio(total: Size, part: Size) -> int | None:

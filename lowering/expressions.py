@@ -35,6 +35,7 @@ _OPEN = 1000
 IDEMPOTENT = ("eq", "any", "distinct")
 """Kinds whose values are 0 and 1: they equal their squares."""
 
+_SCALED = "scaled"
 _BINDERS = ("sum", "any", "prefix", "group")
 
 
@@ -139,7 +140,7 @@ class Algebra:
         if kind == "inverse":
             return args[0].shape[0]
         if kind == "leaf":
-            return args[0].shape[0] if args[0].is_permutation else None
+            return args[0].bound
         if kind == "linear":
             total = args[0]
             for coefficient, atom in args[1]:
@@ -209,7 +210,7 @@ class Algebra:
             (whole if divides else rest).append((quotient if divides else coefficient, atom))
         base = constant // size if isinstance(constant, int) and isinstance(size, int) else 0
         remainder = self.linear(constant - base * size, rest)
-        return (self.linear(base, whole), remainder) if whole and self._fits(remainder, size) else None
+        return (self.linear(base, whole), remainder) if (whole or base) and self._fits(remainder, size) else None
 
     def div(self, e: Expr, size: Size) -> Expr:
         split = self._split(e, size)
@@ -302,6 +303,14 @@ class Algebra:
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
         return self._intern("call", name, args, params)
+
+    def scaled(self, number: float, e: Expr) -> Expr:
+        """``number * e`` as one factor, out of which no sum takes the number."""
+        return self.call(_SCALED, (e,), number)
+
+    def unscaled(self, e: Expr) -> Expr:
+        """``e``, a product if it is one that was ``scaled``."""
+        return self.mul(self.const(e.args[2][0]), *e.args[1]) if e.kind == "call" and e.args[0] == _SCALED else e
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
         return e if e.kind == "const" else self._intern("cast", dtype, e)

@@ -5,33 +5,38 @@ graph in place of the op. So eager calls, compiled graphs and the interpreter ru
 the memory of every buffer in between, and pointwise neighbours fuse as they do around its own kernels. What a launcher
 calls that is no Triton kernel stays a call: a custom op that writes into buffers which the launcher allocated.
 
-Off CUDA, and where an argument asks for a check on the host, the generated code calls the op.
+Off CUDA, where an argument asks for a check on the host, and where experts stored apart need no copy because they lie
+one after another in memory, the generated code calls the op.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moeblaze_ops import config
-from moeblaze_ops.library import LAUNCHERS
+from moeblaze_ops.joining import reads_in_place
+from moeblaze_ops.library import LAUNCHERS, OVERWRITING
 from moeblaze_ops.lowering import inductor_api
 
 
 def register_lowerings() -> None:
     """Register a lowering for every op of the namespace."""
     for op, launcher in LAUNCHERS.items():
-        register_traced_lowering(op, launcher, _checks_on_host if op is torch.ops.moeblaze.dispatch.default else _never)
+        register_traced_lowering(op, launcher, _must_call)
 
 
-def register_traced_lowering(op: torch._ops.OpOverload, launcher: Callable[[], Callable], must_call: Callable[[], bool]) -> None:
-    """Lower ``op`` on CUDA to what ``launcher()`` does with the same arguments, unless ``must_call()``.
+def register_traced_lowering(
+    op: torch._ops.OpOverload, launcher: Callable[[], Callable], must_call: Callable[[torch._ops.OpOverload, list], bool]
+) -> None:
+    """Lower ``op`` on CUDA to what ``launcher()`` does with the same arguments, unless ``must_call``.
 
     Args:
         op: an op tagged ``needs_exact_strides``, that returns tensors or lists of tensors.
         launcher: returns what takes the arguments of ``op`` in its order and returns its outputs, on fake tensors too.
-        must_call: whether the generated code has to call the op.
+        must_call: from the op and its arguments, fake: whether the generated code has to call the op.
     """
     call_op = inductor_api.fallback(op)
 
@@ -40,14 +45,21 @@ def register_traced_lowering(op: torch._ops.OpOverload, launcher: Callable[[], C
         leaves, structure = tree_flatten(_in_schema_order(op, node.args, node.kwargs))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         fakes = [leaves[i].meta["val"] for i in positions]
-        if must_call() or not any(isinstance(fake, torch.Tensor) and fake.device.type == "cuda" for fake in fakes):
-            return call_op(*args, **kwargs)
 
-        def launch(*values):
+        def arguments(values: list) -> list:
             filled = list(leaves)
             for i, value in zip(positions, values, strict=True):
                 filled[i] = value
-            return launcher()(*tree_unflatten(filled, structure))
+            return tree_unflatten(filled, structure)
+
+        on_cuda = any(isinstance(fake, torch.Tensor) and fake.device.type == "cuda" for fake in fakes)
+        if not on_cuda or must_call(op, arguments(fakes)):
+            return call_op(*args, **kwargs)
+
+        chosen = _overwriting_launcher(op, node, args) or launcher
+
+        def launch(*values):
+            return chosen()(*arguments(values))
 
         values, _ = tree_flatten(_in_schema_order(op, args, kwargs))
         return inductor_api.inline(inductor_api.trace(launch, fakes), [values[i] for i in positions], op.name())
@@ -61,9 +73,13 @@ def _in_schema_order(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> li
     return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
 
 
-def _checks_on_host() -> bool:
-    return config.check_expert_ids
+def _overwriting_launcher(op: torch._ops.OpOverload, node: fx.Node, args: tuple) -> Callable | None:
+    """The launcher that writes a result over an argument, where the memory of that argument is the graph's."""
+    position, launcher = OVERWRITING.get(op, (len(args), None))
+    given_away = position < len(args) and inductor_api.is_given_away(node.args[position], args[position])
+    return launcher if given_away else None
 
 
-def _never() -> bool:
-    return False
+def _must_call(op: torch._ops.OpOverload, args: list[Any]) -> bool:
+    checks_on_host = op is torch.ops.moeblaze.dispatch.default and config.check_expert_ids
+    return checks_on_host or reads_in_place(op, args)

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from traceback import StackSummary
 from types import CodeType
 from typing import Any
 
@@ -21,7 +22,10 @@ from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.variables.functions import UserFunctionVariable
 
 __all__ = [
     "counters",
@@ -93,6 +97,7 @@ class Frame:
     """A Python frame that Dynamo is about to compile."""
 
     code: CodeType
+    module_globals: dict[str, Any]
     backend: Callable
     export: bool
 
@@ -101,8 +106,10 @@ class Frame:
         return f"{self.code.co_name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
-def install_frame_hook(hook: Callable[[Callable[[], Any], Frame], Any]) -> None:
-    """Let ``hook(compile_frame, frame)`` compile every frame from now on, by calling ``compile_frame()``.
+def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) -> None:
+    """Let ``hook(compile_frame, frame)`` compile every frame from now on, by calling ``compile_frame(frame.code)``.
+
+    It may pass other code with the same arguments and cells.
 
     ``torch.compile`` has no public hook that runs before a frame is traced and knows its backend: a backend is called
     with finished graphs, attributes of a backend given by name are not looked at, and ``torch._dynamo.reset`` clears
@@ -113,16 +120,61 @@ def install_frame_hook(hook: Callable[[Callable[[], Any], Frame], Any]) -> None:
 
     @functools.wraps(original)
     def compile_frame(*args, **kwargs):
-        arguments = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        arguments = bound.arguments
         backend = innermost_backend(arguments["compiler_fn"])
         code = arguments["code"]
         for seen in _frame_watchers:
             if not _debug_get_cache_entry_list(code):
                 seen.append(code)
-        frame = Frame(code, backend, arguments.get("export", False))
-        return hook(functools.partial(original, *args, **kwargs), frame)
+
+        def compile_code(code: CodeType) -> Any:
+            arguments["code"] = code
+            return original(*bound.args, **bound.kwargs)
+
+        return hook(compile_code, Frame(code, arguments["globals"], backend, arguments.get("export", False)))
 
     convert_frame.compile_frame = compile_frame
+
+
+def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]) -> None:
+    """Let Dynamo trace ``substitute(code, globals)`` for every function that it inlines from now on."""
+    original = UserFunctionVariable.get_code
+
+    @functools.wraps(original)
+    def get_code(self):
+        return substitute(original(self), self.get_globals())
+
+    UserFunctionVariable.get_code = get_code
+
+
+def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
+    """Call ``notice`` with the traced stack for each write to a Python object that traced code did not make itself."""
+
+    def watched(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def write(self, item, *args, **kwargs):
+            if not isinstance(item.mutation_type, ValueMutationNew | AttributeMutationNew):
+                notice(torch._guards.TracingContext.extract_stack())
+            return original(self, item, *args, **kwargs)
+
+        return write
+
+    for name in ("store_attr", "mutation"):
+        setattr(SideEffects, name, watched(getattr(SideEffects, name)))
+
+
+def ends_in_break(gm: fx.GraphModule) -> bool:
+    """Whether a graph that Dynamo captured stops before the end of its frame."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and reason.graph_break
+
+
+def resumes(compiled: Any) -> bool:
+    """Whether the bytecode that a frame was compiled to calls what remains of the frame, after a graph break."""
+    bytecode = compiled.bytecode
+    parts = [constant.co_name for constant in bytecode.co_consts if isinstance(constant, CodeType)]
+    return any("resume_at" in name or "resume_in" in name for name in (*bytecode.co_names, *parts))
 
 
 @contextlib.contextmanager
@@ -209,6 +261,17 @@ def current_node() -> fx.Node:
     from torch._inductor.virtualized import V
 
     return V.graph.current_node
+
+
+def is_given_away(node: fx.Node, value: Any) -> bool:
+    """Whether the lowering of the only user of ``node``, ``value`` in Inductor's IR, may write into its memory.
+
+    So it is for what forward saved for this backward graph and for nobody else. A graph with such inputs raises when it is
+    asked to keep them (``retain_graph=True``): backward runs once.
+    """
+    from torch._inductor import ir
+
+    return len(node.users) == 1 and isinstance(getattr(getattr(value, "data", None), "data", None), ir.DonatedBuffer)
 
 
 def trace(function: Callable, fakes: list) -> fx.GraphModule:

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from moeblaze_ops.joining import are_in_a_row
 from moeblaze_ops.lowering.expressions import Algebra, Expr, Size
 from moeblaze_ops.lowering.reasons import Reason, prove
-from moeblaze_ops.lowering.values import Value
+from moeblaze_ops.lowering.values import Value, fake_of
 
 
 @dataclass(frozen=True)
 class WeightView:
     """One tensor of the ops' weight list.
 
-    ``values`` is one stored tensor of all experts, or one per expert (these have to be stacked). Each is viewed as
-    ``sizes`` and permuted by ``order`` to (E, G, F, D), (E, F, D), ... without E where there is one per expert.
-    ``half`` then selects one of two halves that are stored in the other order.
+    ``values`` is one stored tensor of all experts, or with ``apart`` one per expert. Each is viewed as ``sizes`` and
+    permuted by ``order`` to (E, G, F, D), (E, F, D), ..., with 1 for E where there is one per expert. ``half`` then
+    selects one of two halves that are stored in the other order.
     """
 
     values: tuple[Value, ...]
@@ -26,12 +27,21 @@ class WeightView:
     order: tuple[int, ...]
     dtype: torch.dtype
     cast: bool
-    stacked: bool
+    apart: bool
     half: int | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         return tuple(value.node for value in self.values)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of experts stored apart that are joined by a copy: on a GPU, unless they lie one after another in memory."""
+        stored = [fake_of(node) for node in self.nodes]
+        in_place = stored[0].device.type == "cpu" or (self.half is None and are_in_a_row(stored))
+        if not self.apart or (in_place and not self.cast):
+            return 0
+        return sum(fake.nbytes for fake in stored) // (1 if self.half is None else 2)
 
 
 @dataclass(frozen=True)
@@ -118,28 +128,26 @@ def _packed(halves: list, sizes: tuple[int, ...], num_experts: int | None) -> tu
         view, count = _view([gates, ups], sizes, num_experts, True)
         return (view,), count
     view, count = _view([ups, gates], sizes, num_experts, True)
-    parts = tuple(
-        WeightView(view.values, view.sizes, view.order, view.dtype, view.cast, view.stacked, half) for half in (1, 0)
-    )
+    parts = tuple(WeightView(view.values, view.sizes, view.order, view.dtype, view.cast, view.apart, half) for half in (1, 0))
     return parts, count
 
 
-def _view(
-    halves: list, sizes: tuple[int, ...], num_experts: int | None, halves_axis: bool
-) -> tuple[WeightView, int]:
+def _view(halves: list, sizes: tuple[int, ...], num_experts: int | None, halves_axis: bool) -> tuple[WeightView, int]:
     first = halves[0]
     lead = first[0]
     prove(all(e.strides == lead.strides for half in halves for e in half), Reason.WEIGHT_LAYOUT, "experts lie differently")
     prove(len({e.dtype for half in halves for e in half}) == 1, Reason.DTYPE_PATH, "weights of several dtypes")
-    separate = len(first) > 1 and len({e.value for e in first}) == len(first)
     axes: list[tuple[int, int]] = list(zip(lead.strides, sizes, strict=True))
     if halves_axis:
         axes.insert(0, (halves[1][0].constant - lead.constant, 2) if len(halves) == 2 else (0, 1))
     numel = math.prod(lead.value.shape)
     inner = math.prod(size for _, size in axes)
-    if separate:
+    apart = len(first) > 1 and (numel == inner or len({e.value for e in first}) == len(first))
+    if apart:
         prove(all(e.constant == 0 for e in first), Reason.WEIGHT_LAYOUT, "part of a tensor")
-        order_sizes, order = _tiled(axes, numel)
+        whole = all(math.prod(e.value.shape) == numel for e in first)
+        prove(whole, Reason.WEIGHT_LAYOUT, "experts of several sizes")
+        order_sizes, order = _tiled([(numel, 1), *axes], numel)
         count, values = len(first), tuple(e.value for e in first)
     else:
         prove(all(e.value is lead.value for e in first), Reason.WEIGHT_LAYOUT, "some experts share a tensor")
@@ -149,7 +157,7 @@ def _view(
         prove(count * inner == numel, Reason.EXPERT_COVERAGE, f"{count} experts read a tensor of {numel // inner}")
         order_sizes, order = _tiled([(stride, count), *axes], numel)
         values = (lead.value,)
-    return WeightView(values, order_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, separate), count
+    return WeightView(values, order_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart), count
 
 
 def _tiled(axes: list[tuple[int, int]], numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,7 +5,6 @@ sum of expert terms by `patterns_experts` and `patterns_routing`, and the operan
 in the graph by `operands` and `layouts`. Nothing here changes the graph.
 """
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,21 +20,20 @@ from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
+from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
 from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.patterns_activation import Formulas
-from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_expert_term, read_expert
+from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
 from moeblaze_ops.lowering.patterns_routing import Routing, read_compared, read_indexed, weight_indices
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.regions import Region, prove_region
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name, target_name
 
-log = logging.getLogger("moeblaze")
-
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
-    "index_copy", "copy",
+    "index_copy", "copy", "addcmul",
 ))  # fmt: skip
 
 
@@ -66,9 +64,10 @@ class MoEMatch:
     routed_by: frozenset[frozenset[Value]] = frozenset()
 
     @property
-    def stacked_copy(self) -> bool:
-        """Whether expert weights are separate parameters that have to be stacked."""
-        return any(view.stacked for view in (*self.w_up, self.w_down))
+    def copied_bytes(self) -> int:
+        """Bytes of separate expert weights and biases that are joined by a copy, in forward and again in backward."""
+        views = (*self.w_up, *self.b_up, self.w_down, *([self.b_down] if self.b_down else []))
+        return sum(view.copied_bytes for view in views)
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,7 @@ class Matcher:
         try:
             return self.match(root)
         except Exception as error:
-            # A graph that we cannot read has to compile all the same.
-            log.debug("%s", root.format_node(), exc_info=True)
-            return Decline(root, root, Reason.INTERNAL, f"{type(error).__name__}: {error}")
+            return Decline(root, root, Reason.INTERNAL, tolerate(error))
 
     def match(self, root: fx.Node) -> MoEMatch | Decline | None:
         """The layer whose output ``root`` completes; None when it does not look like one."""
@@ -212,21 +209,26 @@ class Matcher:
             element = self._evaluator.element(value, (*tokens, feature))
         except Unroll:
             return ()
-        return tuple(self._distributed(element))
+        terms = tuple(self._distributed(element))
+        others = [term for term in terms if not self._is_expert(term, feature)]
+        # The bias of an expert that is not weighted, or weighted on its input, is a term of its own.
+        return terms if len(others) != len(terms) - 1 or not all(map(is_chosen_bias, others)) else (element,)
 
     def _distributed(self, e: Expr) -> Iterator[Expr]:
-        """Terms of a sum, factors around an inner sum of several experts multiplied out."""
+        """Terms of a sum; what is around a sum of several experts is multiplied out, or summed term by term."""
         if e.kind == "add":
             for term in e.args:
                 yield from self._distributed(term)
-            return
-        inner = [f for f in e.args if f.kind == "add" and sum(t.has_dot for t in f.args) > 1] if e.kind == "mul" else []
-        if len(inner) != 1:
+        elif e.kind == "sum" and _sums_experts(e):
+            var, body = self._algebra.open(e)
+            for term in self._distributed(body):
+                yield self._algebra.sum(var, term)
+        elif e.kind == "mul" and len(inner := [f for f in e.args if _sums_experts(f)]) == 1:
+            others = [f for f in e.args if f is not inner[0]]
+            for term in self._distributed(inner[0]):
+                yield from self._distributed(self._algebra.mul(term, *others))
+        else:
             yield e
-            return
-        others = [f for f in e.args if f is not inner[0]]
-        for term in inner[0].args:
-            yield from self._distributed(self._algebra.mul(term, *others))
 
     def _is_expert(self, term: Expr, feature: Expr) -> bool:
         known = self._expert_terms.get(term)
@@ -274,7 +276,10 @@ class Matcher:
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
         prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
-        self._prove_distinct(routings)
+        gathered = weights is not None and weights.gathered
+        self._prove_distinct(routings, of_all=gathered and top_k > 1)
+        bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
+        prove(all(isinstance(bound, int) and bound <= E for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
         prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
         dtype = w_down.dtype
         b_up = tuple(_in_dtype(view, dtype) for view in b_up)
@@ -314,9 +319,9 @@ class Matcher:
         prove(not permuted, Reason.SAME_PERMUTATION, "groups of rows do not follow the sorted expert ids")
         return read_indexed(self._algebra, index, expert.binders, factors)
 
-    def _prove_distinct(self, routings: Sequence[Routing]) -> None:
+    def _prove_distinct(self, routings: Sequence[Routing], *, of_all: bool) -> None:
         """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
-        for ids in {ids for routing in routings for ids in routing.distinct}:
+        for ids in {ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))}:
             proven = ids.kind == "leaf" and ids.args[0].op == "output" and target_name(ids.args[0].args[0]) == "topk"
             proven = proven and ids.args[0].args[1] == 1 and _last_axis(ids.args[0].args[0])
             proven = proven and _slot_is_last(ids.args[1])
@@ -333,6 +338,13 @@ def _slot_is_last(indices: tuple[Expr, ...]) -> bool:
 def _last_axis(topk: fx.Node) -> bool:
     dim = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
     return dim in (-1, len(fake_of(topk)[1].shape) - 1)
+
+
+def _sums_experts(e: Expr) -> bool:
+    if e.kind == "sum" and e.args[0].args[2] == "r":
+        body = e.args[1]
+        return any(map(_sums_experts, body.args if body.kind == "mul" else (body,)))
+    return e.kind == "add" and sum(term.has_dot for term in e.args) > 1
 
 
 def _may_combine(node: fx.Node) -> bool:
@@ -375,7 +387,7 @@ def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | No
         return None
     prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
     usable = weights.dtype in (dtype, torch.float32)
-    return weights if usable else Operand(weights.node, torch.float32 if dtype.itemsize < 4 else dtype)
+    return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
 
 
 def _spelling(region: Region, routing: Routing) -> str:

@@ -1,22 +1,28 @@
 """Which node of the graph holds a tensor that a proof describes by its elements."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr, Size, same_size
-from moeblaze_ops.lowering.values import GraphView, Value
+from moeblaze_ops.lowering.values import GraphView, Value, fake_of
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A node that holds an operand of the ops, up to a reshape to ``[T, C]`` and a cast to ``dtype``."""
+    """A node that holds an operand of the ops, up to a reshape to ``[T, C]``, a cast to ``dtype`` and a constant factor.
+
+    ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them.
+    """
 
     node: fx.Node
     dtype: torch.dtype
+    gathered: bool = False
+    factor: float = 1
 
 
 class Finder:
@@ -37,8 +43,31 @@ class Finder:
             self._found[key] = self._search(targets, columns, width, depth)
         return self._found[key]
 
-    def _search(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> Operand | None:
-        for node in self._nodes:
+    def find_ids(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size) -> Operand | None:
+        """The same for expert ids; a cast of them to floating point has the same elements."""
+        found = self.find(targets, columns, width)
+        if found is None or not found.dtype.is_floating_point:
+            return found
+        nodes = [node for node in self._nodes if not getattr(fake_of(node), "dtype", torch.float32).is_floating_point]
+        return self._search(targets, columns, width, 0, nodes)
+
+    def find_scaled(
+        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0
+    ) -> Operand | None:
+        """The same, or the node that gives all targets when it is multiplied by one number."""
+        found = self.find(targets, columns, width, depth)
+        algebra = self._evaluator.algebra
+        numbers = {tuple(f.args[0] for f in t.args if f.kind == "const") if t.kind == "mul" else () for t in targets}
+        if found is None and len(numbers) == 1 and (number := numbers.pop()):
+            rests = tuple(algebra.mul(*(f for f in t.args if f.kind != "const")) for t in targets)
+            found = self.find(rests, columns, width, depth)
+            return found and replace(found, factor=number[0])
+        return found
+
+    def _search(
+        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, nodes: list[fx.Node] | None = None
+    ) -> Operand | None:
+        for node in self._nodes if nodes is None else nodes:
             value = self._view.value_at(node, self._position)
             if isinstance(value, Value) and self._holds(value, targets, columns, width, depth):
                 return Operand(node, value.dtype)
@@ -62,19 +91,13 @@ class Finder:
         return False
 
     def _token_indices(self, shape: tuple[Size, ...], width: Size) -> Iterable[tuple[Expr, ...]]:
-        """Token indices that fit ``[*tokens, width]``, its flattened form, or ``[*tokens]`` when width is 1."""
-        forms = [(self._sizes, self._tokens)]
-        if len(self._sizes) > 1:
-            terms, count = [], 1
-            for token, size in zip(self._tokens[::-1], self._sizes[::-1], strict=True):
-                terms.append((count, token))
-                count = count * size
-            flat = self._evaluator.algebra.linear(0, terms)
-            forms.append(((count,), (flat,)))
-        for own, token in forms:
-            for wanted in ((*own, width), own) if width == 1 else ((*own, width),):
-                if len(wanted) == len(shape) and all(map(same_size, wanted, shape)):
-                    yield token
+        """Token indices that fit ``[*tokens, width]``, or ``[*tokens]`` when width is 1, over any axes of the tokens."""
+        forms = [shape[:-1]] if shape and same_size(shape[-1], width) else []
+        for sizes in (*forms, shape) if width == 1 else forms:
+            if sizes == self._sizes:
+                yield self._tokens
+            elif sizes and same_size(math.prod(sizes), math.prod(self._sizes)):
+                yield self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
 
 
 def dependencies(view: GraphView, root: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS
 from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
@@ -33,12 +34,12 @@ def _find_summed(
     for ids, slot, weights in {(r.ids, r.slot, r.weights) for r in routings}:
         top_k = slot.args[1]
         prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
-        found_ids = finder.find((ids,), (slot,), top_k)
+        found_ids = finder.find_ids((ids,), (slot,), top_k)
         prove(found_ids is not None, *_unaligned(ids, "expert ids"))
         product = algebra.mul(*weights)
         found_weights = None
         if product is not algebra.one:
-            found_weights = finder.find((product,), (slot,), top_k, depth)
+            found_weights = finder.find_scaled((product,), (slot,), top_k, depth) or _find_scores(finder, routings, depth)
             prove(found_weights is not None, *_unaligned(product, "routing weights"))
         results.add((found_ids, found_weights, top_k))
     prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
@@ -56,16 +57,29 @@ def _find_per_slot(
     top_k = len(weights_of)
     columns = tuple(algebra.const(k) for k in range(top_k))
     for ids in _orders(list(weights_of)):
-        found_ids = finder.find(ids, columns, top_k)
+        found_ids = finder.find_ids(ids, columns, top_k)
         if found_ids is None:
             continue
         products = tuple(weights_of[e] for e in ids)
         if all(p is algebra.one for p in products):
             return found_ids, None, top_k
-        found_weights = finder.find(products, columns, top_k, depth)
+        found_weights = finder.find_scaled(products, columns, top_k, depth)
+        if found_weights is None and top_k == 1:
+            found_weights = _find_scores(finder, routings, depth)
         prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
         return found_ids, found_weights, top_k
     raise Declined(*_unaligned(next(iter(weights_of)), "expert ids"))
+
+
+def _find_scores(finder: Finder, routings: Sequence[Routing], depth: int) -> Operand | None:
+    """Scores of all experts, of which the layer uses those that the ids choose."""
+    scores = {routing.expert: routing.score for routing in routings}
+    if None in scores.values() or len(scores) < len(routings):
+        return None
+    experts = tuple(sorted(scores, key=lambda e: e.args[0]))
+    count = experts[0].args[1] if experts[0].kind == "var" else len(experts)
+    found = finder.find(tuple(map(scores.get, experts)), experts, count, depth)
+    return found and replace(found, gathered=True)
 
 
 def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:
@@ -83,12 +97,18 @@ def _unaligned(e: Expr, what: str) -> tuple[Reason, str]:
 def with_scaled_x(algebra: Algebra, finder: Finder, expert: ExpertTerm) -> ExpertTerm:
     """An expert whose input's scale is part of its x as far as the graph holds x scaled by it, as a norm does."""
     own = tuple(f for f in expert.scale if _is_of_token(f))
-    if not own:
-        return expert
-    x = algebra.mul(expert.x, *own)
-    if finder.find((x,), (expert.feature_in,), expert.feature_in.args[1], MAX_PROJECTIONS) is None:
-        return expert
-    return replace(expert, x=x, scale=tuple(f for f in expert.scale if f not in own))
+    for count in range(len(own), 0, -1):
+        for part in combinations(own, count):
+            x = _scaled(algebra, expert.x, part)
+            if finder.find((x,), (expert.feature_in,), expert.feature_in.args[1], MAX_PROJECTIONS) is not None:
+                return replace(expert, x=x, scale=tuple(f for f in expert.scale if f not in part))
+    return expert
+
+
+def _scaled(algebra: Algebra, x: Expr, scale: tuple[Expr, ...]) -> Expr:
+    if x.kind == "cast":
+        return algebra.cast(x.args[0], algebra.mul(x.args[1], *scale))
+    return algebra.mul(x, *scale)
 
 
 def _is_of_token(e: Expr) -> bool:
@@ -99,7 +119,7 @@ def _is_of_token(e: Expr) -> bool:
 def find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
     found = set()
     for x, feature in {(e.x, e.feature_in) for e in experts}:
-        operand = finder.find((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
+        operand = finder.find_scaled((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
         reason, detail = _unaligned(x, "tokens")
         prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)
         found.add(operand)

@@ -59,14 +59,15 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
             break
         binders.add(e.args[0])
         e = e.args[1]
-    down = next((s for s in map(_scaled_sum, _terms(e)) if s is not None and s.args[1].has_dot), None)
+    sums = (_scaled_sum(term, feature) for term in _terms(e))
+    down = next((s for s in sums if s is not None and s.args[1].has_dot), None)
     return down is not None and (chosen or any(_chooses(f, binders) for f in _factors(down.args[1]) if feature in f.free))
 
 
-def _scaled_sum(e: Expr) -> Expr | None:
-    """The projection's sum in a term that is one, up to constant factors."""
-    found = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d"]
-    return found[0] if len(found) == 1 and all(f is found[0] or f.kind == "const" for f in _factors(e)) else None
+def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:
+    """The projection's sum in a term that is one, up to factors that are the same for every feature of the output."""
+    found = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d" and feature in f.free]
+    return found[0] if len(found) == 1 and all(f is found[0] or feature not in f.free for f in _factors(e)) else None
 
 
 def _compares(e: Expr) -> bool:
@@ -76,8 +77,10 @@ def _compares(e: Expr) -> bool:
 def _chooses(weight: Expr, binders: set[Expr]) -> bool:
     """Whether a weight is indexed by data, by the group of a row, or by the variable of a sum around the expert."""
     for leaf in subexpressions(weight, lambda s: s.kind == "leaf"):
-        if any(index.kind in ("leaf", "group") or index in binders for index in leaf.args[1]):
-            return True
+        for index in leaf.args[1]:
+            atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]
+            if any(atom.kind in ("leaf", "group") or atom in binders for atom in atoms):
+                return True
     return False
 
 
@@ -95,30 +98,34 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
             binders.append(var)
             continue
         break
-    down_sum, constants, down_bias = _projection(core, feature)
+    down_sum, scale, down_bias = _projection(core, feature)
     width, body = algebra.open(down_sum)
     weights = [f for f in _factors(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
-    hidden = algebra.mul(*constants, *(f for f in _factors(body) if feature not in f.free))
+    hidden = algebra.mul(*scale, *(f for f in _factors(body) if feature not in f.free))
     read = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
     down = Projection(weights[0], down_bias)
     return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
 
 
 def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:
-    """``[constant *] sum over d of ... [+ bias]``."""
-    products = [t for t in _terms(e) if _scaled_sum(t) is not None]
+    """``[scale *] sum over d of ... [+ bias]``."""
+    products = [t for t in _terms(e) if _scaled_sum(t, output) is not None]
     others = [t for t in _terms(e) if t not in products]
     prove(len(products) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
     prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
-    constants = [f for f in _factors(products[0]) if f.kind == "const"]
-    return _scaled_sum(products[0]), constants, others[0] if others else None
+    product = _scaled_sum(products[0], output)
+    return product, [f for f in _factors(products[0]) if f is not product], others[0] if others else None
 
 
 def _is_weight_element(e: Expr) -> bool:
     while e.kind == "cast":
         e = e.args[1]
     return e.kind == "leaf"
+
+
+def is_chosen_bias(e: Expr) -> bool:
+    return _is_weight_element(e) and _chooses(e, set())
 
 
 def describe(e: Expr, feature: Expr) -> str:
@@ -143,7 +150,7 @@ def _read_hidden(
     symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
     hidden = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
     if scale and all(half.kind == "sum" for half in halves):
-        hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale)
+        hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale, movable)
     activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols, movable)
     projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     inputs = {(x, feature_in) for _, x, feature_in in projections}
@@ -152,7 +159,7 @@ def _read_hidden(
     return {
         "routing": routing,
         "x": x,
-        "scale": scale,
+        "scale": tuple(map(algebra.unscaled, scale)),
         "up": tuple(projection for projection, _, _ in projections),
         "activation": activation,
         "formula": formula,
@@ -185,13 +192,14 @@ def _named_activation(
     """
     constants = tuple(f for f in routing if f.kind == "const") if movable else ()
     others = tuple(f for f in routing if f not in constants)
-    for own, rest in (((), routing), (constants, others)):
+    half = algebra.const(0.5)  # of the GELU written by hand, when the routing weight has a constant too
+    doubled = (algebra.mul(algebra.const(2), *constants), *others)
+    for own, rest in (((), routing), (constants, others), ((half,) if constants else (), doubled)):
         named = formulas.name(algebra.mul(hidden, *own), halves)
         if named is not None:
             return *named, rest, None
-    whole = algebra.mul(hidden, *constants)
-    if is_pointwise(whole, halves):
-        return IDENTITY, halves, others, whole
+    if is_pointwise(hidden, halves):
+        return IDENTITY, halves, routing, hidden
     raise Declined(Reason.ACTIVATION, _spelled_activation(hidden, halves))
 
 
@@ -226,11 +234,17 @@ def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def _unscaled(
-    algebra: Algebra, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...], scale: tuple[Expr, ...]
+    algebra: Algebra,
+    hidden: Expr,
+    routing: tuple[Expr, ...],
+    halves: tuple[Expr, ...],
+    scale: tuple[Expr, ...],
+    movable: bool,
 ) -> tuple[Expr, tuple[Expr, ...]]:
     """``hidden`` with every scaled projection written as the bare one, which then stands for the pre-activation.
 
-    A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing.
+    A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing; it is
+    not ``movable`` out of a sum with a bias.
     """
     inverse = algebra.var(-4, 0, "r")
     once = [s for s in scale if s.kind in IDEMPOTENT]
@@ -251,8 +265,10 @@ def _unscaled(
         return e
 
     marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
-    bare = cancel(algebra.mul(marked, *routing))
+    bare = cancel(algebra.mul(marked, *routing) if movable else marked)
     prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
+    if not movable:
+        return bare, routing
     inside = [f for f in _factors(bare) if any(half in f.free for half in halves)]
     outside = tuple(f for f in _factors(bare) if f not in inside)
     return algebra.mul(*inside), outside
@@ -266,7 +282,7 @@ def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Exp
     feature_in, body = algebra.open(half)
     weights = [f for f in _factors(body) if width in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "up projection")
-    x = algebra.mul(*(f for f in _factors(body) if width not in f.free))
+    x = algebra.mul(*(algebra.unscaled(f) for f in _factors(body) if width not in f.free))
     return Projection(weights[0], bias), x, feature_in
 
 

@@ -1,21 +1,26 @@
 """The router before a matched layer: which of the scorings of ``moeblaze::route`` made its ids and weights.
 
-Read from the layer's two operands backwards, node by node. Only scores that are taken in fp32 are recognised, so that
-the fused op changes no rounding; everything else stays as the user wrote it, which costs time and nothing more.
+Read from the layer's two operands backwards, node by node; `patterns_choice` reads what the choice goes by where that
+is not the scores themselves. Only scores that are taken in fp32 are recognised, so that the fused op changes no
+rounding; everything else stays as the user wrote it, which costs time and nothing more.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from moeblaze_ops.lowering.match import MoEMatch
+from moeblaze_ops.lowering.patterns_choice import Choice, read_choice
 from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
+from moeblaze_ops.routing import MAX_TOP_K, SIGMOID_EPS
 
 _SHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "clone", "unsqueeze", "squeeze"))
 _CASTS = frozenset(("to", "float", "type_as", "long", "int", "bfloat16", "half", "type"))
-MAX_CHOICES = 32
+_HALF = (torch.bfloat16, torch.float16)
+_NEGLIGIBLE = 1e-12
+"""Below half the distance of fp32 numbers at 1 / 4096, the least that the largest of all probabilities can be."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,15 @@ class RouterMatch:
     scoring: str
     renormalize: bool
     scale: float
+    choice: Choice = Choice()
 
 
 class _Trail:
-    """Walks backwards and remembers which nodes it passed."""
+    """Walks backwards and remembers which nodes it passed, and which it started from."""
 
     def __init__(self) -> None:
         self.nodes: set[fx.Node] = set()
+        self.sources: set[fx.Node] = set()
 
     def peel(self, node: fx.Node, accept: Callable[[fx.Node, fx.Node], bool]) -> fx.Node:
         """The first node behind ``node`` that is not a step that ``accept(step, its input)`` takes."""
@@ -46,58 +53,88 @@ class _Trail:
 
 def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, if nobody else reads its choices."""
-    if match.weights is None:
+    if match.weights is None or match.weights.gathered:
         return None
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_choices)
     topk = _topk_of(choice, 1)
     if topk is None or not _takes_largest_of_last_axis(topk, match.K):
         return None
-    found = _read_weights(trail, match.weights.node, topk)
+    found = _read_weights(view, trail, match.weights.node, topk, choice)
     if found is None or not isinstance(fake_of(found.logits).shape[-1], int):
+        return None
+    if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
         return None
     trail.nodes |= {topk, choice}
     readers = {user for node in trail.nodes for user in node.users}
-    # The fused router reads the logits at the end of the layer, and saves them for the backward.
-    unchanged = view.value_at(found.logits, len(view.position)) is view.value(found.logits)
+    # The fused router reads them at the end of the layer, and saves the logits for the backward.
+    sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
+    unchanged = all(view.value_at(node, len(view.position)) is view.value(node) for node in sources)
     return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
 
 
-def _read_weights(trail: _Trail, weights: fx.Node, topk: fx.Node) -> RouterMatch | None:
+def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
     node = trail.peel(weights, _same_choices_or_last_cast)
-    scale, renormalize = 1.0, False
+    scale, eps = 1.0, None
     if target_name(node) in ("mul", "imul") and isinstance(node.args[1], (int, float)) and node.args[1] > 0:
         scale = float(node.args[1])
         trail.nodes.add(node)
         node = trail.peel(node.args[0], _same_choices)
-    if (kept := _renormalized(trail, node)) is not None:
-        renormalize = True
+    if (divided := _renormalized(trail, node)) is not None:
+        kept, eps = divided
         node = trail.peel(kept, _same_choices)
-    if target_name(node) == "softmax" and _along_last_axis(node) and fake_of(node).dtype == torch.float32:
+    # Rounded to half precision once, a softmax over the chosen is the fused one, cast.
+    once = scale == 1 and fake_of(node).dtype in _HALF
+    if target_name(node) == "softmax" and _along_last_axis(node) and (once or fake_of(node).dtype == torch.float32):
         trail.nodes.add(node)
         values = trail.peel(node.args[0], _same_choices_or_cast_up)
-        if _topk_of(values, 0) is not topk or renormalize:
+        if _topk_of(values, 0) is not topk or eps is not None:
             return None
         trail.nodes.add(values)
+        trail.sources.add(topk.args[0])
         return RouterMatch(_before_cast_up(topk.args[0]), "softmax_topk", False, scale)
-    if _topk_of(node, 0) is not topk:
+    if _topk_of(node, 0) is topk:
+        scores, choice = topk.args[0], Choice()
+    elif (scores := _gathered_by(trail, node, chosen)) is not None:
+        choice = read_choice(view, topk, scores)
+    else:
         return None
+    found = _read_scores(scores, scale, eps) if choice is not None else None
     trail.nodes.add(node)
-    scores = topk.args[0]
-    if fake_of(scores).dtype != torch.float32:
+    trail.sources.add(scores)
+    return found and replace(found, choice=choice)
+
+
+def _read_scores(scores: fx.Node, scale: float, eps: float | None) -> RouterMatch | None:
+    """The scoring of all experts; ``eps`` is what is added to the sum that they are divided by, None without a division."""
+    name = target_name(scores)
+    if fake_of(scores).dtype != torch.float32 or not scores.args:
         return None
-    if target_name(scores) == "softmax" and _along_last_axis(scores):
-        return RouterMatch(_before_cast_up(scores.args[0]), "softmax", renormalize, scale)
-    if target_name(scores) == "sigmoid":
-        return RouterMatch(_before_cast_up(scores.args[0]), "sigmoid", renormalize, scale)
+    if name == "softmax" and _along_last_axis(scores) and (eps is None or 0 <= eps < _NEGLIGIBLE):
+        return RouterMatch(_before_cast_up(scores.args[0]), "softmax", eps is not None, scale)
+    if name == "sigmoid" and eps in (None, 0, SIGMOID_EPS):
+        return RouterMatch(_before_cast_up(scores.args[0]), "sigmoid", eps is not None, scale)
     return None
 
 
-def _renormalized(trail: _Trail, node: fx.Node) -> fx.Node | None:
-    """The numerator of ``w / w.sum(-1, keepdim=True)``."""
+def _gathered_by(trail: _Trail, node: fx.Node, chosen: fx.Node) -> fx.Node | None:
+    """The scores that ``node`` gathers by the chosen ids."""
+    if target_name(node) != "gather" or len(node.args) != 3:
+        return None
+    scores, dim, ids = node.args
+    same = trail.peel(ids, _same_choices) is chosen and fake_of(ids).dim() == fake_of(scores).dim()
+    return scores if same and _is_last(dim, scores) else None
+
+
+def _renormalized(trail: _Trail, node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The numerator of ``w / (w.sum(-1, keepdim=True) + eps)``, and eps."""
     if target_name(node) not in ("truediv", "itruediv", "div", "div_") or len(node.args) != 2:
         return None
     kept, total = node.args
+    eps = 0
+    if isinstance(total, fx.Node) and target_name(total) in ("add", "iadd") and len(total.args) == 2:
+        trail.nodes.add(total)
+        total, eps = total.args
     if not isinstance(total, fx.Node) or target_name(total) != "sum" or total.args[0] is not kept:
         return None
     dim = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
@@ -105,7 +142,7 @@ def _renormalized(trail: _Trail, node: fx.Node) -> fx.Node | None:
     if not keepdim or not _is_last(dim, kept) or total.kwargs.get("dtype") not in (None, fake_of(kept).dtype):
         return None
     trail.nodes |= {node, total}
-    return kept
+    return (kept, eps) if isinstance(eps, (int, float)) else None
 
 
 def _topk_of(node: fx.Node, output: int) -> fx.Node | None:
@@ -118,7 +155,7 @@ def _takes_largest_of_last_axis(topk: fx.Node, top_k: int) -> bool:
     names = ("input", "k", "dim", "largest", "sorted")
     given = dict(zip(names, topk.args, strict=False)) | dict(topk.kwargs)
     last = _is_last(given.get("dim", -1), given["input"])
-    return given["k"] == top_k <= MAX_CHOICES and last and given.get("largest", True) and given.get("sorted", True)
+    return given["k"] == top_k <= MAX_TOP_K and last and given.get("largest", True)
 
 
 def _along_last_axis(softmax: fx.Node) -> bool:
@@ -155,8 +192,7 @@ def _before_cast_up(node: fx.Node) -> fx.Node:
 
 
 def _is_cast_up(step: fx.Node, source: fx.Node) -> bool:
-    half = (torch.bfloat16, torch.float16)
-    return target_name(step) in _CASTS and fake_of(step).dtype == torch.float32 and fake_of(source).dtype in half
+    return target_name(step) in _CASTS and fake_of(step).dtype == torch.float32 and fake_of(source).dtype in _HALF
 
 
 def _same_last_axis(a: fx.Node, b: fx.Node) -> bool:

@@ -20,6 +20,7 @@ class Routing:
     slot: Expr | None  # the variable over K, or None for one fixed slot
     weights: tuple[Expr, ...]
     distinct: tuple[Expr, ...] = ()  # ids that must differ within a token
+    score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
 
 
 def weight_indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
@@ -70,11 +71,13 @@ def read_compared(
         distinct.add(chosen.ids)
     plain, markers = _without_markers(tuple(plain))
     prove(expert is None or all(expert not in f.free for f in plain), Reason.ROUTING, "weights vary with the expert")
-    return Routing(chosen.expert, chosen.ids, chosen.slot, (*chosen.weights, *plain), (*distinct, *markers))
+    weights, score = (*chosen.weights, *plain), algebra.mul(chosen.factor, *plain)
+    return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), score)
 
 
 @dataclass(frozen=True)
 class _Selection:
+    factor: Expr
     expert: Expr
     ids: Expr
     slot: Expr | None
@@ -98,7 +101,7 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
         # A cast of the sum is the cast of its one term.
         weights = (algebra.cast(dtype, algebra.mul(*weights)),)
     found, ids = _ids(comparisons[0], expert)
-    return _Selection(found, ids, slot, weights, core.kind == "any", distinct)
+    return _Selection(factor, found, ids, slot, weights, core.kind == "any", distinct)
 
 
 def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:

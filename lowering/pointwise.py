@@ -1,5 +1,7 @@
 """Pointwise functions of expressions: all that sums and products can say is said by them."""
 
+import operator
+
 from moeblaze_ops.lowering.expressions import Algebra, Expr
 
 
@@ -32,8 +34,12 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, a)
         case "silu":
             return algebra.mul(a, algebra.call("sigmoid", (a,)))
+        case "clamp" if integers and _stays(algebra, a, *params):
+            return a
         case "clamp" if params == (0, None):
             return algebra.call("relu", (a,))
+        case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
+            return algebra.const(int(known))
         case "eq":
             return algebra.eq(a, b)
         case "ne":
@@ -43,6 +49,28 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
         case "where":
             return _where(algebra, *args)
     return algebra.call(name, tuple(args), *params)
+
+
+def _largest(algebra: Algebra, e: Expr) -> int | None:
+    """An upper bound of an index that is never negative; None where that, or the bound, is not known."""
+    extent = algebra.extent(e)
+    negative = e.kind == "linear" and not (isinstance(e.args[0], int) and e.args[0] >= 0)
+    return extent - 1 if isinstance(extent, int) and not negative else None
+
+
+def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
+    """Whether the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
+    largest = _largest(algebra, a)
+    if largest is None or b.kind != "const":
+        return None
+    first, last = (getattr(operator, name)(end, b.args[0]) for end in (0, largest))
+    return first if first == last else None
+
+
+def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) -> bool:
+    """Whether the whole range of the index ``a`` lies inside the bounds."""
+    largest = _largest(algebra, a)
+    return largest is not None and (lower is None or lower <= 0) and (upper is None or largest <= upper)
 
 
 def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:

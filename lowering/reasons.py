@@ -29,7 +29,7 @@ class Reason(Enum):
     EXTRA_USER = "an intermediate result has another user"
     CONTEXT = "autocast or gradient mode changes inside the layer"
     OPERANDS = "the fused operators do not take these operands"
-    INTERNAL = "an error in the matcher"
+    INTERNAL = "an error in the rewrite itself"
 
     @property
     def rank(self) -> int:

@@ -16,11 +16,15 @@ _PROJECTIONS = frozenset((
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes between the operands and the root, in graph order, and the nodes that hold the result afterwards."""
+    """Nodes between the operands and the root, in graph order, and the nodes that hold the result afterwards.
+
+    ``ignores_autocast``: its products are computed in another dtype than the one that autocast is on for.
+    """
 
     root: fx.Node
     nodes: tuple[fx.Node, ...]
     carriers: tuple[fx.Node, ...]
+    ignores_autocast: bool
 
 
 def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype) -> Region:
@@ -32,12 +36,11 @@ def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], d
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     _prove_saved(view, root, operands)
-    _prove_autocast(view, root, dtype)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, root)
     ordered = tuple(sorted(nodes, key=view.position.__getitem__))
-    return Region(root, ordered, carriers)
+    return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
 
 
 def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
@@ -117,17 +120,12 @@ def reads_size(node: fx.Node) -> bool:
     return node.op != "output" and fake is not None and not isinstance(fake, (torch.Tensor, tuple, list))
 
 
-def _prove_autocast(view: GraphView, root: fx.Node, dtype: torch.dtype) -> None:
-    """The ops compute in autocast's dtype where it is on, so that has to be the layer's."""
-    inside = [args for name, args in view.context[root] if name == "_enter_autocast"]
-    if inside:
-        _, autocast, enabled, *_ = inside[-1]
-        prove(not enabled or autocast in (dtype, None), Reason.DTYPE_PATH, f"autocast to {autocast}, computed in {dtype}")
-        return
-    result = fake_of(view.writes.get(root, root))
-    device = result.device.type
-    if torch.is_autocast_enabled(device):
-        prove(torch.get_autocast_dtype(device) == dtype, Reason.DTYPE_PATH, f"autocast, computed in {dtype}")
+def _autocast_dtype(view: GraphView, root: fx.Node) -> torch.dtype | None:
+    """What autocast would cast the operands of ops at ``root`` to, None where it is off."""
+    device = fake_of(view.writes.get(root, root)).device.type
+    inside = [args for name, args in view.context[root] if name == "_enter_autocast" and args[0] == device]
+    dtype, enabled = inside[-1][1:3] if inside else (None, torch.is_autocast_enabled(device))
+    return (dtype or torch.get_autocast_dtype(device)) if enabled else None
 
 
 def _prove_dtype(node: fx.Node, dtype: torch.dtype, root: fx.Node) -> None:

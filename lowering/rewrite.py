@@ -5,14 +5,12 @@ nothing that was not proven, and finds nothing when run again.
 """
 
 import logging
-import operator
-from collections.abc import Callable
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.dispatch
@@ -22,8 +20,9 @@ import moeblaze_ops.experts_up
 import moeblaze_ops.routing  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.activations import is_gated
+from moeblaze_ops.lowering.edits import Edits, Inserter
 from moeblaze_ops.lowering.inductor_api import counters
-from moeblaze_ops.lowering.layouts import WeightView
+from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_activation import emit
@@ -43,7 +42,8 @@ class Candidate:
     """One layer that was looked at.
 
     ``became`` is the text of what replaced it; ``reason`` (a name of `reasons.Reason`) and ``detail`` say why it was
-    left alone. Sizes are ints, or text for symbolic ones.
+    left alone. Sizes are ints, or text for symbolic ones. ``copied_bytes`` of separate expert weights are joined by a copy in
+    forward, and again in backward.
     """
 
     module_path: str
@@ -60,7 +60,7 @@ class Candidate:
     D: int | None = None
     F: int | None = None
     dtype: torch.dtype | None = None
-    stacked_copy: bool = False
+    copied_bytes: int = 0
 
 
 @dataclass
@@ -86,7 +86,11 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
     Returns:
         Every candidate in graph order. Also counted in ``torch._dynamo.utils.counters["moeblaze"]`` (``rewritten``, and
-        ``declined_<reason>``) and logged at debug level by the logger ``moeblaze``.
+        ``declined_<reason>``) and logged at debug level by the logger ``moeblaze``. An error of our own leaves the graph,
+        or the body, as it was; its layers are then declined as ``INTERNAL``.
+
+    Raises:
+        Exception: such an error, where ``config.strict`` is set.
     """
     report = RewriteReport()
     for module in gm.modules():
@@ -96,21 +100,35 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
 
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
-    matcher = Matcher(gm.graph)
-    results = matcher.matches()
-    routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
-    for result in results:
-        if isinstance(result, MoEMatch):
-            became = _replace(gm.graph, result, routers[result.root])
-            result = became if isinstance(became, Decline) else result
-        candidate = _declined(result) if isinstance(result, Decline) else _rewritten(result, became)
+    results: list[MoEMatch | Decline] = []
+    edits = Edits(gm.graph)
+    try:
+        matcher = Matcher(gm.graph)
+        results = matcher.matches()
+        routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
+        candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
+        if edits.mark():
+            gm.graph.lint()
+        dead = _dead(gm.graph, [result for result, c in zip(results, candidates, strict=True) if c.reason is None])
+    except Exception as error:
+        edits.undo()
+        detail = tolerate(error)
+        candidates = [_declined(decline) for decline in _failed(gm.graph, results, detail)]
+    else:
+        _erase(gm, dead)
+    for candidate in candidates:
         report.candidates.append(candidate)
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
         outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
         log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
-    if any(isinstance(result, MoEMatch) for result in results):
-        gm.graph.lint()
-        gm.recompile()
+
+
+def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> list[Decline]:
+    """What becomes of the results where something went wrong: no layer of the graph is rewritten."""
+    somewhere = next((node for node in graph.nodes if _source(node)), graph.output_node())
+    roots = [result.root for result in results if isinstance(result, MoEMatch)] or [somewhere]
+    internal = [Decline(root, root, Reason.INTERNAL, detail) for root in roots]
+    return [*(result for result in results if isinstance(result, Decline)), *internal]
 
 
 def _declined(result: Decline) -> Candidate:
@@ -134,17 +152,14 @@ def _rewritten(result: MoEMatch, became: str) -> Candidate:
         D=result.D,
         F=result.F,
         dtype=result.dtype,
-        stacked_copy=result.stacked_copy,
+        copied_bytes=result.copied_bytes,
     )
 
 
 def _source(node: fx.Node) -> str:
     """``file:line`` of the user's code that made a node."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return ""
-    file, line = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
-    return f"{file}:{line}"
+    places = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(places[-1]) if places else ""
 
 
 def _module_path(node: fx.Node) -> str:
@@ -153,77 +168,29 @@ def _module_path(node: fx.Node) -> str:
     return paths[-1] if paths else ""
 
 
-class _Inserter:
-    """Adds nodes after one node, each with the fake value that it gives."""
-
-    def __init__(self, graph: fx.Graph, after: fx.Node):
-        self._graph, self._after, self._meta = graph, after, after.meta
-        self.nodes: list[fx.Node] = []
-        fakes = (fake_of(node) for node in graph.nodes)
-        self._mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
-
-    def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._graph.inserting_after(self._after):
-            create = self._graph.call_method if isinstance(target, str) else self._graph.call_function
-            node = create(target, args, kwargs)
-        self.nodes.append(node)
-        fakes = fx.node.map_arg(args, fake_of)
-        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-        with self._mode:
-            node.meta["example_value"] = function(*fakes, **kwargs)
-        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-            if key in self._meta:
-                node.meta[key] = self._meta[key]
-        self._after = node
-        return node
-
-    def items(self, node: fx.Node, count: int) -> list[fx.Node]:
-        return [self.call(operator.getitem, node, i) for i in range(count)]
-
-    def weight(self, view: WeightView) -> fx.Node:
-        """The tensor that the ops take, by views of the stored one (and a stack of separate ones)."""
-        stored = [self._viewed(node, view) for node in view.nodes]
-        tensor = self.call(torch.stack, stored) if view.stacked else stored[0]
-        if view.half is not None:
-            tensor = self.call("narrow", tensor, 1, view.half, 1)
-        return self.call("to", tensor, view.dtype) if view.cast else tensor
-
-    def _viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
-        if tuple(fake_of(node).shape) != view.sizes:
-            node = self.call("reshape", node, view.sizes)
-        if view.order != tuple(range(len(view.order))):
-            node = self.call("permute", node, view.order)
-        return node
-
-    def rows(self, operand: Operand, width: int) -> fx.Node:
-        """An operand as ``[T, width]`` in the dtype it is used in."""
-        node, fake = operand.node, fake_of(operand.node)
-        if fake.dim() != 2 or fake.shape[1] != width:
-            node = self.call("reshape", node, (-1, width))
-        return node if fake.dtype == operand.dtype else self.call("to", node, operand.dtype)
-
-
-def _replace(graph: fx.Graph, match: MoEMatch, router: RouterMatch | None) -> Decline | str:
-    """Put the ops in place of a match, and say which; nothing is changed if they do not take its operands."""
-    insert = _Inserter(graph, match.root)
+def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | None) -> Candidate:
+    """Put the ops in place of a match; nothing is changed if they do not take its operands."""
+    if isinstance(result, Decline):
+        return _declined(result)
+    mark, insert = edits.mark(), Inserter(edits, result.root)
+    device = fake_of(result.x.node).device.type
+    autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
     try:
-        out, became = _insert_ops(insert, match, router)
+        with autocast_off:
+            out, became = _insert_ops(insert, result, router)
     except (TypeError, ValueError, NotImplementedError) as error:
-        for node in reversed(insert.nodes):
-            graph.erase_node(node)
-        return Decline(match.root, match.root, Reason.OPERANDS, str(error))
-    _redirect(graph, match, insert, out)
-    _erase(graph, match)
-    return became
+        edits.undo(mark)
+        return _declined(Decline(result.root, result.root, Reason.OPERANDS, str(error)))
+    _redirect(edits, result, insert, out)
+    return _rewritten(result, became)
 
 
-def _insert_ops(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
+def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     x_TD = insert.rows(match.x, match.D)
     weights_TK, experts_TK = _routing_operands(insert, match, router)
-    w_up = [insert.weight(view) for view in match.w_up]
-    b_up = [insert.weight(view) for view in match.b_up]
-    w_down = [insert.weight(match.w_down)]
-    b_down = [insert.weight(match.b_down)] if match.b_down is not None else []
+    w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
+    w_down = insert.weights([match.w_down])
+    b_down = insert.weights([match.b_down] if match.b_down is not None else [])
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
     if _keeps_input(match, fake_of(x_TD)):
         became = f"expert_mlp({match.activation})"
@@ -243,7 +210,7 @@ def _insert_ops(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None
     return _in_result_dtype(insert, match, out), became
 
 
-def _in_result_dtype(insert: "_Inserter", match: MoEMatch, out: fx.Node) -> fx.Node:
+def _in_result_dtype(insert: Inserter, match: MoEMatch, out: fx.Node) -> fx.Node:
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == match.dtype else insert.call("to", out, result.dtype)
 
@@ -265,23 +232,33 @@ def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
     return choose_keep(x_TD.shape[0], sizes, x_TD.device) == "input"
 
 
-def _routing_operands(insert: "_Inserter", match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:
+def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:
     """Routing weights and expert ids: those of the graph, or of the fused router in its place."""
     if router is None:
-        weights_TK = insert.rows(match.weights, match.K) if match.weights is not None else None
-        return weights_TK, insert.rows(match.experts, match.K)
+        experts_TK = insert.rows(match.experts, match.K)
+        if match.weights is None:
+            return None, experts_TK
+        if not match.weights.gathered:
+            return insert.rows(match.weights, match.K), experts_TK
+        ids_TK = experts_TK if match.experts.dtype == torch.int64 else insert.call("to", experts_TK, torch.int64)
+        return insert.call("gather", insert.rows(match.weights, match.E), 1, ids_TK), experts_TK
     logits = fake_of(router.logits)
     logits_TE = insert.rows(Operand(router.logits, logits.dtype), logits.shape[-1])
-    options = (router.scoring, router.renormalize, router.scale, 1, 1)
-    routed = insert.call(_ops.route.default, logits_TE, None, match.K, *options)
+    choice, bias_E = router.choice, router.choice.bias
+    if bias_E is not None and fake_of(bias_E).dtype not in (torch.float32, logits.dtype):
+        bias_E = insert.call("to", bias_E, torch.float32)
+    options = (router.scoring, router.renormalize, router.scale, choice.num_groups, choice.top_groups)
+    routed = insert.call(_ops.route.default, logits_TE, bias_E, match.K, *options)
     weights_TK, experts_TK = insert.items(routed, 2)
     for dtype in (fake_of(match.weights.node).dtype, match.weights.dtype):
         if fake_of(weights_TK).dtype != dtype:
             weights_TK = insert.call("to", weights_TK, dtype)
+    if match.weights.factor != 1:
+        weights_TK = insert.call(torch.mul, weights_TK, match.weights.factor)
     return weights_TK, experts_TK
 
 
-def _activated(insert: _Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
+def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
     """The user's own pointwise functions on the rows of the pre-activation, ``[N, 1, F]``."""
     wide = match.dtype if match.dtype.itemsize >= 4 else torch.float32
     rows = h_NGF if wide == match.dtype else insert.call("to", h_NGF, wide)
@@ -291,9 +268,9 @@ def _activated(insert: _Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
     return insert.call("unsqueeze", activated, 1)
 
 
-def _redirect(graph: fx.Graph, match: MoEMatch, insert: _Inserter, out: fx.Node) -> None:
+def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> None:
     """Whoever reads the old result after the root reads the new one."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    order = {node: i for i, node in enumerate(edits.graph.nodes)}
     after = order[match.root]
     inserted = set(insert.nodes)
     for carrier in match.region.carriers:
@@ -301,10 +278,10 @@ def _redirect(graph: fx.Graph, match: MoEMatch, insert: _Inserter, out: fx.Node)
         if readers:
             replacement = out if fake_of(carrier).dim() == 2 else _unflattened(insert, out, match, carrier)
             for reader in readers:
-                reader.replace_input_with(carrier, replacement)
+                edits.redirect(reader, carrier, replacement)
 
 
-def _unflattened(insert: _Inserter, out: fx.Node, match: MoEMatch, carrier: fx.Node) -> fx.Node:
+def _unflattened(insert: Inserter, out: fx.Node, match: MoEMatch, carrier: fx.Node) -> fx.Node:
     sizes = []
     for axis, size in enumerate(fake_of(carrier).shape):
         known = isinstance(size, int)
@@ -317,18 +294,23 @@ _ASSERTS = frozenset((
 ))  # fmt: skip
 
 
-def _erase(graph: fx.Graph, match: MoEMatch) -> None:
-    """Erase the region as far as nobody else uses it, with the assertions about its data-dependent sizes."""
-    dead = set(match.region.nodes)
+def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
+    """The regions as far as nobody else uses them, with the assertions about their data-dependent sizes."""
+    own = set().union(*(match.region.nodes for match in replaced))
+    dead = set(own)
     for node in graph.nodes:
         if node not in dead and _is_plumbing(node) and any(n in dead for n in node.all_input_nodes):
             dead.add(node)
-    own = set(match.region.nodes)
     while kept := {n for n in dead if any(u not in dead for u in n.users) or _lost_its_input(n, dead, own)}:
         dead -= kept
-    for node in reversed(list(graph.nodes)):
-        if node in dead:
-            graph.erase_node(node)
+    return [node for node in graph.nodes if node in dead]
+
+
+def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
+    for node in reversed(dead):
+        gm.graph.erase_node(node)
+    if dead:
+        gm.recompile()
 
 
 def _lost_its_input(node: fx.Node, dead: set[fx.Node], own: set[fx.Node]) -> bool:

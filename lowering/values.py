@@ -24,13 +24,17 @@ class NotCanonical(Exception):
 
 
 class Value:
-    """An interned tensor value: ``op`` applied to ``args`` (values and constants)."""
+    """An interned tensor value: ``op`` applied to ``args`` (values and constants).
 
-    __slots__ = ("args", "dtype", "is_permutation", "node", "op", "shape")
+    ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known.
+    """
+
+    __slots__ = ("args", "bound", "dtype", "is_permutation", "node", "op", "shape")
 
     def __init__(self, op: str, args: tuple, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node):
         self.op, self.args, self.shape, self.dtype, self.node = op, args, shape, dtype, node
         self.is_permutation = op == "argsort"
+        self.bound: Size | None = shape[0] if self.is_permutation else None
 
     def __repr__(self) -> str:
         return f"{self.op}@{self.node.name}"

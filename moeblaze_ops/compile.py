@@ -5,8 +5,9 @@ hook around the compilation of a frame; neither does anything until it is asked 
 imports nothing of ``torch.compile``.
 
 Loops over experts that select tokens with ``torch.where(mask)`` break Dynamo's graph by default, and with it the whole
-frame. So a frame is first traced with such ops allowed in the graph. Unless rewriting removes every one of them, and
-whenever anything goes wrong, what that gave is dropped and the frame is compiled as it would have been.
+frame. So a frame is first traced with such ops allowed in the graph, and without branches that only skip experts that no
+token chose (``capture``). Unless rewriting removes every one of them, and whenever anything goes wrong, what that gave
+is dropped and the frame is compiled as it would have been.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from traceback import StackSummary
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,12 +30,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops import config, sources
+from moeblaze_ops.capture import Captures, Region
 from moeblaze_ops.lowering import inductor_api
 
 log = logging.getLogger(__name__)
 
 NAME = "moeblaze"
 _STAMP = "torch.ops.moeblaze"
+_BREAK = "its graph breaks elsewhere, and what remains of it is traced on its own"
 
 _enabled = False
 
@@ -41,8 +46,10 @@ _enabled = False
 class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
+    captures: Captures | None = None
     reports: list = field(default_factory=list)
     left: str | None = None
+    error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
@@ -57,6 +64,15 @@ class GraphRecord:
 
 
 @dataclass(frozen=True)
+class CaptureRecord:
+    """Branches that were dropped from the code of a frame, those that were left, and why it was compiled with all."""
+
+    done: tuple[str, ...]
+    left: tuple[str, ...]
+    dropped: str | None = None
+
+
+@dataclass(frozen=True)
 class FrameRecord:
     """A frame that Dynamo gave up: where it starts, and why."""
 
@@ -64,12 +80,14 @@ class FrameRecord:
     reason: str
 
 
-_recent: deque[GraphRecord | FrameRecord] = deque(maxlen=64)
-_recordings: list[list[GraphRecord | FrameRecord]] = []
+Record = GraphRecord | CaptureRecord | FrameRecord
+
+_recent: deque[Record] = deque(maxlen=64)
+_recordings: list[list[Record]] = []
 
 
-class DynamicShapesLeft(RuntimeError):
-    """A graph still holds ops whose output shape depends on data after rewriting."""
+class NotJustified(RuntimeError):
+    """After rewriting, a graph still holds what only a rewrite of it would have justified."""
 
 
 def enable() -> None:
@@ -140,15 +158,15 @@ def cache_key() -> str:
     return hashlib.sha256(f"{sources.DIGEST} {versions} {config.snapshot()}".encode()).hexdigest()
 
 
-def recent_records() -> list[GraphRecord | FrameRecord]:
+def recent_records() -> list[Record]:
     """Records of what was compiled most recently, oldest first."""
     return list(_recent)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[GraphRecord | FrameRecord]]:
+def recording() -> Iterator[list[Record]]:
     """A context that collects the records of what is compiled inside."""
-    records: list[GraphRecord | FrameRecord] = []
+    records: list[Record] = []
     _recordings.append(records)
     try:
         yield records
@@ -158,7 +176,7 @@ def recording() -> Iterator[list[GraphRecord | FrameRecord]]:
 
 def dry_run(
     function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args, **kwargs
-) -> tuple[list[GraphRecord | FrameRecord], list[str]]:
+) -> tuple[list[Record], list[str]]:
     """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
 
     Args:
@@ -189,7 +207,7 @@ def why_switch_has_no_effect() -> str | None:
     return inductor_api.why_passes_do_not_run(NAME, _with_pass({}))
 
 
-def _keep(record: GraphRecord | FrameRecord) -> None:
+def _keep(record: Record) -> None:
     for records in (_recent, *_recordings):
         records.append(record)
 
@@ -233,30 +251,67 @@ def _follow_switch() -> None:
     inductor_api.set_fusion_option(NAME, _option() if _enabled else None)
 
 
-def _compile_frame(compile_frame: Callable[[], Any], frame: inductor_api.Frame) -> Any:
-    """Compile a frame: first with data-dependent shapes in its graphs, if rewriting may remove them."""
+def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame) -> Any:
+    """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     _follow_switch()
     if _may_capture(frame):
-        attempt = _Attempt()
-        token = _attempt.set(attempt)
-        dropped = None
-        try:
-            with inductor_api.capturing_dynamic_shapes():
-                compiled = compile_frame()
-        except Exception as error:
-            dropped = attempt.left or str(error)
-            log.debug("%s: compiling without data-dependent shapes in the graph: %s", frame.where, dropped)
-        finally:
-            _attempt.reset(token)
-        for report in attempt.reports:
-            _keep(GraphRecord(report, dropped))
-        if dropped is None:
+        captures = Captures()
+        compiled = _try(compile_frame, frame, captures)
+        if compiled is None and captures.done:
+            compiled = _try(compile_frame, frame, None)
+        if compiled is not None:
             return compiled
     try:
-        return compile_frame()
+        return compile_frame(frame.code)
     except Exception as error:
         _keep(FrameRecord(frame.where, str(error)))
         raise
+
+
+def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, captures: Captures | None) -> Any | None:
+    """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
+
+    Returns:
+        None where that failed, or is not justified.
+    """
+    attempt = _Attempt(captures)
+    token = _attempt.set(attempt)
+    compiled, dropped = None, None
+    try:
+        with inductor_api.capturing_dynamic_shapes():
+            compiled = compile_frame(_substitute(frame.code, frame.module_globals))
+        if captures and captures.done and inductor_api.resumes(compiled):
+            attempt.left = _BREAK
+    except Exception as error:
+        if attempt.error is not None:
+            raise
+        attempt.left = attempt.left or str(error)
+    finally:
+        _attempt.reset(token)
+    if attempt.left is not None:
+        compiled, dropped = None, attempt.left
+        log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
+    for report in attempt.reports:
+        _keep(GraphRecord(report, dropped))
+    if captures and (captures.done or captures.left):
+        _keep(CaptureRecord(captures.done, captures.left, dropped))
+    return compiled
+
+
+def _substitute(code: CodeType, module_globals: dict[str, Any]) -> CodeType:
+    attempt = _attempt.get()
+    return code if attempt is None or attempt.captures is None else attempt.captures(code, module_globals)
+
+
+def _notice_effect(stack: StackSummary) -> None:
+    """Give an attempt up where traced code changes a Python object for experts without tokens, too."""
+    attempt = _attempt.get()
+    if attempt is None or attempt.captures is None:
+        return
+    for frame in stack:
+        if any(region.holds(frame.filename, frame.lineno or 0, frame.name) for region in attempt.captures.regions):
+            attempt.left = f"a Python object is changed (at {stack[-1].filename}:{stack[-1].lineno})"
+            raise NotJustified(attempt.left)
 
 
 def _may_capture(frame: inductor_api.Frame) -> bool:
@@ -273,16 +328,39 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering.rewrite import rewrite_graph
 
-    report = rewrite_graph(gm)
     attempt = _attempt.get()
+    before = set(_nodes(gm)) if attempt is not None else set()
+    try:
+        report = rewrite_graph(gm)
+    except Exception as error:
+        if attempt is not None:
+            attempt.error = error
+        raise
     if attempt is None:
         _keep(GraphRecord(report))
         return report
     attempt.reports.append(report)
+    if attempt.captures and attempt.captures.done and inductor_api.ends_in_break(gm):
+        attempt.left = _BREAK
+        raise NotJustified(attempt.left)
     if sources := _data_dependent_shapes(gm):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
-        raise DynamicShapesLeft(attempt.left)
+        raise NotJustified(attempt.left)
+    if attempt.captures and (effects := _unjustified_effects(gm, before, attempt.captures.regions)):
+        attempt.left = f"{', '.join(effects)} would run for experts without tokens"
+        raise NotJustified(attempt.left)
     return report
+
+
+def _unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: list[Region]) -> list[str]:
+    """The captured nodes from ``regions`` that are still there and do more than give a value, each with its line."""
+    from moeblaze_ops.lowering.effects import has_effect
+
+    def inside(node: fx.Node) -> bool:
+        return any(region.holds(*place) for place in _places(node) for region in regions)
+
+    nodes = [node for node in _nodes(gm) if node in captured and has_effect(node) and inside(node)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
 
 
 def _data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
@@ -293,17 +371,30 @@ def _data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
         tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
         return any(free_unbacked_symbols(tensor) for tensor in tensors)
 
-    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+    nodes = _nodes(gm)
     dependent = {node for node in nodes if depends_on_data(node)}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
 
 
+def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """All nodes, those of bodies of higher-order operators included."""
+    return [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+
+
+def _places(node: fx.Node) -> list[tuple[str, int, str]]:
+    """File, line and function of every call on the stack under which a node was traced, outermost first."""
+    places = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
+    return [(file, int(line), function) for file, line, function in places]
+
+
 def _line(node: fx.Node) -> str:
-    places = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(places[-1]) if places else "source unknown"
+    places = _places(node)
+    return f"{places[-1][0]}:{places[-1][1]}" if places else "source unknown"
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
 inductor_api.install_frame_hook(_compile_frame)
+inductor_api.install_code_hook(_substitute)
+inductor_api.install_effect_hook(_notice_effect)
 inductor_api.register_backend(moeblaze_backend, NAME)

@@ -18,6 +18,19 @@ keep: Literal["preactivation", "input", "auto"] = "preactivation"
 layers_in_flight: int = 1
 """Expert layers whose kept tensors exist at the same time: ``keep="auto"`` makes that many fit the free memory."""
 
+max_layer_transient_bytes: int | None = None
+"""Bytes that a layer with ``keep="input"`` or without gradients may allocate besides its results: with more tokens than that
+allows it goes through chunks of tokens (1024 at least), and sums weight gradients in fp32 over them. None: a sixteenth of
+the memory of a GPU, no limit on CPU."""
+
+max_transient_bytes: int | None = 512 << 20
+"""Bytes of the rows, one per routed slot, from which the output and the gradient of x are summed: they are computed for
+ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at once. The
+value changes no result."""
+
+strict: bool = False
+"""Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""
+
 
 def snapshot() -> dict[str, object]:
     """The value of every knob, by name."""

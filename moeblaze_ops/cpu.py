@@ -193,7 +193,7 @@ def expert_weight_grad(
     offsets_E1: Tensor,
     top_k: int,
 ) -> list[Tensor]:
-    gradients = [torch.empty_like(w) for w in like]
+    gradients = [torch.empty_like(w, device=gathered_TD.device) for w in like]
     halves = gradients if gradients[0].dim() == 3 else up_halves(gradients)
     tokens_N = slots_N // top_k
     for expert, rows in _segments(offsets_E1, with_empty=True):
@@ -207,6 +207,27 @@ def expert_weight_grad(
     return gradients
 
 
+def expert_weight_grad_add(
+    gathered_TD: Tensor,
+    grouped_NGF: Tensor,
+    dw: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+) -> None:
+    halves = dw if dw[0].dim() == 3 else up_halves(dw)
+    tokens_N = slots_N // top_k
+    for expert, rows in _segments(offsets_E1):
+        gathered_rows = gathered_TD.index_select(0, tokens_N[rows]).to(_sum_dtype(gathered_TD))
+        scale = _row_weights(weights_TK, slots_N[rows])
+        for g, half in enumerate(halves):
+            grouped_rows = grouped_NGF[rows, g]
+            if scale is not None:
+                grouped_rows = (grouped_rows * scale).to(grouped_NGF.dtype)
+            half[expert] += grouped_rows.t().to(gathered_rows.dtype) @ gathered_rows
+
+
 def expert_bias_grad(
     rows_NC: Tensor,
     weights_TK: Tensor | None,
@@ -217,11 +238,29 @@ def expert_bias_grad(
 ) -> Tensor:
     gradient_EC = rows_NC.new_empty(offsets_E1.shape[0] - 1, rows_NC.shape[1])
     for expert, rows in _segments(offsets_E1, with_empty=True):
-        values = rows_NC.index_select(0, slots_N[rows] // top_k) if gathered else rows_NC[rows]
-        values = values.to(_sum_dtype(rows_NC))
-        scale = _row_weights(weights_TK, slots_N[rows])
-        gradient_EC[expert] = (values if scale is None else values * scale).sum(0)
+        gradient_EC[expert] = _bias_sum(rows_NC, weights_TK, slots_N[rows], rows, top_k, gathered)
     return gradient_EC
+
+
+def expert_bias_grad_add(
+    rows_NC: Tensor,
+    db_EC: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+    gathered: bool,
+) -> None:
+    for expert, rows in _segments(offsets_E1):
+        db_EC[expert] += _bias_sum(rows_NC, weights_TK, slots_N[rows], rows, top_k, gathered)
+
+
+def _bias_sum(rows_NC: Tensor, weights_TK: Tensor | None, slots: Tensor, rows: slice, top_k: int, gathered: bool) -> Tensor:
+    """The weighted sum of one expert's rows, in the dtype of sums. Shape [C]."""
+    values = rows_NC.index_select(0, slots // top_k) if gathered else rows_NC[rows]
+    values = values.to(_sum_dtype(rows_NC))
+    scale = _row_weights(weights_TK, slots)
+    return (values if scale is None else values * scale).sum(0)
 
 
 class _UpRows:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moeblaze_ops import cpu
 from moeblaze_ops.experts_up import expert_up_backward, routing_gradient_like
-from moeblaze_ops.gradients import expert_bias_grad, expert_weight_grad, up_bias_gradients
+from moeblaze_ops.gradients import expert_bias_grad, up_bias_gradients, weight_gradients
+from moeblaze_ops.joining import num_joined, split_as_given
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_expert_mlp, check_expert_mlp_backward
 
@@ -43,6 +44,7 @@ def _expert_mlp_setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.activation, ctx.weight_on_input = activation, weight_on_input
     ctx.counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
+    ctx.num_joined_b_up = num_joined(b_up, routing[1].shape[0] - 1)
     ctx.save_for_backward(x_TD, weights_TK, *routing, *w_up, *b_up, *w_down, *b_down)
 
 
@@ -52,7 +54,7 @@ def _expert_mlp_gradient(ctx, dout_TD):
     if dout_TD is None:
         return dx_TD, dw_up, db_up, dw_down, db_down, None, None, None, None, None, None, None
     x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *parameters = ctx.saved_tensors
-    w_up, b_up, w_down, b_down = _split(parameters, ctx.counts)
+    w_up, b_up, w_down, b_down = split_groups(parameters, ctx.counts)
     needs_x, needs_w_up, needs_b_up, needs_w_down, needs_b_down, needs_weights = ctx.needs_input_grad[:6]
     on_input, on_output = (weights_TK, None) if ctx.weight_on_input else (None, weights_TK)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
@@ -64,7 +66,7 @@ def _expert_mlp_gradient(ctx, dout_TD):
         dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, ctx.activation, ctx.weight_on_input
     )
     if any(needs_w_down):
-        dw_down = expert_weight_grad(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
+        dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     del wa_NF
     if any(needs_b_down):
         db_down = [expert_bias_grad(dout_TD, on_output, slots_N, offsets_E1, top_k, True)]
@@ -72,14 +74,17 @@ def _expert_mlp_gradient(ctx, dout_TD):
         x_or_none = None if on_input is None else x_TD
         dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing)
     if any(needs_b_up):
-        db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, len(b_up))
+        db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
     if any(needs_w_up):
-        dw_up = expert_weight_grad(x_TD, dh_NGF, w_up, on_input, slots_N, offsets_E1, top_k)
+        dw_up = weight_gradients(x_TD, dh_NGF, w_up, on_input, slots_N, offsets_E1, top_k)
     dweights_TK = None if weights_TK is None else dscale_TK if ctx.weight_on_input else dweights_TK
+    gradients = zip((dw_up, db_up, dw_down, db_down), ctx.counts, strict=True)
+    dw_up, db_up, dw_down, db_down = (split_as_given(joined, count) for joined, count in gradients)
     return dx_TD, dw_up, db_up, dw_down, db_down, dweights_TK, None, None, None, None, None, None
 
 
-def _split(tensors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
+def split_groups(tensors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
+    """Consecutive groups of so many tensors each."""
     groups, start = [], 0
     for count in counts:
         groups.append(tensors[start : start + count])

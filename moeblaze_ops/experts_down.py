@@ -4,7 +4,8 @@ from torch import Tensor
 
 from moeblaze_ops import cpu
 from moeblaze_ops.experts_up import routing_gradient_like
-from moeblaze_ops.gradients import expert_bias_grad, expert_weight_grad
+from moeblaze_ops.gradients import expert_bias_grad, weight_gradients
+from moeblaze_ops.joining import split_as_given
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_expert_down, check_expert_down_backward
 
@@ -37,25 +38,27 @@ def _expert_down_setup_context(ctx, inputs, output) -> None:
     h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = inputs
     ctx.set_materialize_grads(False)
     ctx.activation = activation
-    ctx.num_b_down = len(b_down)
+    ctx.num_w_down, ctx.num_b_down = len(w_down), len(b_down)
     ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_down, *b_down)
 
 
 def _expert_down_gradient(ctx, dout_TD):
     b_none = [None] * ctx.num_b_down
     if dout_TD is None:
-        return None, None, [None], b_none, None, None, None, None, None, None
-    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, w_EFD, *b_down = ctx.saved_tensors
+        return None, None, [None] * ctx.num_w_down, b_none, None, None, None, None, None, None
+    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *parameters = ctx.saved_tensors
+    w_down, b_down = parameters[: ctx.num_w_down], parameters[ctx.num_w_down :]
     top_k = positions_TK.shape[1]
     dout_TD = dout_TD.contiguous()
     dh_NGF, dweights_TK, wa_NF = expert_down_backward(
-        dout_TD, h_NGF, [w_EFD], b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, ctx.activation
+        dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, ctx.activation
     )
-    dw_down, db_down = [None], b_none
-    if ctx.needs_input_grad[2][0]:
-        dw_down = expert_weight_grad(dout_TD, wa_NF.unsqueeze(1), [w_EFD], None, slots_N, offsets_E1, top_k)
+    dw_down, db_down = [None] * ctx.num_w_down, b_none
+    if any(ctx.needs_input_grad[2]):
+        dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if any(ctx.needs_input_grad[3]):
         db_down = [expert_bias_grad(dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
+    dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
     dweights_TK = None if weights_TK is None else dweights_TK
     return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None
 
@@ -77,12 +80,14 @@ def _expert_down_backward_cpu(*args) -> tuple[Tensor, Tensor, Tensor]:
     return cpu.expert_down_backward(*args)
 
 
-def _expert_down_backward_launcher():
+def _expert_down_backward_launcher(overwrite_h: bool = False):
     from moeblaze_ops.kernels.expert_down_backward import launch_expert_down_backward
 
-    def launch(*args) -> tuple[Tensor, Tensor, Tensor]:
-        check_expert_down_backward("expert_down_backward", *args)
-        return launch_expert_down_backward(*args)
+    def launch(dout_TD, h_NGF, *args) -> tuple[Tensor, Tensor, Tensor]:
+        check_expert_down_backward("expert_down_backward", dout_TD, h_NGF, *args)
+        _, G, F = h_NGF.shape
+        dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=overwrite_h and dense)
 
     return launch
 
@@ -99,6 +104,7 @@ expert_down_backward = register_op(
     fake=_expert_down_backward_fake,
     cpu=_expert_down_backward_cpu,
     launcher=_expert_down_backward_launcher,
+    overwriting=(1, lambda: _expert_down_backward_launcher(overwrite_h=True)),
     flops=lambda dout_shape, h_shape, w_down_shapes, *args, **kwargs: _down_flops(h_shape, None, w_down_shapes),
 )
 """One GEMM and everything that hangs on it: gradients of h and of the routing weights, and the scaled activation.
@@ -129,8 +135,9 @@ expert_down = register_op(
 Args:
     h_NGF: pre-activation from ``expert_up``: what is differentiated and kept for backward.
     a_NF: activation from ``expert_up``: what is computed with. None: computed from h.
-    w_down: one [E, F, D] tensor, any strides (``nn.Linear`` storage [E, D, F] comes as ``.transpose(1, 2)``).
-    b_down: one [E, D] tensor, or empty.
+    w_down: one [E, F, D] tensor, any strides (``nn.Linear`` storage [E, D, F] comes as ``.transpose(1, 2)``), or with
+        experts stored apart E tensors [1, F, D].
+    b_down: one [E, D] tensor, or E tensors [1, D], or empty.
     weights_TK: routing weights, fp32 or dtype of h, or None for 1.
     slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
     activation: the one of ``expert_up``.

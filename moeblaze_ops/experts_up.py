@@ -5,7 +5,8 @@ from torch import Tensor
 
 from moeblaze_ops import cpu
 from moeblaze_ops.activations import IDENTITY
-from moeblaze_ops.gradients import expert_weight_grad, up_bias_gradients
+from moeblaze_ops.gradients import up_bias_gradients, weight_gradients
+from moeblaze_ops.joining import num_joined, split_as_given
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_expert_up, check_expert_up_backward
 
@@ -43,6 +44,7 @@ def _expert_up_setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.num_w_up = len(w_up)
     ctx.num_b_up = len(b_up)
+    ctx.num_joined_b_up = num_joined(b_up, offsets_E1.shape[0] - 1)
     ctx.save_for_backward(x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up)
 
 
@@ -59,10 +61,11 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
         dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
         dweights_TK = None if weights_TK is None else dscale_TK
     if any(ctx.needs_input_grad[2]):
-        db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_b_up)
+        db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
     # Last: expert_up_backward needs room for [N, D], which the weight gradient would be allocated on top of.
     if any(ctx.needs_input_grad[1]):
-        dw_up = expert_weight_grad(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
+        dw_up = weight_gradients(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
+    dw_up, db_up = split_as_given(dw_up, ctx.num_w_up), split_as_given(db_up, ctx.num_b_up)
     return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None
 
 
@@ -138,8 +141,9 @@ expert's input, else 1. The activation reads h rounded to its dtype, so that bac
 
 Args:
     x_TD: tokens. Shape [T, D], bf16, fp16, fp32, or fp64 on CPU; contiguous in D is fastest; T may be 0.
-    w_up: [E, G, F, D] (G = 2: gate, up), or gate and up as two [E, 1, F, D]; dtype of x, any strides.
-    b_up: biases in the same form without D, or empty.
+    w_up: [E, G, F, D] (G = 2: gate, up), or gate and up as two [E, 1, F, D]; dtype of x, any strides. With experts
+        stored apart E tensors [1, G, F, D], or E gates and E ups [1, 1, F, D].
+    b_up: biases in one of these forms without D, or empty.
     weights_TK: routing weights on the experts' input (fp32 or dtype of x), or None.
     slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
     activation: a name in ``activations.ACTIVATIONS``, or ``identity``.

@@ -17,7 +17,7 @@ class Candidate:
 
     ``kept_before`` and ``kept_after`` are the bytes that autograd keeps for it until backward, without parameters and
     the model's inputs: measured on the captured graph as eager mode runs it, and on the rewritten one. None where that
-    is unknown.
+    is unknown. ``copied`` bytes of separate expert weights are joined by a copy in forward, and again in backward.
     """
 
     where: str
@@ -26,6 +26,7 @@ class Candidate:
     reason: str | None = None
     kept_before: int | None = None
     kept_after: int | None = None
+    copied: int = 0
 
     def __str__(self) -> str:
         if self.became is None:
@@ -33,7 +34,8 @@ class Candidate:
         kept = ""
         if self.kept_before is not None and self.kept_after is not None:
             kept = f"; kept for backward: {_size(self.kept_before)} before, {_size(self.kept_after)} after"
-        return f"{self.where}: {self.spelling} -> {self.became}{kept}"
+        copied = f"; separate weights joined by a copy in each pass: {_size(self.copied)}" if self.copied else ""
+        return f"{self.where}: {self.spelling} -> {self.became}{kept}{copied}"
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,19 @@ def _candidate(entry: Any, dropped: str | None, graph: _Graph | None) -> Candida
     if dropped is not None:
         return Candidate(where, spelling, reason=f"its function also holds something else: {_first_line(dropped)}")
     before, after = graph.kept_by(entry.module_path) if graph else (None, None)
-    return Candidate(where, spelling, entry.became, kept_before=before, kept_after=after)
+    return Candidate(where, spelling, entry.became, kept_before=before, kept_after=after, copied=entry.copied_bytes)
 
 
 def _notes(records: list, breaks: list[str], graphs: list[_Graph], switch: types.ModuleType) -> Iterator[str]:
     if reason := switch.why_switch_has_no_effect():
         yield f"torch.compile would run no pass of ours: {reason}"
     for record in records:
+        if isinstance(record, switch.CaptureRecord):
+            if record.dropped is None:
+                yield from record.done
+            else:
+                yield from (f"kept after all: {line}; {_first_line(record.dropped)}" for line in record.done)
+            yield from record.left
         if isinstance(record, switch.FrameRecord):
             loop = ", inside a loop, which makes Dynamo skip all of it" if "loop" in record.reason.lower() else ""
             yield f"nothing of {record.where} itself is compiled: {_first_line(record.reason)}{loop}"

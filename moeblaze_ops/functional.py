@@ -6,8 +6,10 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops import weights as storage
 from moeblaze_ops.activations import ACTIVATIONS, is_gated
+from moeblaze_ops.chunks import tokens_per_chunk
 from moeblaze_ops.dispatch import dispatch
 from moeblaze_ops.expert_mlp import expert_mlp
+from moeblaze_ops.expert_mlp_chunked import expert_mlp_chunked
 from moeblaze_ops.experts_down import expert_down
 from moeblaze_ops.experts_up import expert_up
 from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
@@ -53,12 +55,16 @@ def moe(
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
         keep: what backward finds in memory, besides x, the weights and the routing. ``"preactivation"``: what the
             activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"input"``: nothing more; backward repeats the
-            up projection (and nothing else). ``"auto"``: the first of the two that fits the memory that is free, see
-            ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept.
+            up projection (and nothing else), and a layer that would allocate more than
+            ``config.max_layer_transient_bytes`` goes through chunks of tokens: only x, the output and their gradients
+            grow with T then. ``"auto"``: the first of the two that fits the memory that is free, see
+            ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept, in chunks as with
+            ``"input"``.
 
     Returns:
         Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
-        and every gradient under the values of ``keep``.
+        and every gradient under the values of ``keep``, as long as no chunks are taken: those change the order of the sums
+        that are weight gradients, in fp32 and rounded once.
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
@@ -89,12 +95,16 @@ def moe(
 
     x_TD = x.reshape(-1, x.shape[-1])
     weights_TK = weights.reshape(-1, weights.shape[-1])
-    routing = dispatch(experts.reshape(-1, experts.shape[-1]), w_down.shape[0])
+    experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
+    parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
     if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
-        out_TD = expert_mlp(
-            x_TD, w_up_list, b_up_list, w_down_list, b_down_list, weights_TK, *routing, activation, weight_on == "input"
-        )
+        chunk_tokens = _chunk_tokens(x_TD, weights_TK, w_up_list)
+        if x_TD.shape[0] > chunk_tokens:
+            out_TD = expert_mlp_chunked(x_TD, *parameters, weights_TK, experts_TK, num_experts, chunk_tokens, *settings)
+        else:
+            out_TD = expert_mlp(x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts), *settings)
         return out_TD.view(x.shape)
+    routing = dispatch(experts_TK, num_experts)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
     out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
@@ -107,6 +117,11 @@ def _resolved(keep: str, x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -
     E, G, F, D = up_shape(w_up)
     sizes = LayerSizes(D=D, F=F, E=E, K=weights_TK.shape[1], dtype=x_TD.dtype, gated=G == 2)
     return choose_keep(x_TD.shape[0], sizes, x_TD.device)
+
+
+def _chunk_tokens(x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -> int:
+    _, G, F, D = up_shape(w_up)
+    return tokens_per_chunk(D, F, weights_TK.shape[1], x_TD.dtype, G == 2, x_TD.device)
 
 
 def _up_storage(

@@ -10,10 +10,15 @@ from torch._library.triton import set_wrap_triton_enabled
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
+from moeblaze_ops.joining import OneByOne, copied, empty_joined, joined, with_experts_joined, with_shapes_joined
+
 NAMESPACE = "moeblaze"
 
 LAUNCHERS: dict[torch._ops.OpOverload, Callable[[], Callable]] = {}
-"""For every op, what returns its CUDA implementation; also what the Inductor lowerings trace."""
+"""What returns the CUDA implementation of an op that Inductor inlines, and what its lowering traces."""
+
+OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {}
+"""Of an op that can write a result over an argument: the argument's position, and a launcher that does so."""
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
@@ -30,8 +35,14 @@ def register_op(
     setup_context: Callable | None = None,
     autocast: tuple[int, ...] = (),
     flops: Callable | None = None,
+    inline: bool = True,
+    overwriting: tuple[int, Callable[[], Callable]] | None = None,
 ) -> torch._ops.OpOverload:
     """Define ``moeblaze::<name>`` and register all of its behaviour.
+
+    An op that writes into its arguments has no gradient: it is for gradients, which are not differentiated.
+
+    Implementations and formulas see the experts of every weight joined (see ``joining``), backward as they were given.
 
     Args:
         name: operator name inside the namespace.
@@ -44,22 +55,32 @@ def register_op(
         setup_context: what ``backward`` keeps.
         autocast: positions of the arguments that autocast casts. Routing weights are never cast.
         flops: flop formula from the argument shapes.
+        inline: let Inductor put what the launcher does in place of the op; otherwise generated code calls the op.
+        overwriting: the position of an argument, and the launcher to inline where its memory is the compiled graph's own:
+            one that writes a result over it.
     """
     # Without these tags Inductor may hand an op other strides than its fake implementation saw.
     _library.define(f"{name}{schema}", tags=_TAGS)
     qualname = f"{NAMESPACE}::{name}"
     op = getattr(torch.ops.moeblaze, name).default
-    torch.library.register_fake(qualname, _announced(fake), lib=_library)
-    _library.impl(name, cpu, "CPU")
-    _library.impl(name, _cuda_implementation(launcher), "CUDA")
-    LAUNCHERS[op] = launcher
-    torch.library.register_autograd(qualname, backward or _no_double_backward(name), setup_context=setup_context, lib=_library)
+    torch.library.register_fake(qualname, _announced(with_experts_joined(op, fake, empty_joined)), lib=_library)
+    # What is not inlined is made of ops, and they take tensors.
+    _library.impl(name, with_experts_joined(op, cpu, OneByOne if inline else joined), "CPU")
+    _library.impl(name, _cuda_implementation(lambda: with_experts_joined(op, launcher(), joined)), "CUDA")
+    if inline:
+        LAUNCHERS[op] = lambda: with_experts_joined(op, launcher(), copied)
+    if overwriting is not None:
+        position, overwriting_launcher = overwriting
+        OVERWRITING[op] = position, lambda: with_experts_joined(op, overwriting_launcher(), copied)
+    if not op._schema.is_mutable:
+        gradient = backward or _no_double_backward(name)
+        torch.library.register_autograd(qualname, gradient, setup_context=setup_context, lib=_library)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
     torch.library.register_vmap(qualname, _no_vmap(name), lib=_library)
     if flops is not None:
-        register_flop_formula(getattr(torch.ops.moeblaze, name))(flops)
+        register_flop_formula(getattr(torch.ops.moeblaze, name))(with_shapes_joined(op, flops))
     return op
 
 

@@ -7,8 +7,9 @@ of a number and i = 4 those of an index, backward finds in memory, besides x and
     weights    4 N                           routing weights in fp32
     h          s * N * G * F                 with keep="preactivation" only
 
-and the peak is the largest sum of what is alive during one op (``_steps``). Sizes are those that tensors ask for: an
-allocator rounds each up, to 512 bytes on CUDA.
+and the peak is the largest sum of what is alive during one op (``_steps``). The rows from which the output and the
+gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D. Sizes are those that tensors ask
+for: an allocator rounds each up, to 512 bytes on CUDA.
 """
 
 import bisect
@@ -16,11 +17,13 @@ import functools
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from moeblaze_ops import config
+from moeblaze_ops.kernels.configs import COLUMN_UNIT, choose_column_ranges
 from moeblaze_ops.validation import require, schedule_rows
 
 log = logging.getLogger(__name__)
@@ -104,8 +107,23 @@ def memory_estimate(
     return _estimate(T, LayerSizes(D, F, E, K, dtype, gated, bias, router), keep)
 
 
-def _estimate(T: int, sizes: LayerSizes, keep: str) -> MemoryEstimate:
-    size_of = _buffers(T, sizes)
+def _rows_bytes(N: int, sizes: LayerSizes) -> int:
+    """Bytes of the rows of a projection to the model width that exist at the same time."""
+    number = sizes.dtype.itemsize
+    widest, *_ = choose_column_ranges(N, sizes.D, number, config.max_transient_bytes)
+    return number * N * len(widest)
+
+
+def _most_rows_bytes(N: int, sizes: LayerSizes) -> int:
+    """A bound of ``_rows_bytes`` for N rows or fewer: where more rows make it take one range more, it falls."""
+    column = sizes.dtype.itemsize * N
+    if config.max_transient_bytes is None:
+        return column * sizes.D
+    return min(column * sizes.D, max(column * COLUMN_UNIT, config.max_transient_bytes))
+
+
+def _estimate(T: int, sizes: LayerSizes, keep: str, rows_bytes: Callable[[int, LayerSizes], int] = _rows_bytes) -> MemoryEstimate:
+    size_of = _buffers(T, sizes) | {"rows": rows_bytes(T * sizes.K, sizes)}
     names = _kept(sizes, keep)
     steps = {step: sum(size_of[name] for name in (*_kept(sizes, "input"), *alive)) for step, alive in _steps(sizes, keep).items()}
     buffers = {name: size_of[name] for name in names}
@@ -118,7 +136,7 @@ def _kept(sizes: LayerSizes, keep: str) -> tuple[str, ...]:
 
 
 def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
-    """Bytes of every buffer by name."""
+    """Bytes of every buffer by name, but for the rows of a projection to the model width."""
     D, F, E, K = sizes.D, sizes.F, sizes.E, sizes.K
     G = 2 if sizes.gated else 1
     N = T * K
@@ -133,7 +151,6 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
         "experts": _INDEX * N,
         "h": number * N * G * F,
         "a": number * N * F,
-        "rows": number * N * D,
         "partials": 4 * N * partials + weight * N,
         "w_up": number * E * G * F * (D + sizes.bias),
         "w_down": number * E * D * (F + sizes.bias),
@@ -260,7 +277,7 @@ def _choose(sizes: LayerSizes, device: str, layers: int) -> KeepChoice:
 
 def _largest_fitting(sizes: LayerSizes, layers: int, budget: float) -> int:
     def too_many(T: int) -> bool:
-        estimate = _estimate(T, sizes, "preactivation")
+        estimate = _estimate(T, sizes, "preactivation", _most_rows_bytes)
         return (layers - 1) * estimate.kept + estimate.peak > budget
 
     return bisect.bisect_left(range(_LARGEST_T), True, key=too_many) - 1

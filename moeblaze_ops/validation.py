@@ -52,13 +52,18 @@ def check_expert_up(
     blocks_B2: Tensor,
     activation: str,
 ) -> UpShape:
+    shape = _check_projection(op, x_TD, w_up, b_up, activation)
+    check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
+    check_routing_weights(op, weights_TK, x_TD, positions_TK)
+    return shape
+
+
+def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], activation: str) -> UpShape:
     _check_float(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {_shape(x_TD)}")
     shape = check_up_weights(op, w_up, b_up, x_TD)
     require(x_TD.shape[1] == shape.D, op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
     check_activation(op, activation, shape.G)
-    check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
-    check_routing_weights(op, weights_TK, x_TD, positions_TK)
     return shape
 
 
@@ -140,6 +145,13 @@ def check_expert_mlp(
     weight_on_input: bool,
 ) -> UpShape:
     shape = check_expert_up(op, x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
+    return shape
+
+
+def _check_down_of_mlp(
+    op: str, shape: UpShape, x_TD: Tensor, w_down: list[Tensor], b_down: list[Tensor], activation: str
+) -> None:
     require(activation != IDENTITY or shape.G == 1, op, "w_up", "have one half with activation 'identity'", f"G={shape.G}")
     check_down_weights(op, w_down, b_down, x_TD)
     expected = [shape.E, shape.F]
@@ -150,17 +162,52 @@ def check_expert_mlp(
         f"have leading shape {expected} (experts and width of w_up)",
         f"shape {_shape(w_down[0])}",
     )
+
+
+def check_expert_mlp_chunked(
+    op: str,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    experts_TK: Tensor,
+    num_experts: int,
+    chunk_tokens: int,
+    activation: str,
+    weight_on_input: bool,
+) -> UpShape:
+    shape = _check_projection(op, x_TD, w_up, b_up, activation)
+    _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
+    require(num_experts == shape.E, op, "num_experts", f"be {shape.E}, the experts of w_up", num_experts)
+    check_dispatch(op, experts_TK, num_experts)
+    _check_device(op, "experts_TK", experts_TK, x_TD)
+    T, rows = x_TD.shape[0], experts_TK.shape[0]
+    require(rows == T, op, "experts_TK", f"have {T} rows, one per token", rows)
+    check_routing_weights(op, weights_TK, x_TD, experts_TK, "experts_TK")
+    require(chunk_tokens >= 1, op, "chunk_tokens", "be at least 1", chunk_tokens)
+    return shape
+
+
+def check_expert_mlp_chunked_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+    """``rest``: the arguments of ``expert_mlp_chunked`` after x."""
+    shape = check_expert_mlp_chunked(op, x_TD, *rest)
+    _check_dout(op, dout_TD, x_TD, rest[2])
     return shape
 
 
 def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
     """``rest``: the arguments of ``expert_mlp`` after x."""
     shape = check_expert_mlp(op, x_TD, *rest)
-    w_down = rest[2]
+    _check_dout(op, dout_TD, x_TD, rest[2])
+    return shape
+
+
+def _check_dout(op: str, dout_TD: Tensor, x_TD: Tensor, w_down: list[Tensor]) -> None:
     expected = [x_TD.shape[0], w_down[0].shape[2]]
     require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {_shape(dout_TD)}")
     _check_like(op, "dout_TD", dout_TD, x_TD)
-    return shape
 
 
 def check_routing(
@@ -193,15 +240,17 @@ def check_routing(
     require(list(blocks_B2.shape) == expected, op, "blocks_B2", f"have shape {expected}", _shape(blocks_B2))
 
 
-def check_routing_weights(op: str, weights_TK: Tensor | None, like: Tensor, positions_TK: Tensor) -> None:
+def check_routing_weights(
+    op: str, weights_TK: Tensor | None, like: Tensor, choices_TK: Tensor, name: str = "positions_TK"
+) -> None:
+    """``choices_TK``: what has an entry for every slot, and its ``name``."""
     if weights_TK is None:
         return
-    expected = _shape(positions_TK)
     require(
-        weights_TK.shape == positions_TK.shape,
+        weights_TK.shape == choices_TK.shape,
         op,
         "weights_TK",
-        f"have shape {expected} of positions_TK",
+        f"have shape {_shape(choices_TK)} of {name}",
         f"shape {_shape(weights_TK)}",
     )
     allowed = (torch.float32, like.dtype)
@@ -241,6 +290,21 @@ def check_weight_grad(
     require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", _shape(slots_N))
     if weights_TK is not None:
         require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
+
+
+def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest) -> None:
+    """``rest``: the arguments of ``expert_weight_grad`` after ``like``."""
+    check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
+    for gradient in dw:
+        _check_sums(op, "dw", gradient, gathered_TD)
+
+
+def check_bias_grad_add(op: str, rows_NC: Tensor, db_EC: Tensor, weights_TK: Tensor | None, slots_N, offsets_E1, *rest) -> None:
+    """``rest``: the arguments of ``expert_bias_grad`` after ``offsets_E1``."""
+    check_bias_grad(op, rows_NC, weights_TK, slots_N, offsets_E1, *rest)
+    expected = [offsets_E1.shape[0] - 1, rows_NC.shape[1]]
+    require(list(db_EC.shape) == expected, op, "db_EC", f"have shape {expected}", f"shape {_shape(db_EC)}")
+    _check_sums(op, "db_EC", db_EC, rows_NC)
 
 
 def check_expert_up_backward(
@@ -305,6 +369,13 @@ def check_bias_grad(
 def _check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     require_dtype(tensor.dtype == like.dtype, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
     _check_device(op, name, tensor, like)
+
+
+def _check_sums(op: str, name: str, sums: Tensor, like: Tensor) -> None:
+    """What gradients are added to: fp32, or the dtype of what is summed."""
+    allowed = (torch.float32, like.dtype)
+    require_dtype(sums.dtype in allowed, op, name, f"be float32 or {like.dtype}", sums.dtype)
+    _check_device(op, name, sums, like)
 
 
 def _check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:

@@ -1,0 +1,251 @@
+"""Functions whose loops over experts break the graph, as functions that Dynamo captures in one.
+
+Many layers skip an expert that no token chose: ``if mask.any():``, ``if idx.numel() == 0: continue``, or a loop over the
+experts that were hit. Such a branch depends on data, and Dynamo stops there. Where what is skipped does nothing for an
+expert without tokens, the same function results without the branch:
+
+- the syntax tree proves that the condition is false only where a mask is empty, that all it guards is set by, or adds
+  to, rows that this mask selects, and that no other name is left changed (``capture_guards``, ``capture_hits``);
+- whoever traces the new code makes sure that nothing called inside has an effect on anything but tensors, and that of
+  the operations on tensors nothing remains in the graph that has one: all of it became part of a layer that is
+  rewritten. Without that, the code is compiled as it was.
+
+A parameter of an expert that no token chose gets a gradient of zeros then, where skipping leaves None.
+"""
+
+import ast
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from moeblaze_ops.capture_emptiness import Reader
+from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_no_effect, stored
+from moeblaze_ops.capture_hits import hit_loop, over_all_experts
+from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
+
+_HINTS = frozenset(("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero"))
+_FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Lines of a function that now run for experts without tokens, too."""
+
+    file: str
+    function: str
+    first: int
+    last: int
+
+    def holds(self, file: str, line: int, function: str) -> bool:
+        return (file, function) == (self.file, self.function) and self.first <= line <= self.last
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A function without its data-dependent branches: new code, or None, and what was done or left, and why."""
+
+    code: CodeType | None
+    regions: tuple[Region, ...] = ()
+    done: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+class Captures:
+    """The functions of one attempt to capture a frame."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, tuple[CodeType, Captured]] = {}
+
+    def __call__(self, code: CodeType, module_globals: dict[str, Any]) -> CodeType:
+        """The code to trace for a function's code."""
+        known = self._results.get(id(code))
+        if known is None:
+            known = self._results[id(code)] = code, captured(code, module_globals)
+        return known[1].code or code
+
+    @property
+    def regions(self) -> list[Region]:
+        return [region for _, result in self._results.values() for region in result.regions]
+
+    @property
+    def done(self) -> tuple[str, ...]:
+        return tuple(line for _, result in self._results.values() for line in result.done)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        return tuple(line for _, result in self._results.values() for line in result.left)
+
+
+def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
+    """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function."""
+    refused: dict[int, str] = {}
+    while _HINTS & set(code.co_names):
+        try:
+            function = tree_of(code)
+        except NoSource:
+            break
+        before = len(refused)
+        rewriting = _Rewriting(code, module_globals, refused)
+        rewriting.function(function)
+        refused |= dict(rewriting.escaping(function))
+        if len(refused) == before:
+            return rewriting.result(function)
+    return Captured(None)
+
+
+@dataclass
+class _Guarded:
+    """A branch that was dropped: its line, what it guarded, and what that does to names."""
+
+    line: int
+    what: str
+    nodes: list[ast.stmt]
+    effects: Effects
+    hits: str | None = None  # what a loop over hit experts went over
+
+
+class _Rewriting:
+    """One pass over one function; branches whose lines are in ``refused`` stay."""
+
+    def __init__(self, code: CodeType, module_globals: dict[str, Any], refused: dict[int, str]):
+        self.code, self.globals, self.refused = code, module_globals, refused
+        self.guarded: list[_Guarded] = []
+
+    def function(self, function: ast.FunctionDef) -> None:
+        nodes = list(ast.walk(function))
+        scoped = any(isinstance(n, ast.Global | ast.Nonlocal | ast.Yield | ast.YieldFrom | ast.ClassDef) for n in nodes)
+        if scoped or _FORBIDDEN_NAMES & loaded(function):
+            return
+        local = frozenset(self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars)
+        function.body = self.block(function.body, Reader(self.globals, local), in_loop=False)
+
+    def escaping(self, function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
+        """Branches to keep after all: names that are set behind them are read elsewhere."""
+        for guarded in self.guarded:
+            names = sorted(name for name in guarded.effects.temporary if self._is_read_elsewhere(name, function))
+            if names:
+                yield guarded.line, f"{', '.join(names)} is set behind it and read elsewhere"
+
+    def _is_read_elsewhere(self, name: str, function: ast.FunctionDef) -> bool:
+        setting = [guarded for guarded in self.guarded if name in guarded.effects.temporary]
+        inside = {id(node) for guarded in setting for s in guarded.nodes for node in ast.walk(s)}
+        reads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        return any(id(n) not in inside for n in reads) or any(name in guarded.effects.read_first for guarded in setting)
+
+    def result(self, function: ast.FunctionDef) -> Captured:
+        left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
+        if not self.guarded:
+            return Captured(None, left=left)
+        _without_dead_selections(function, {guarded.hits for guarded in self.guarded if guarded.hits})
+        try:
+            code = compile_changed(function, self.code)
+        except NoSource as error:
+            return Captured(None, left=(*left, f"{self._place(self.code.co_firstlineno)}: no source to go by: {error}"))
+        if not same_frame(code, self.code):
+            return Captured(None, left=left)
+        regions = tuple(
+            Region(self.code.co_filename, self.code.co_name, s.lineno, s.end_lineno or s.lineno)
+            for guarded in self.guarded
+            for s in guarded.nodes
+        )
+        done = tuple(f"{self._place(guarded.line)}: {guarded.what}" for guarded in self.guarded)
+        return Captured(code, regions, done, left)
+
+    def _place(self, line: int) -> str:
+        return f"{self.code.co_name} ({self.code.co_filename}:{line})"
+
+    # Statements.
+
+    def block(self, statements: list[ast.stmt], reader: Reader, *, in_loop: bool) -> list[ast.stmt]:
+        result: list[ast.stmt] = []
+        for i, statement in enumerate(statements):
+            match statement:
+                case ast.If() if (found := reader.empty_when(statement.test)) is not None:
+                    result += self.branch(statement, statements[i + 1 :], found, reader, in_loop)
+                case ast.For():
+                    result.append(self.loop(statement, reader))
+                case ast.If():
+                    for branch in (statement.body, statement.orelse):
+                        branch[:] = self.block(branch, reader.copy(), in_loop=False)
+                    reader.execute(statement)
+                    result.append(statement)
+                case ast.With(items=items) if all(item.optional_vars is None for item in items):
+                    statement.body = self.block(statement.body, reader, in_loop=False)
+                    result.append(statement)
+                case _:
+                    reader.execute(statement)
+                    result.append(statement)
+        return result
+
+    def branch(
+        self, branch: ast.If, following: list[ast.stmt], found: tuple[Hashable, bool], reader: Reader, in_loop: bool
+    ) -> list[ast.stmt]:
+        """What takes the place of a branch on whether a group is empty."""
+        group, empty = found
+        skips = empty and isinstance(branch.body[0], ast.Continue)
+        guarded = following if skips else branch.body
+        try:
+            if branch.lineno in self.refused:
+                raise Unproven(branch, self.refused[branch.lineno])
+            if branch.orelse:
+                raise Unproven(branch, "there is an else branch")
+            if empty and not (skips and in_loop):
+                raise Unproven(branch, "it is no `continue` of the loop that it stands in")
+            effects = prove_no_effect(guarded, group, reader.copy(), may_continue=skips)
+        except Unproven as unproven:
+            self.refused.setdefault(branch.lineno, f"{ast.unparse(branch.test)!r} stays: {unproven}")
+            reader.execute(branch)
+            return [branch]
+        what = f"captured without the branch on {ast.unparse(branch.test)!r}: what it skips does nothing without tokens"
+        self.guarded.append(_Guarded(branch.lineno, what, list(guarded), effects))
+        return [] if skips else self.block(branch.body, reader, in_loop=False)
+
+    def loop(self, loop: ast.For, reader: Reader) -> ast.For:
+        names = stored(loop)
+        if not self.over_hits(loop, reader, names):
+            # What was known before the loop may not hold in its second round.
+            loop.body = self.block(loop.body, reader.blank(), in_loop=True)
+        reader.forget(names)
+        reader.forget_masks()
+        return loop
+
+    def over_hits(self, loop: ast.For, reader: Reader, names: set[str]) -> bool:
+        """Make a loop over hit experts one over all; False where it stays as it is."""
+        inner = reader.inside(names)
+        found = hit_loop(loop, reader, inner)
+        if found is None:
+            return False
+        try:
+            if loop.lineno in self.refused:
+                return False
+            trial = inner.copy()
+            effects = prove_no_effect(loop.body, found.group, trial, may_continue=True)
+            if trial.read(ast.Name(found.container)) != inner.read(ast.Name(found.container)):
+                raise Unproven(loop, f"{found.container} may be written to")
+            loop.body = self.block(loop.body, inner, in_loop=True)
+            hits = loop.iter.id if isinstance(loop.iter, ast.Name) else None
+            over_all_experts(loop, found)
+        except Unproven as unproven:
+            self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
+            return False
+        effects.temporary.add(loop.target.id)
+        effects.read_first.discard(loop.target.id)
+        what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, hits))
+        return True
+
+
+def _without_dead_selections(function: ast.FunctionDef, hits: set[str]) -> None:
+    """Remove what selects the hit experts, where nothing reads it any more: its size depends on data."""
+    dead = hits - loaded(function)
+
+    def is_dead(s: ast.stmt) -> bool:
+        return (
+            isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Name) and s.targets[0].id in dead
+        )
+
+    for node in ast.walk(function):
+        for field in ("body", "orelse"):
+            if isinstance(block := getattr(node, field, None), list):
+                block[:] = [ast.copy_location(ast.Pass(), s) if is_dead(s) else s for s in block]

@@ -1,0 +1,324 @@
+"""Which tensors of a function are empty together: masks without a true element, and what is selected by them.
+
+``Reader`` goes through assignments in order and gives every expression a ``Value``. Two expressions with one ``key``
+are the same tensor; values of one ``group`` are empty together. What may write to a mask ends what is known of masks;
+writing to rows never changes how many there are.
+"""
+
+import ast
+import builtins
+import itertools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
+_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max))
+_COUNTED_AT = {
+    ast.Eq: {0: True},
+    ast.NotEq: {0: False},
+    ast.Gt: {0: False},
+    ast.GtE: {1: False},
+    ast.Lt: {1: True},
+    ast.LtE: {0: True},
+}
+"""For a count compared with a number: which outcome means that there is nothing."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of an expression.
+
+    Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert;
+    ``hit`` which counts are not zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
+    ``hit_ids``, ``[n]``; ``expert_row`` and ``expert`` one element of these; ``rows`` one row for each true element of
+    a mask; ``split`` a tuple of such; ``other``.
+    """
+
+    key: Hashable
+    group: Hashable
+    kind: str = "other"
+    of: Hashable = None  # for counts and what comes from them, the key of the one-hot tensor
+    dims: int | None = None
+
+
+class Reader:
+    """Values of expressions, at one place of a function."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, module_globals: dict[str, Any], local_names: frozenset[str]):
+        self._globals, self._locals = module_globals, local_names
+        self.values: dict[str, Value] = {}
+
+    def inside(self, stored: set[str]) -> "Reader":
+        """The same knowledge where ``stored`` names may have any value."""
+        copy = Reader(self._globals, self._locals)
+        copy.values = {name: value for name, value in self.values.items() if name not in stored}
+        return copy
+
+    def copy(self) -> "Reader":
+        return self.inside(set())
+
+    def blank(self) -> "Reader":
+        """No knowledge."""
+        return Reader(self._globals, self._locals)
+
+    def forget(self, names: set[str]) -> None:
+        for name in names:
+            self.values.pop(name, None)
+
+    def forget_masks(self, written: Hashable = None) -> None:
+        """Something may have been written to what has the key ``written``, or to any mask."""
+        self.values = {
+            name: value
+            for name, value in self.values.items()
+            if value.kind in ("rows", "split") or (written is not None and not _mentions(value.key, written))
+        }
+
+    def resolve(self, e: ast.expr) -> Any:
+        """The object that a dotted name of the module's globals, or of the builtins, is; None for anything else."""
+        if isinstance(e, ast.Attribute):
+            owner = self.resolve(e.value)
+            return getattr(owner, e.attr, None) if owner is not None else None
+        if isinstance(e, ast.Name) and e.id not in self._locals:
+            return self._globals.get(e.id, getattr(builtins, e.id, None))
+        return None
+
+    def execute(self, statement: ast.stmt) -> None:
+        """Take in what a statement without inner blocks does; anything else makes all be forgotten."""
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                self._notice_writes(value)
+                self.values[name] = self.read(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value) if all(isinstance(t, ast.Name) for t in targets):
+                self._notice_writes(value)
+                self._unpack([target.id for target in targets], value)
+            case ast.Expr(value=value):
+                self._notice_writes(value)
+            case ast.Pass():
+                pass
+            case _:
+                self.forget({node.id for node in ast.walk(statement) if isinstance(node, ast.Name)})
+                self.forget_masks()
+
+    def _unpack(self, names: list[str], value: ast.expr) -> None:
+        whole = self.read(value)
+        if whole.kind == "split":
+            parts = [replace(whole, key=(whole.key, i), kind="rows") for i in range(len(names))]
+        else:
+            values = value.elts if isinstance(value, ast.Tuple) and len(value.elts) == len(names) else [None] * len(names)
+            parts = [self._unknown() if e is None else self.read(e) for e in values]
+        self.values.update(zip(names, parts, strict=True))
+
+    def _notice_writes(self, e: ast.expr) -> None:
+        for call in (node for node in ast.walk(e) if isinstance(node, ast.Call)):
+            for written in self._written(call):
+                self.forget_masks(written)
+
+    def _written(self, call: ast.Call) -> Iterator[Hashable]:
+        """Keys of what a call may write to; None for anything."""
+        if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_"):
+            yield self.read(call.func.value).key
+        if not self._is_pure(call):
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+                yield None if isinstance(argument, ast.Starred) else self.read(argument).key
+
+    def _is_pure(self, call: ast.Call) -> bool:
+        if any(keyword.arg in ("out", "inplace", None) for keyword in call.keywords):
+            return False
+        function = self.resolve(call.func)
+        if function is not None and isinstance(call.func, ast.Attribute):
+            owner = self.resolve(call.func.value)
+            return (owner is torch or owner is F) and not call.func.attr.endswith("_")
+        if isinstance(call.func, ast.Name):
+            return any(function is builtin for builtin in _CALLS_BUILTIN)
+        return isinstance(call.func, ast.Attribute) and hasattr(torch.Tensor, call.func.attr)
+
+    def _unknown(self, kind: str = "other", group: Hashable = None) -> Value:
+        key = "#", next(self._numbers)
+        return Value(key, group or key, kind)
+
+    # Expressions.
+
+    def read(self, e: ast.expr) -> Value:
+        match e:
+            case ast.Name(id=name):
+                return self.values.setdefault(name, self._unknown())
+            case ast.Constant(value=value):
+                return self._made("const", (type(value), value))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return self._compared(self.read(left), op, right)
+            case ast.BinOp(left=left, op=op, right=right):
+                parts = self.read(left), self.read(right)
+                both = isinstance(op, ast.BitAnd | ast.BitOr) and all(part.kind == "mask" for part in parts)
+                return self._made(type(op), *(part.key for part in parts), kind="mask" if both else "other")
+            case ast.UnaryOp(op=op, operand=operand):
+                inner = self.read(operand)
+                return self._made(type(op), inner.key, kind="mask" if isinstance(op, ast.Invert) else "other")
+            case ast.Subscript(value=value, slice=index):
+                return self._item(self.read(value), index)
+            case ast.Call(func=func, args=args, keywords=keywords):
+                return self._call(func, args, {keyword.arg: keyword.value for keyword in keywords})
+        return self._unknown()
+
+    def _made(self, *key: Hashable, kind: str = "other", of: Hashable = None) -> Value:
+        return Value(key, key, kind, of)
+
+    def _compared(self, left: Value, op: ast.cmpop, right: ast.expr) -> Value:
+        if left.kind == "counts" and _COUNTED_AT.get(type(op), {}).get(_number(right)) is False:
+            return replace(left, key=("hit", left.key), kind="hit")
+        if isinstance(op, ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+            return self._made(type(op), left.key, self.read(right).key, kind="mask")
+        return self._unknown()
+
+    def _item(self, value: Value, index: ast.expr) -> Value:
+        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        first = next((part for part in parts if not (isinstance(part, ast.Constant) and part.value is None)), None)
+        if first is None or any(isinstance(part, ast.Starred) for part in parts):
+            return self._unknown()
+        if value.kind in ("split", "hit_split") and _number(first) is not None:
+            return replace(value, key=(value.key, _number(first)), kind="rows" if value.kind == "split" else "hit_ids")
+        if value.kind == "expert_row" and len(parts) == 1 and _number(first) == 0:
+            return replace(value, kind="expert")
+        if isinstance(first, ast.Slice):
+            column = len(parts) == 2 and ast.unparse(first) == ":" and _number(parts[1]) is not None
+            if column and value.kind in ("rows", "hits"):
+                return replace(value, key=(value.key, _number(parts[1])), kind="hit_ids" if value.kind == "hits" else "rows")
+            return self._unknown()
+        selected = self.read(first)
+        if selected.kind in ("rows", "mask"):
+            return self._unknown("rows", selected.group)
+        key = "item", value.key, *(self.read(part).key for part in parts)
+        return Value(key, key, value.kind if value.kind in ("mask", "onehot") else "other")
+
+    def _call(self, func: ast.expr, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
+        function = self.resolve(func)
+        if function is F.one_hot:
+            return self._unknown("onehot")
+        if function in (torch.where, torch.nonzero) and len(args) == 1:
+            return self._nonzero(self.read(args[0]), function is torch.where or _is_true(options.get("as_tuple")))
+        if function in (torch.greater, torch.gt) and len(args) == 2:
+            return self._compared(self.read(args[0]), ast.Gt(), args[1])
+        if function in (torch.any, torch.sum) and args:
+            return self._method(self.read(args[0]), function.__name__, args[1:], options)
+        if function is int and len(args) == 1 and self.read(args[0]).kind in ("expert", "expert_row"):
+            return replace(self.read(args[0]), kind="expert")
+        if function is None and isinstance(func, ast.Attribute):
+            return self._method(self.read(func.value), func.attr, args, options)
+        return self._unknown()
+
+    def _method(self, value: Value, name: str, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
+        key = name, value.key, *(ast.dump(arg) for arg in (*args, *options.values()))
+        if name == "nonzero":
+            return self._nonzero(value, _is_true(options.get("as_tuple")) or (len(args) == 1 and _is_true(args[0])))
+        if name in ("item", "squeeze", "tolist") and value.kind in ("expert", "expert_row"):
+            return replace(value, kind="expert")
+        if name in ("squeeze", "flatten", "view", "reshape", "tolist") and value.kind in ("hits", "hit_ids"):
+            return replace(value, key=key, kind="hit_ids")
+        if name in _VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
+            return replace(value, key=key, dims=len(args) if name == "permute" else None)
+        if name == "any" and (args or options) and value.kind in ("mask", "onehot", "other"):
+            return replace(value, key=key, kind="mask")
+        if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or _is_zero(args)):
+            return replace(value, key=key, kind="mask")
+        if name in ("gt", "greater") and len(args) == 1:
+            return self._compared(value, ast.Gt(), args[0])
+        if name in ("eq", "ne") and len(args) == 1:
+            return self._compared(value, ast.Eq() if name == "eq" else ast.NotEq(), args[0])
+        if name == "sum" and value.kind == "onehot" and value.dims == 3 and _sums_last_two(args, options):
+            return Value(key, key, "counts", value.key)
+        if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and _is_zero(args[:1]):
+            return self._unknown("rows", self.read(args[1]).group)
+        return self._unknown()
+
+    def _nonzero(self, value: Value, split: bool) -> Value:
+        key = "nonzero", value.key
+        if value.kind == "hit":
+            return Value(key, value.group, "hit_split" if split else "hits", value.of)
+        if value.kind in ("mask", "onehot", "other"):
+            return Value(key, value.group, "split" if split else "rows")
+        return self._unknown()
+
+    # Conditions.
+
+    def empty_when(self, test: ast.expr) -> tuple[Hashable, bool] | None:
+        """The group that has nothing in it when ``test`` has the outcome that is returned with it."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self.empty_when(operand)
+                return inner and (inner[0], not inner[1])
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                group = self._counted(left)
+                outcome = _COUNTED_AT.get(type(op), {}).get(_number(right))
+                return None if group is None or outcome is None else (group, outcome)
+        group = self._counted(test)
+        group = self._any(test) if group is None else group
+        return None if group is None else (group, False)
+
+    def _any(self, e: ast.expr) -> Hashable | None:
+        """The group of the mask that ``e`` asks whether any element of it is true."""
+        match e:
+            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
+                return self._any(inner)
+            case ast.Call(func=ast.Name(), args=[inner], keywords=[]) if self.resolve(e.func) is bool:
+                return self._any(inner)
+            case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.any:
+                return self._group(mask, "mask", "onehot", "other")
+            case ast.Call(func=ast.Attribute(value=mask, attr="any"), args=[], keywords=[]) if self.resolve(e.func) is None:
+                return self._group(mask, "mask", "onehot", "other")
+        return None
+
+    def _counted(self, e: ast.expr) -> Hashable | None:
+        """The group whose members ``e`` counts."""
+        match e:
+            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
+                return self._counted(inner)
+            case ast.Call(func=ast.Attribute(value=rows, attr="numel" | "nelement"), args=[], keywords=[]):
+                return self._group(rows, "rows", "mask")
+            case ast.Call(func=ast.Attribute(value=rows, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
+                return self._group(rows, "rows")
+            case ast.Subscript(value=ast.Attribute(value=rows, attr="shape"), slice=ast.Constant(value=0)):
+                return self._group(rows, "rows")
+            case ast.Call(func=ast.Name(), args=[rows], keywords=[]) if self.resolve(e.func) is len:
+                return self._group(rows, "rows")
+            case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]) if self.resolve(e.func) is None:
+                return self._group(mask, "mask", "onehot")
+            case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.sum:
+                return self._group(mask, "mask", "onehot")
+        return None
+
+    def _group(self, e: ast.expr, *kinds: str) -> Hashable | None:
+        value = self.read(e)
+        return value.group if value.kind in kinds else None
+
+
+def _mentions(key: Hashable, part: Hashable) -> bool:
+    return key == part or (isinstance(key, tuple) and any(_mentions(inner, part) for inner in key))
+
+
+def _number(e: ast.expr | None) -> int | None:
+    return e.value if isinstance(e, ast.Constant) and type(e.value) is int else None
+
+
+def _is_true(e: ast.expr | None) -> bool:
+    return isinstance(e, ast.Constant) and e.value is True
+
+
+def _is_zero(args: list[ast.expr]) -> bool:
+    return len(args) == 1 and _number(args[0]) == 0
+
+
+def _sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
+    """Whether the axes of a sum are the last two of three."""
+    axes = args[0] if len(args) == 1 and not options else options.get("dim") if not args and len(options) == 1 else None
+    try:
+        return axes is not None and set(ast.literal_eval(axes)) in ({-1, -2}, {1, 2})
+    except (ValueError, TypeError):
+        return False

@@ -1,0 +1,137 @@
+"""Proofs that statements do nothing where a group is empty, so that a guard around them can be dropped."""
+
+import ast
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from moeblaze_ops.capture_emptiness import Reader
+
+
+class Unproven(Exception):
+    """Statements may do something where the group is empty."""
+
+    def __init__(self, statement: ast.AST, reason: str):
+        super().__init__(f"line {getattr(statement, 'lineno', '?')}: {reason}")
+
+
+@dataclass
+class Effects:
+    """What guarded statements do to names: ``temporary`` ones they set, ``read_first`` ones they read before that."""
+
+    temporary: set[str] = field(default_factory=set)
+    read_first: set[str] = field(default_factory=set)
+
+    def loads(self, node: ast.AST) -> None:
+        self.read_first |= loaded(node) - self.temporary
+
+
+def loaded(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load | ast.Del)}
+
+
+def stored(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def prove_no_effect(statements: Sequence[ast.stmt], group: Hashable, reader: Reader, *, may_continue: bool) -> Effects:
+    """Prove that ``statements`` leave nothing behind where ``group`` is empty, apart from names that are temporary.
+
+    Calls are taken to have no effect of their own here; who traces them watches for one. An expression may be anything
+    that only makes values.
+
+    Args:
+        statements: what stands behind the guard.
+        group: of ``reader``; empty where the guard skips.
+        reader: what is known before the statements; it is taken through them.
+        may_continue: a ``continue`` under a condition may stand among them: nothing follows that has an effect.
+
+    Raises:
+        Unproven: there may be an effect.
+    """
+    proof = _Proof(group, reader, may_continue)
+    proof.block(statements)
+    return proof.effects
+
+
+class _Proof:
+    def __init__(self, group: Hashable, reader: Reader, may_continue: bool):
+        self.group, self.reader, self.may_continue = group, reader, may_continue
+        self.effects = Effects()
+
+    def block(self, statements: Sequence[ast.stmt], conditional: bool = False) -> None:
+        for statement in statements:
+            self.statement(statement, conditional)
+
+    def statement(self, s: ast.stmt, conditional: bool) -> None:
+        if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(s)):
+            raise Unproven(s, "an expression with an effect")
+        self.effects.loads(s)
+        match s:
+            case ast.Pass() | ast.Expr(value=ast.Constant()):
+                return
+            case ast.Continue() if conditional and self.may_continue:
+                return
+            case ast.If(body=body, orelse=orelse):
+                self.block(body, True)
+                self.block(orelse, True)
+                return
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._updates(value, name):
+                self.reader.execute(s)
+                return
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                self.reader.execute(s)
+                self.effects.temporary.add(name)
+                return
+            case ast.Assign(targets=[ast.Tuple(elts=targets)]) if all(isinstance(t, ast.Name) for t in targets):
+                self.reader.execute(s)
+                self.effects.temporary |= {target.id for target in targets}
+                return
+            case ast.Assign(targets=[ast.Subscript() as target]) | ast.AugAssign(target=ast.Subscript() as target):
+                if self._is_empty_part(target):
+                    return
+                raise Unproven(s, f"what {ast.unparse(target)} selects may not be empty")
+            case ast.AugAssign(target=ast.Name(id=name)) if name in self.effects.temporary or self._in_group(s.target):
+                # A write to something else through a name set here would be a write that the rewrite has to justify.
+                return
+            case ast.AugAssign(target=ast.Name(id=name)):
+                raise Unproven(s, f"{name} is changed")
+            case ast.Expr(value=ast.Call() as call) if self._updates_in_place(call):
+                return
+        raise Unproven(s, f"a statement that may have an effect ({ast.unparse(s).partition(chr(10))[0]})")
+
+    def _in_group(self, e: ast.expr, *kinds: str) -> bool:
+        value = self.reader.read(e)
+        return value.group == self.group and value.kind in (kinds or ("rows",))
+
+    def _is_empty_part(self, target: ast.Subscript) -> bool:
+        first = target.slice.elts[0] if isinstance(target.slice, ast.Tuple) and target.slice.elts else target.slice
+        return self._is_accumulator(target.value) and self._in_group(first, "rows", "mask")
+
+    def _is_accumulator(self, e: ast.expr) -> bool:
+        """A name of something else than the mask, which stays as it is."""
+        return isinstance(e, ast.Name) and self.reader.read(e).group != self.group
+
+    def _updates(self, value: ast.expr, name: str) -> bool:
+        """``name = name.index_add(0, rows, ...)`` or the same by ``torch.index_add``."""
+        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+            return False
+        if self.reader.resolve(value.func) is not None:
+            return False
+        return value.func.attr == "index_add" and self._adds_rows(value, value.func.value, name)
+
+    def _updates_in_place(self, call: ast.Call) -> bool:
+        if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+            return False
+        if call.func.attr in ("index_add_", "index_copy_"):
+            return self._adds_rows(call, call.func.value, call.func.value.id)
+        if call.func.attr == "index_put_" and call.args and isinstance(call.args[0], ast.Tuple) and call.args[0].elts:
+            return self._is_accumulator(call.func.value) and self._in_group(call.args[0].elts[0], "rows", "mask")
+        return False
+
+    def _adds_rows(self, call: ast.Call, base: ast.expr, name: str) -> bool:
+        """Whether a call adds to some rows of ``base``, along axis 0, and these are rows of the group."""
+        arguments = dict(zip(("dim", "index", "source"), call.args, strict=False))
+        arguments |= {keyword.arg: keyword.value for keyword in call.keywords}
+        along_rows = isinstance(arguments.get("dim"), ast.Constant) and arguments["dim"].value == 0
+        named = isinstance(base, ast.Name) and base.id == name and self._is_accumulator(base)
+        return along_rows and named and "index" in arguments and self._in_group(arguments["index"])

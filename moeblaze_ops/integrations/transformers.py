@@ -1,0 +1,142 @@
+"""The experts implementation "moeblaze" of transformers, for code that does not go through ``torch.compile``.
+
+    from moeblaze_ops.integrations import transformers as moeblaze_transformers
+
+    moeblaze_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moeblaze")
+
+The model's own parameters are used as they are stored. A layer that the ops cannot express runs as transformers'
+"grouped_mm", with a warning that says why.
+"""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeblaze_ops.functional import moe
+from moeblaze_ops.integrations.gates import pointwise, recognise_gate
+
+try:
+    from transformers import activations as _activations
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError("moeblaze_ops.integrations.transformers needs transformers 5: pip install 'moeblaze[hf]'") from error
+
+NAME = "moeblaze"
+
+_FALLBACK = "grouped_mm"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_POINTWISE = {
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
+}
+
+
+def register() -> None:
+    """Add "moeblaze" to transformers' experts implementations.
+
+    Afterwards ``from_config`` and ``from_pretrained`` take it as ``experts_implementation``, and
+    ``model.set_experts_implementation("moeblaze")`` switches a model that exists. Nothing else changes.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """A decorated experts module of transformers, computed by ``moeblaze_ops.moe``.
+
+    Args:
+        self: the module, with the flags and parameters that transformers' decorator documents.
+        hidden_states: tokens. Shape [T, D].
+        top_k_index: expert ids. Shape [T, K]; ids from ``num_experts`` on are unused slots.
+        top_k_weights: routing weights. Shape [T, K].
+
+    Returns:
+        Shape and dtype of ``hidden_states``.
+
+    Warns:
+        UserWarning: the module's activation, gate or flags are none of the fused ones; it ran as "grouped_mm". Once
+            for each kind of module.
+    """
+    w_up = self.gate_up_proj if self.has_gate else self.up_proj
+    act_fn = getattr(self, "act_fn", None)
+    found = _recognise(type(self), self.has_gate, type(act_fn), _numbers(self))
+    reason = _why_not(self, w_up, act_fn) or found[2]
+    if reason is not None:
+        _warn(f"{type(self).__name__} runs as {_FALLBACK!r}, not as {NAME!r}: {reason}")
+        return ALL_EXPERTS_FUNCTIONS[_FALLBACK](self, hidden_states, top_k_index, top_k_weights)
+    b_up = b_down = None
+    if self.has_bias:
+        b_up, b_down = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias
+    x = hidden_states.to(w_up.dtype)
+    out = moe(
+        x,
+        top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.to(x.dtype),
+        torch.where(top_k_index < w_up.shape[0], top_k_index, -1),
+        w_up,
+        self.down_proj,
+        b_up=b_up,
+        b_down=b_down,
+        activation=found[0],
+        interleaved=found[1],
+        transposed=self.is_transposed,
+    )
+    return out.to(hidden_states.dtype)
+
+
+def _why_not(self: nn.Module, w_up: Tensor, act_fn: Any) -> str | None:
+    """What of the module, besides its formula, the ops cannot express."""
+    if getattr(self, "has_post_expert_norm", False):
+        return "the experts are followed by a norm each"
+    if "_apply_gate" in self.__dict__:
+        return "_apply_gate was replaced on the module"
+    if isinstance(act_fn, nn.Module) and (len(act_fn._forward_hooks) or len(act_fn._forward_pre_hooks)):
+        return "act_fn has hooks"
+    if w_up.dtype not in _DTYPES:
+        return f"weights are stored as {w_up.dtype}"
+    return None
+
+
+def _numbers(self: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The plain attributes that the gate of a module may read, with their values."""
+    values = [(name, getattr(self, name, None)) for name in _names_in_gate(type(self))]
+    return tuple((name, value) for name, value in values if isinstance(value, (int, float)))
+
+
+@torch.compiler.assume_constant_result
+def _names_in_gate(experts_class: type) -> tuple[str, ...]:
+    return inspect.unwrap(experts_class._apply_gate).__code__.co_names
+
+
+@torch.compiler.assume_constant_result
+def _recognise(
+    experts_class: type, has_gate: bool, act_class: type, numbers: tuple[tuple[str, Any], ...]
+) -> tuple[str, bool, str | None]:
+    """The activation of a kind of module, whether it is interleaved, and the reason if it is no fused one."""
+    act_name = _act_names().get(act_class)
+    if not has_gate:
+        reason = None if act_name else f"its activation {act_class.__name__} is not a fused one"
+        return act_name or "", False, reason
+    act_fn = pointwise(act_name) if act_name else None
+    found = recognise_gate(experts_class._apply_gate, dict(numbers), act_fn)
+    if found is None:
+        constants = ", ".join(f"{name}={value}" for name, value in numbers)
+        return "", False, f"its gate ({', '.join(filter(None, (act_class.__name__, constants)))}) is not a fused activation"
+    return *found, None
+
+
+def _act_names() -> dict[type, str]:
+    """The fused activation of each class of transformers whose instances all compute it."""
+    library = {getattr(_activations, name, None): fused for name, fused in _POINTWISE.items()}
+    return {nn.SiLU: "silu", nn.ReLU: "relu", **library}
+
+
+@torch.compiler.assume_constant_result
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)
