@@ -47,7 +47,7 @@ def _combine_kernel(
     for first in range(0, TOP_K, UNROLL):
         for step in tl.static_range(UNROLL):
             k = first + step
-            used = token_in & (k < TOP_K)
+            used = tokens < tl.where(k < TOP_K, T, 0)
             position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
             used = position >= 0
             row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]

@@ -178,8 +178,9 @@ def _expert_weight_grad_kernel(
         # Half by half: what dW held would not fit in registers beside the whole tile.
         left, right = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         half_d = d_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-        _add_tile(left, dw_rows, half_d, f_in & (first < end), D, stride_dw_d)
-        _add_tile(right, dw_rows, half_d + BLOCK_N // 2, f_in & (first < end), D, stride_dw_d)
+        if first < end:
+            _add_tile(left, dw_rows, half_d, f_in, D, stride_dw_d)
+            _add_tile(right, dw_rows, half_d + BLOCK_N // 2, f_in, D, stride_dw_d)
     else:
         dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d  # [BLOCK_M, BLOCK_N]
         tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=f_in & (cols_d < D)[None, :])

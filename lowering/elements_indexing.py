@@ -145,14 +145,14 @@ class _Landed:
             return None
         if not self.free and self.hits is algebra.one:
             return self.body
-        if not self.free and all(map(self._never_with, base.args if base.kind == "add" else (base,))):
-            return algebra.add(base, algebra.mul(self.hits, self.body))
         once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
+        below = [] if base is algebra.zero else list(base.args if base.kind == "add" else (base,))
         added = list(self.body.args if self.body.kind == "add" else (self.body,))
-        for term in () if base is algebra.zero else base.args if base.kind == "add" else (base,):
-            if term not in added:
-                return None
-            added.remove(term)
+        if all(term in added for term in below):
+            for term in below:
+                added.remove(term)
+        elif self.free or not all(map(self._never_with, below)):
+            return None
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
 
 

@@ -26,6 +26,8 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.iter import IteratorVariable
+from torch._dynamo.variables.lists import ListIteratorVariable
 
 __all__ = [
     "counters",
@@ -149,12 +151,13 @@ def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]
 
 
 def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
-    """Call ``notice`` with the traced stack for each write to a Python object that traced code did not make itself."""
+    """Call ``notice`` with the traced stack for each write to a Python object, but for steps of an iterator that it made."""
 
     def watched(original: Callable) -> Callable:
         @functools.wraps(original)
         def write(self, item, *args, **kwargs):
-            if not isinstance(item.mutation_type, ValueMutationNew | AttributeMutationNew):
+            is_new = isinstance(item.mutation_type, ValueMutationNew | AttributeMutationNew)
+            if not (is_new and isinstance(item, IteratorVariable | ListIteratorVariable)):
                 notice(torch._guards.TracingContext.extract_stack())
             return original(self, item, *args, **kwargs)
 

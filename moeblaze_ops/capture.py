@@ -14,10 +14,14 @@ A parameter of an expert that no token chose gets a gradient of zeros then, wher
 """
 
 import ast
+import opcode
+import os
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
+
+import torch
 
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_no_effect, stored
@@ -25,6 +29,7 @@ from moeblaze_ops.capture_hits import hit_loop, over_all_experts
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 
 _HINTS = frozenset(("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
 
 
@@ -80,7 +85,7 @@ class Captures:
 def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
     """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function."""
     refused: dict[int, str] = {}
-    while _HINTS & set(code.co_names):
+    while _may_hold_experts(code):
         try:
             function = tree_of(code)
         except NoSource:
@@ -92,6 +97,12 @@ def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
         if len(refused) == before:
             return rewriting.result(function)
     return Captured(None)
+
+
+def _may_hold_experts(code: CodeType) -> bool:
+    """Whether it is worth to read the source: there is a loop, and something that asks a tensor for its size or elements."""
+    has_loop = opcode.opmap["FOR_ITER"] in code.co_code[::2]
+    return has_loop and bool(_HINTS & set(code.co_names)) and not code.co_filename.startswith(_TORCH)
 
 
 @dataclass
@@ -219,6 +230,8 @@ class _Rewriting:
         try:
             if loop.lineno in self.refused:
                 return False
+            if reader.resolve(ast.Name("range")) is not range:
+                raise Unproven(loop, "range is another function here")
             trial = inner.copy()
             effects = prove_no_effect(loop.body, found.group, trial, may_continue=True)
             if trial.read(ast.Name(found.container)) != inner.read(ast.Name(found.container)):

@@ -65,6 +65,8 @@ class _Proof:
     def statement(self, s: ast.stmt, conditional: bool) -> None:
         if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(s)):
             raise Unproven(s, "an expression with an effect")
+        if any(isinstance(n, ast.Call) and self.reader.resolve(n.func) is next for n in ast.walk(s)):
+            raise Unproven(s, "an iterator is moved on")
         self.effects.loads(s)
         match s:
             case ast.Pass() | ast.Expr(value=ast.Constant()):

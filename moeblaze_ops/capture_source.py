@@ -19,7 +19,7 @@ def tree_of(code: CodeType) -> ast.FunctionDef:
     Raises:
         NoSource: the file cannot be read, or has no such definition.
     """
-    return copy.deepcopy(_definition(_module(_source(code)), code))
+    return copy.deepcopy(_parsed(code)[1])
 
 
 def compile_changed(function: ast.FunctionDef, code: CodeType) -> CodeType:
@@ -28,8 +28,7 @@ def compile_changed(function: ast.FunctionDef, code: CodeType) -> CodeType:
     Raises:
         NoSource: as it is, the file gives other code than ``code``, so it has changed or something has transformed it.
     """
-    module = _module(_source(code))
-    original = _definition(module, code)
+    module, original = _parsed(code)
     if not _same(_compiled(module, code), code):
         raise NoSource("the file gives other code")
     body = original.body
@@ -48,29 +47,28 @@ def same_frame(a: CodeType, b: CodeType) -> bool:
     return _equal(a, b, parts) and a.co_varnames[:arguments] == b.co_varnames[:arguments]
 
 
-def _source(code: CodeType) -> str:
-    return "".join(linecache.getlines(code.co_filename))
+def _parsed(code: CodeType) -> tuple[ast.Module, ast.FunctionDef]:
+    """The tree of the file that ``code`` is from, and the definition in it."""
+    module, definitions = _file("".join(linecache.getlines(code.co_filename)))
+    found = definitions.get((code.co_name, code.co_firstlineno), [])
+    if len(found) != 1:
+        raise NoSource(f"{len(found)} definitions of {code.co_name} at line {code.co_firstlineno}")
+    return module, found[0]
 
 
 @lru_cache(maxsize=64)
-def _module(source: str) -> ast.Module:
+def _file(source: str) -> tuple[ast.Module, dict[tuple[str, int], list[ast.FunctionDef]]]:
+    """A file's tree, and its functions by name and first line."""
     try:
-        return ast.parse(source)
+        module = ast.parse(source)
     except SyntaxError as error:
         raise NoSource(str(error)) from error
-
-
-def _definition(module: ast.Module, code: CodeType) -> ast.FunctionDef:
-    found = [
-        node
-        for node in ast.walk(module)
-        if isinstance(node, ast.FunctionDef)
-        and node.name == code.co_name
-        and min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) == code.co_firstlineno
-    ]
-    if len(found) != 1:
-        raise NoSource(f"{len(found)} definitions of {code.co_name} at line {code.co_firstlineno}")
-    return found[0]
+    definitions: dict[tuple[str, int], list[ast.FunctionDef]] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            definitions.setdefault((node.name, first), []).append(node)
+    return module, definitions
 
 
 def _compiled(module: ast.Module, code: CodeType) -> CodeType:

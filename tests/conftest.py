@@ -1,6 +1,14 @@
 import pytest
 import torch
 
+from moeblaze_ops import config
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch):
+    """Errors of the rewrite itself fail the test."""
+    monkeypatch.setattr(config, "strict", True)
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

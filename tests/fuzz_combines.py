@@ -40,8 +40,6 @@ def _masked(layer: Layer, rng: random.Random) -> list[str]:
         "out = out + y * s", "out = y * s + out", "out += s * y", "out.add_(y * s)", "out = torch.add(out, y.mul(s))",
         "out = torch.addcmul(out, y, s)",
     ))  # fmt: skip
-    if "addcmul" in step:
-        layer.gaps.add("addcmul")
     return [*lines, _fresh(rng), "for e in range(E):", f"    s = {share}", "    y = self.expert(e, x)", f"    {step}"]
 
 
@@ -51,6 +49,13 @@ def _stack(layer: Layer, rng: random.Random) -> list[str]:
         lines, share = _share(layer, rng)
         total = rng.choice(("sum(parts)", "torch.stack(parts).sum(0)", "torch.stack(parts, dim=1).sum(1)"))
         return [*lines, "parts = []", "for e in range(E):", f"    parts.append(self.expert(e, x) * {share})", f"out = {total}"]
+    if rng.random() < 0.3:
+        chosen = rng.choice((
+            "torch.stack(parts, 1).gather(1, ids.unsqueeze(-1).expand(-1, -1, D))",
+            "torch.stack(parts)[ids, torch.arange(T)[:, None]]", "torch.stack(parts, 1)[torch.arange(T).unsqueeze(1), ids]",
+        ))  # fmt: skip
+        total = rng.choice(("(y * weights.unsqueeze(-1)).sum(1)", "torch.einsum('tkd,tk->td', y, weights)"))
+        return ["parts = [self.expert(e, x) for e in range(E)]", f"y = {chosen}", f"out = {total}"]
     lines = [*_scores(layer, rng), "parts = [self.expert(e, x) for e in range(E)]"]
     return [*lines, rng.choice((
         "out = (torch.stack(parts, dim=1) * scores[..., None]).sum(1)",
@@ -101,6 +106,23 @@ def _select(layer: Layer, rng: random.Random) -> list[str]:
         ]  # fmt: skip
     step = [*find, f"y = self.expert(e, {rows})", f"s = {weight}", rng.choice(adds)]
     return [*setup, _fresh(rng), "for e in range(E):", *indented(step, 1)]
+
+
+def _stored(layer: Layer, rng: random.Random) -> list[str]:
+    """A row for every slot, which its expert stores."""
+    expert_method(layer, rng)
+    rows = rng.choice(("x.repeat_interleave(K, dim=0)", "x[:, None].expand(-1, K, -1).reshape(-1, D)"))
+    buffer = rng.choice(("torch.empty_like(rows)", "torch.zeros_like(rows)"))
+    lines = ["flat = ids.reshape(-1)", f"rows = {rows}", f"y = {buffer}"]
+    step = rng.choice((
+        ["y[flat == e] = self.expert(e, rows[flat == e])"],
+        ["hits = flat == e", "y[hits] = self.expert(e, rows[hits])"],
+        ["hits = torch.where(flat == e)[0]", "y[hits] = self.expert(e, rows[hits])"],
+        ["hits = (flat == e).nonzero(as_tuple=True)[0]", "y.index_copy_(0, hits, self.expert(e, rows.index_select(0, hits)))"],
+    ))  # fmt: skip
+    return [*lines, "for e in range(E):", *indented(step, 1), rng.choice((
+        "out = (y.view(T, K, D) * weights.unsqueeze(-1)).sum(dim=1)", "out = (y * weights.reshape(-1, 1)).view(T, K, D).sum(1)",
+    ))]  # fmt: skip
 
 
 def _sorted(layer: Layer, rng: random.Random) -> list[str]:
@@ -186,10 +208,7 @@ def _dense(layer: Layer, rng: random.Random) -> list[str]:
 
     rows = rng.choice(("x.repeat(E, 1).view(E, T, D)", "x.unsqueeze(0).expand(E, -1, -1)"))
     lines = [*_scores(layer, rng), f"rows = {rows}"]
-    if layer.storage == "list":
-        layer.gaps.add("stacked experts on repeated rows")
     if not any(layer.bias) and layer.activation not in ("softplus", "tanh", "bilinear", "clamped") and rng.random() < 0.3:
-        layer.gaps.add("weights on the input of every expert")
         return [*lines, "rows = rows * scores.t().unsqueeze(-1)", *mlp(layer, rng, "rows", product), "out = y.sum(dim=0)"]
     total = rng.choice(("(y * scores.t()[..., None]).sum(0)", "torch.einsum('etd,te->td', y, scores)"))
     return [*lines, *mlp(layer, rng, "rows", product), f"out = {total}"]
@@ -197,5 +216,5 @@ def _dense(layer: Layer, rng: random.Random) -> list[str]:
 
 FAMILIES = {
     "masked": _masked, "stack": _stack, "slots": _slots, "select": _select, "sorted": _sorted, "gathered": _gathered,
-    "dense": _dense,
+    "dense": _dense, "stored": _stored,
 }  # fmt: skip

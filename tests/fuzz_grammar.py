@@ -1,6 +1,6 @@
 """Random layers: a router, experts in some storage, and a way to combine them.
 
-Every draw is a program that the rewrite supports, but for the ``gaps`` that it names.
+Every draw is a program that the rewrite supports.
 """
 
 import random
@@ -28,10 +28,6 @@ def draw(rng: random.Random) -> Layer:
     )  # fmt: skip
     if storage in ("list", "flat"):
         layer.linear = (True, storage == "list")
-    if storage == "flat" and family in ("sorted", "gathered", "dense"):
-        layer.gaps.add("flat storage viewed as [E, H, D]")
-    if family == "sorted" and layer.shape == (1,) and layer.K == 1:
-        layer.gaps.add("one sorted row")
     _declare(layer, rng)
     before, after = _surroundings(layer, rng)
     layer.body = [*before, *_router(layer, rng), *FAMILIES[family](layer, rng), *after]
@@ -67,7 +63,6 @@ def _surroundings(layer: Layer, rng: random.Random) -> tuple[list[str], list[str
         before += ["residual = x", "x = F.layer_norm(x, (D,))"]
     elif residual < 0.4:
         before += ["x = x * 1.25"]
-        layer.gaps.add("input scaled by a constant")
     if len(layer.shape) == 2:
         before += ["shape = x.shape", rng.choice(("x = x.view(-1, D)", "x = x.reshape(-1, D)", "x = x.flatten(0, 1)"))]
     if rng.random() < 0.2:
@@ -86,8 +81,6 @@ def _router(layer: Layer, rng: random.Random) -> list[str]:
     dtype = f", dtype=torch.{wide}" if wide else ""
     kind = rng.choice(("softmax", "softmax", "softmax_topk", "sigmoid", "gather", "biased", "max" if layer.K == 1 else "softmax"))
     score = rng.choice((f"F.softmax(logits, dim=-1{dtype})", f"logits.softmax(-1{dtype})"))
-    if kind in ("gather", "biased") and layer.family == "select":
-        layer.gaps.add("selected rows with weights gathered from the scores")
     if kind == "sigmoid" or (kind == "biased" and rng.random() < 0.7):
         score = "logits.float().sigmoid()" if wide else "torch.sigmoid(logits)"
     if kind == "softmax_topk":
@@ -110,8 +103,6 @@ def _router(layer: Layer, rng: random.Random) -> list[str]:
     scaled = rng.choice(("", "", "weights = weights * 2.5", "weights.mul_(2.5)", "weights *= 1.5"))
     if scaled:
         lines += [scaled]
-        if scaled != "weights = weights * 2.5":
-            layer.gaps.add("weights scaled in place")
     if wide or rng.random() < 0.2:
         lines += ["weights = weights.to(x.dtype)"]
     return lines

@@ -43,10 +43,7 @@ _PRODUCTS = (
 
 @dataclass
 class Layer:
-    """One drawn program. ``parameters`` are (name, shape); ``body`` are the lines of ``forward``.
-
-    ``gaps`` are spellings in it that are known to be left alone.
-    """
+    """One drawn program. ``parameters`` are (name, shape); ``body`` are the lines of ``forward``."""
 
     family: str
     storage: str
@@ -63,7 +60,6 @@ class Layer:
     parameters: list[tuple[str, str]] = field(default_factory=list)
     expert: list[str] = field(default_factory=list)  # body of ``expert(self, e, x)``
     body: list[str] = field(default_factory=list)
-    gaps: set[str] = field(default_factory=set)
 
     @property
     def source(self) -> str:

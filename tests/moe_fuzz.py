@@ -3,7 +3,7 @@
 Three properties: a rewritten graph computes what eager computes, outputs and all gradients, changed or not; an
 unchanged layer is rewritten, as one layer; the rewrite raises nothing that compiling without it does not raise.
 
-    python tests/moe_fuzz.py --seeds 0:10000
+    python tests/moe_fuzz.py --seeds 0:10000 --jobs 16 --json fuzz.json
     python tests/moe_fuzz.py --seeds 0: --seconds 3600
 
 Every failing seed is printed with a program that shows it, and ``--show SEED`` prints that of any seed.
@@ -12,15 +12,19 @@ Every failing seed is printed with a program that shows it, and ``--show SEED`` 
 import argparse
 import copy
 import itertools
+import json
 import logging
+import multiprocessing
 import random
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -30,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from moeblaze_ops import config  # noqa: E402
 from tests.fuzz_grammar import draw  # noqa: E402
 from tests.fuzz_layer import Layer  # noqa: E402
 from tests.fuzz_mutations import mutate  # noqa: E402
@@ -67,7 +72,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """``failure`` is empty, ``wrong``, ``missed``, ``crash`` or ``internal``."""
+    """``failure`` is empty, ``wrong``, ``missed`` or ``raised``."""
 
     status: str
     failure: str = ""
@@ -77,9 +82,15 @@ class Outcome:
 class _Backend(Rewriting):
     """Runs what was rewritten through AOTAutograd, and what was not as it is."""
 
+    error: Exception | None = None  # of the rewrite
+
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         self.run = False
-        forward = super().__call__(gm, example_inputs)
+        try:
+            forward = super().__call__(gm, example_inputs)
+        except Exception as error:
+            self.error = error
+            raise
         return aot_eager(gm, example_inputs) if self.rewritten else forward
 
 
@@ -119,17 +130,16 @@ def check(module: nn.Module, x: Tensor) -> Outcome:
             expected = _run(module, module.__class__.forward, x, train)
         except Exception as error:
             return Outcome("eager fails", detail=repr(error))
+    backend = _Backend()
     try:
-        actual, backend = _compiled(module, x, train, _Backend())
+        with mock.patch.object(config, "strict", True):
+            actual = _compiled(module, x, train, backend)
     except Exception as error:
-        return _crash(module, x, train, error)
-    if "INTERNAL" in backend.reasons:
-        detail = next(c.detail for c in backend.candidates if c.reason == "INTERNAL")
-        return Outcome("declined", "internal", detail)
+        return _raised(module, x, train, backend.error or error, in_rewrite=backend.error is not None)
     if not backend.rewritten:
         return Outcome("declined", detail=", ".join(f"{c.reason} ({c.detail})" for c in backend.candidates) or "no candidate")
     wrong = _difference(module, x, train, actual, expected)
-    if wrong and _difference(module, x, train, _compiled(module, x, train, aot_eager)[0], expected):
+    if wrong and _difference(module, x, train, _compiled(module, x, train, aot_eager), expected):
         return Outcome("compile differs", detail=wrong)
     if wrong and _ties(module, x):
         return Outcome("tied scores", detail=wrong)
@@ -155,18 +165,19 @@ def _ties(module: nn.Module, x: Tensor) -> bool:
     return mode.found
 
 
-def _compiled(module: nn.Module, x: Tensor, train: bool, backend: Callable) -> tuple[dict[str, Tensor], Callable]:
+def _compiled(module: nn.Module, x: Tensor, train: bool, backend: Callable) -> dict[str, Tensor]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return _run(module, torch.compile(module.__class__.forward, backend=backend), x, train), backend
+        return _run(module, torch.compile(module.__class__.forward, backend=backend), x, train)
 
 
-def _crash(module: nn.Module, x: Tensor, train: bool, error: Exception) -> Outcome:
+def _raised(module: nn.Module, x: Tensor, train: bool, error: Exception, *, in_rewrite: bool) -> Outcome:
     try:
         _compiled(module, x, train, aot_eager)
     except Exception:
-        return Outcome("compile fails", detail=repr(error)[:200])
-    return Outcome("crash", "crash", f"{type(error).__name__}: {error}")
+        if not in_rewrite:
+            return Outcome("compile fails", detail=repr(error)[:200])
+    return Outcome("raised", "raised", f"{type(error).__name__}: {error}")
 
 
 def _run(module: nn.Module, forward: Callable, x: Tensor, train: bool) -> dict[str, Tensor]:
@@ -249,8 +260,38 @@ def outcome_of(case: Case) -> Outcome:
     module, x = case.build()
     outcome = check(module, x)
     if not case.change and not outcome.failure and outcome.status not in ("rewritten", "compile differs", "tied scores"):
-        return Outcome("known gap" if case.layer.gaps else outcome.status, "" if case.layer.gaps else "missed", outcome.detail)
+        return Outcome(outcome.status, "missed", outcome.detail)
     return outcome
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one seed. ``seconds`` are of processor time."""
+
+    seed: int
+    family: str
+    changed: bool
+    outcome: str
+    detail: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in FAILURES
+
+
+FAILURES = ("wrong", "missed", "raised")
+
+
+def _result_of(seed: int) -> Result:
+    start = time.process_time()
+    case = case_of(seed)
+    outcome = outcome_of(case)
+    if outcome.failure:
+        print(f"FAILED seed {seed}: {outcome.failure}: {outcome.detail}\n{case.reproducer}", flush=True)
+    said = outcome.failure or outcome.status
+    seconds = round(time.process_time() - start, 3)
+    return Result(seed, case.layer.family, bool(case.change), said, outcome.detail[:500], seconds)
 
 
 def _seeds(text: str) -> Iterator[int]:
@@ -258,31 +299,61 @@ def _seeds(text: str) -> Iterator[int]:
     return iter(range(int(first), int(end))) if end else itertools.count(int(first)) if ":" in text else iter((int(first),))
 
 
+def _run_shard(seeds: str, shard: int, jobs: int, seconds: float) -> list[Result]:
+    """Every ``jobs``-th seed, until the time is up."""
+    warnings.filterwarnings("ignore")
+    logging.disable()  # what torch says of programs that it cannot compile
+    torch.set_num_threads(1)
+    end, results = time.monotonic() + seconds, []
+    for seed in itertools.islice(_seeds(seeds), shard, None, jobs):
+        if time.monotonic() > end:
+            break
+        results.append(_result_of(seed))
+    return results
+
+
+def _run_shards(seeds: str, jobs: int, seconds: float) -> list[Result]:
+    if jobs == 1:
+        return _run_shard(seeds, 0, 1, seconds)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        shards = [pool.submit(_run_shard, seeds, shard, jobs, seconds) for shard in range(jobs)]
+        return sorted((result for shard in shards for result in shard.result()), key=lambda result: result.seed)
+
+
+def summary(results: list[Result]) -> dict[str, object]:
+    """Counts of outcomes, in all and per family, and the failures."""
+    counts = Counter(result.outcome for result in results)
+    families = {family: Counter(r.outcome for r in results if r.family == family) for family in {r.family for r in results}}
+    return {
+        "torch": torch.__version__,
+        "seeds": len(results),
+        "counts": {name: counts[name] for name in dict.fromkeys(("rewritten", "declined", *FAILURES, *sorted(counts)))},
+        "families": {family: dict(sorted(of.items())) for family, of in sorted(families.items())},
+        "seconds per seed": round(sum(r.seconds for r in results) / max(1, len(results)), 3),
+        "failures": [asdict(result) for result in results if result.failed],
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fuzz the rewrite of Mixture-of-Experts layers.")
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END, FIRST: or one seed (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the summary to this file")
     parser.add_argument("--show", type=int, help="print the program of this seed and stop")
     options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore")
-    logging.disable()  # what torch says of programs that it cannot compile
     if options.show is not None:
         print(case_of(options.show).reproducer, flush=True)
         return 0
-    end, counts, failed = time.monotonic() + options.seconds, Counter(), []
-    for seed in _seeds(options.seeds):
-        if time.monotonic() > end:
-            break
-        case = case_of(seed)
-        outcome = outcome_of(case)
-        counts[case.layer.family, "changed" if case.change else "unchanged", outcome.failure or outcome.status] += 1
-        if outcome.failure:
-            failed.append((seed, outcome.failure))
-            print(f"FAILED seed {seed}: {outcome.failure}: {outcome.detail}\n{case.reproducer}", flush=True)
-    for key, count in sorted(counts.items()):
-        print(*key, count)
-    print(f"{sum(counts.values())} seeds, {len(failed)} failures: {failed}")
-    return bool(failed)
+    results = _run_shards(options.seeds, options.jobs, options.seconds)
+    total = summary(results)
+    if options.json:
+        options.json.write_text(json.dumps(total, indent=2) + "\n")
+    for (family, changed, outcome), count in sorted(Counter((r.family, r.changed, r.outcome) for r in results).items()):
+        print(family, "changed" if changed else "unchanged", outcome, count)
+    failures = [(result.seed, result.outcome) for result in results if result.failed]
+    print(f"{len(results)} seeds, {total['seconds per seed']} s each, {len(failures)} failures: {failures}")
+    return bool(failures)
 
 
 if __name__ == "__main__":

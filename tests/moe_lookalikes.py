@@ -215,6 +215,48 @@ def product_of_two_masks_under_a_cast(self, x, weights, ids):
     return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
 
 
+# Other functions.
+
+
+@_lookalike("ROUTING")
+def capacity(self, x, weights, ids):
+    """GShard: an expert takes its first tokens and drops the others."""
+    slots = F.one_hot(ids.view(-1), len(self.experts))
+    position = slots.cumsum(0) * slots - 1
+    room = 3
+    where = F.one_hot(position.clamp(0, room - 1), room) * ((position >= 0) & (position < room)).unsqueeze(-1)
+    dispatch = where.view(*ids.shape, len(self.experts), room).to(x.dtype)
+    rows = torch.einsum("tkec,td->ecd", dispatch, x)
+    y = torch.stack([expert(rows[e]) for e, expert in enumerate(self.experts)])
+    return torch.einsum("tkec,tk,ecd->td", dispatch, weights, y)
+
+
+@_lookalike("")
+def soft_moe(self, x, weights, ids):
+    """Every slot is a mixture of all tokens, and every token one of all slots."""
+    logits = self.router.gate(x)
+    rows = torch.einsum("te,td->ed", logits.softmax(0), x)
+    y = torch.stack([expert(rows[e]) for e, expert in enumerate(self.experts)])
+    return torch.einsum("te,ed->td", logits.softmax(-1), y)
+
+
+@_lookalike("")
+def expert_choice(self, x, weights, ids):
+    """Every expert chooses its tokens."""
+    weights, token = self.router.gate(x).softmax(-1).t().topk(3, dim=-1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = out.index_add(0, token[e], expert(x[token[e]]) * weights[e, :, None])
+    return out
+
+
+@_lookalike("")
+def embedding_of_experts(self, x, weights, ids):
+    """Product keys: what is chosen is a vector, not a function."""
+    values = torch.stack([expert.w2.weight[:, 0] for expert in self.experts])
+    return torch.einsum("tkd,tk->td", values[ids], weights)
+
+
 # Who else sees or writes what.
 
 
@@ -287,7 +329,7 @@ def ids_changed_before_the_end(self, x, weights, ids):
 
 @_lookalike("SLOT_WEIGHTS")
 def weights_changed_before_the_end(self, x, weights, ids):
-    weights = weights * 2.0
+    weights = weights.tanh()
     shares = [_share(weights, ids, e) for e in range(len(self.experts))]
     weights.mul_(2)
     return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))

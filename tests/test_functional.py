@@ -54,7 +54,8 @@ def test_moe_takes_every_storage_of_the_same_weights():
             x, weights, experts, interleaved.mT.contiguous(), down_T, b_up=interleaved_bias, interleaved=True, transposed=True
         ),
         moeblaze_ops.moe(
-            x, weights, experts, up.mT.contiguous(), down_T, w_gate=gate.mT.contiguous(), b_gate=b_gate, b_up=b_up, transposed=True
+            x, weights, experts, up.mT.contiguous(), down_T,
+            w_gate=gate.mT.contiguous(), b_gate=b_gate, b_up=b_up, transposed=True,
         ),
     ):  # fmt: skip
         torch.testing.assert_close(out, expected)

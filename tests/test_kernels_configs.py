@@ -1,13 +1,16 @@
 import itertools
+import math
 
 import pytest
 
 from moeblaze_ops.kernels.configs import (
+    COLUMN_UNIT,
     ROW_BLOCK,
     Operands,
     bias_grad_splits,
     block_rows,
     choose_bias_grad,
+    choose_column_ranges,
     choose_combine,
     choose_dispatch,
     choose_expert_down_backward,
@@ -68,6 +71,52 @@ def test_memory_bound_tiles_cover_narrow_rows_whole(width):
     for tile in (choose_combine(width), choose_row_dot(width), choose_bias_grad(width)):
         assert is_power_of_two(tile.rows) and is_power_of_two(tile.columns)
         assert width is None or tile.columns < 2 * max(width, 16)
+
+
+@pytest.mark.parametrize("columns", [256, 768, 1280])
+def test_sums_of_a_range_of_columns_waste_no_tile(columns):
+    assert columns % choose_combine(columns).columns == 0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "D", "widths"),
+    [
+        (32768 * 8, 2048, [1024, 1024]),
+        (24576 * 8, 1536, [768, 768]),
+        (32768 * 8, 4096, [1024] * 4),
+        (16384 * 2, 4096, [4096]),
+        (2**18, 2880, [1024, 1024, 832]),
+        (2**18, 1000, [1000]),
+        (2**20, 768, [256] * 3),
+        (2**24, 700, [256, 256, 188]),
+        (0, 2**20, [2**20]),
+    ],
+    ids=str,
+)
+def test_column_ranges_of_512_mib(num_rows, D, widths):
+    ranges = choose_column_ranges(num_rows, D, 2, 512 << 20)
+    assert [len(columns) for columns in ranges] == widths
+
+
+def test_column_ranges_cover_all_columns_in_as_few_parts_as_fit():
+    for num_rows, D, units in itertools.product((1, 1000), (1, 255, 256, 257, 2880, 8192), range(1, 40)):
+        limit = units * COLUMN_UNIT * num_rows * 4
+        ranges = choose_column_ranges(num_rows, D, 4, limit)
+        assert [column for columns in ranges for column in columns] == list(range(D))
+        widths = [len(columns) for columns in ranges]
+        assert max(widths) == widths[0] <= units * COLUMN_UNIT
+        assert max(widths[:-1], default=0) - min(widths[:-1], default=0) <= COLUMN_UNIT
+        assert all(width % COLUMN_UNIT == 0 for width in widths[:-1])
+        num_units = math.ceil(D / COLUMN_UNIT)
+        assert len(ranges) == 1 or math.ceil(num_units / (len(ranges) - 1)) > units
+
+
+def test_columns_are_not_cut_without_a_limit_or_a_size():
+    assert choose_column_ranges(2**30, 8192, 2, None) == choose_column_ranges(None, 8192, 2, 1) == [range(8192)]
+
+
+def test_a_range_is_one_unit_at_least():
+    assert {len(columns) for columns in choose_column_ranges(2**30, 8192, 2, 1)} == {COLUMN_UNIT}
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 30, 31, 32, 127, 128, 1022])

@@ -147,3 +147,16 @@ def test_storages_fit(compiled, storage, widths, dtype):
     hopper_weight_grad(x, a.unsqueeze(1), [w_down], SLOTS_N, OFFSETS_E1, K)
     assert len(compiled) == 8
     assert_fits(compiled)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_adding_weight_gradients_fits(compiled, storage, widths, sums):
+    num_f, num_d = WIDTHS[widths]
+    x, h, a = empty(T, num_d), empty(N, 2, num_f), empty(N, 1, num_f)
+    w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d, sums)[0][:, 0]
+    hopper_weight_grad(x, h, up_weights(storage, 2, num_f, num_d, sums), SLOTS_N, OFFSETS_E1, K, accumulate=True)
+    hopper_weight_grad(x, a, [w_down], SLOTS_N, OFFSETS_E1, K, accumulate=True)
+    assert len(compiled) == 4
+    assert_fits(compiled)

@@ -8,14 +8,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 from moeblaze_ops import config
-from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad
+from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
 from moeblaze_ops.kernels.configs import shared_memory_bytes
 from moeblaze_ops.kernels.dispatch import launch_dispatch
 from moeblaze_ops.kernels.expert_down import launch_expert_down
 from moeblaze_ops.kernels.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.expert_up import launch_expert_up
 from moeblaze_ops.kernels.expert_up_backward import launch_expert_up_backward
-from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad
+from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from tests.offline import compile_launch, recorded_launches
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
@@ -55,9 +55,13 @@ def train(dtype, sizes, activation, bias, weight_on_input):
     launch_expert_up_backward(dh, x if weight_on_input else None, w_up, on_input, *routing)
     launch_expert_weight_grad(x, dh, w_up, on_input, slots, offsets, K)
     launch_expert_weight_grad(out, wa.unsqueeze(1), w_down, None, slots, offsets, K)
+    for sums in (torch.float32, dtype):
+        launch_expert_weight_grad_add(x, dh, [new(E, G, F, D, dtype=sums)], on_input, slots, offsets, K)
+        launch_expert_weight_grad_add(out, wa.unsqueeze(1), [new(E, D, F, dtype=sums).mT], None, slots, offsets, K)
     if bias:
         launch_expert_bias_grad(dh.view(T * K, G * F), None, slots, offsets, K, False)
         launch_expert_bias_grad(out, on_output, slots, offsets, K, True)
+        launch_expert_bias_grad_add(out, new(E, D, dtype=torch.float32), on_output, slots, offsets, K, True)
 
 
 def check_resources(layer, capability, on_tensor_cores):
@@ -96,20 +100,30 @@ def expected_tensor_core(launch, capability):
     return {9: "wgmma", 10: "tcgen05"}.get(capability[0], "mma") if launch.arguments["BLOCK_M"] >= 64 else "mma"
 
 
+def specialised(parameter, value):
+    """What of an argument is compiled for: a constant's value; of another number whether it is 1, or a multiple of 16."""
+    return value if parameter.is_constexpr or value is None else (value == 1, value % 16 == 0)
+
+
 def test_tokens_do_not_change_what_is_compiled():
-    def specialisation(T):
+    """The most tokens take the rows of a projection in ranges of columns, with the same kernels."""
+
+    def compiled(T):
         with recorded_launches((9, 0)) as launches:
             dtype, (_, *sizes), *rest = LAYERS["many_rows"]
             train(dtype, (T, *sizes), *rest)
-        fixed = []
+        kernels = []
         for launch in launches:
-            dynamic = {p.name for p in launch.kernel.params if p.do_not_specialize}
             plain = {
-                name: value
-                for name, value in launch.arguments.items()
-                if name not in dynamic and not isinstance(value, torch.Tensor)
+                parameter.name: specialised(parameter, launch.arguments[parameter.name])
+                for parameter in launch.kernel.params
+                if not parameter.do_not_specialize and not isinstance(launch.arguments[parameter.name], torch.Tensor)
             }
-            fixed.append((launch.name, plain, launch.options))
-        return fixed
+            kernel = (launch.name, plain, launch.options)
+            if kernel not in kernels:
+                kernels.append(kernel)
+        return len(launches), kernels
 
-    assert specialisation(16384) == specialisation(16387) == specialisation(50000)
+    (few, kernels), (odd, odd_kernels), (many, many_kernels) = compiled(16384), compiled(16387), compiled(50000)
+    assert few < odd < many
+    assert kernels == odd_kernels == many_kernels

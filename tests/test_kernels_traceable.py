@@ -18,6 +18,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 
 from moeblaze_ops import config
+from moeblaze_ops.kernels import configs
 from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.dispatch import launch_dispatch
 from moeblaze_ops.kernels.expert_down import launch_expert_down
@@ -28,6 +29,8 @@ from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad
 from tests.fakecuda import fake_device
 
 E, K, D, F = 16, 4, 256, 128
+HINT = 96
+"""Tokens of the call that is traced, where their number is symbolic."""
 
 WRITES = {
     "_count_kernel": {"counts_ptr"},
@@ -92,8 +95,16 @@ def trace(portable_kernels):
 
 
 def _symbolic_size(shape_env):
-    symbol = shape_env.create_symbol(96, ConstantSource("num_tokens"), dynamic_dim=DimDynamic.DYNAMIC)
-    return shape_env.create_symintnode(symbol, hint=96, source=ConstantSource("num_tokens"))
+    source = ConstantSource("num_tokens")
+    symbol = shape_env.create_symbol(HINT, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shape_env.create_symintnode(symbol, hint=HINT, source=source)
+
+
+def _size_without_hint(shape_env):
+    with shape_env.ignore_fresh_unbacked_symbols():
+        size = shape_env.create_unbacked_symint()
+    torch._check(size >= 0)
+    return size
 
 
 def kernel_launches(graph):
@@ -112,6 +123,47 @@ def test_launchers_trace_for_any_number_of_tokens(trace):
     (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
     assert str(outputs[0].meta["val"].shape[0]) == str(num_tokens)
     assert guards == []
+
+
+def project_back(h, a, x, weights, w_up, w_down, *routing):
+    out = launch_expert_down(h, a, [w_down], [], weights, *routing, "swiglu")
+    return out, *launch_expert_up_backward(h, x, [w_up], weights, *routing)
+
+
+@pytest.mark.parametrize(
+    ("backed", "width", "ranges"), [(True, 300, 3), (False, 300, 1), (True, None, 1)], ids=["hint", "no_hint", "symbolic_width"]
+)
+def test_ranges_of_columns_take_no_guard(backed, width, ranges, monkeypatch):
+    """The number of them follows the hint, and holds for every number of tokens."""
+    monkeypatch.setattr(configs, "COLUMN_UNIT", 32)
+    monkeypatch.setattr(config, "max_transient_bytes", HINT * K * 2 * 128)
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env), fake_device():
+
+        def new(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        def ints(*shape):
+            return new(*shape, dtype=torch.int32)
+
+        T = _symbolic_size(shape_env) if backed else _size_without_hint(shape_env)
+        width = _symbolic_size(shape_env) if width is None else width
+        hidden = new(T * K, 2, F), new(T * K, F), new(T, width), new(T, K, dtype=torch.float32)
+        weights = new(E, 2, F, width), new(E, F, width)
+        routing = ints(T * K), ints(E + 1), ints(T, K), ints(T * K // 128 + E + 1, 2)
+        guards_before = len(shape_env.guards)
+        graph = make_fx(project_back)(*hidden, *weights, *routing)
+        assert shape_env.guards[guards_before:] == []
+    names = [kernel_name(kernel) for kernel, _ in kernel_launches(graph)]
+    assert {name: names.count(name) for name in names} == {
+        "_expert_down_kernel": ranges,
+        "_expert_up_backward_kernel": ranges,
+        "_combine_kernel": 2 * ranges,
+        "_row_dots_kernel": ranges,
+    }
+    made = [node.meta["val"] for node in graph.graph.nodes if node.target is torch.ops.aten.new_empty.default]
+    rows = [t for t in made if str(t.shape[0]) == str(T * K)]
+    assert len(rows) == 2, "one buffer for the ranges of each projection"
 
 
 def test_mutation_analysis_finds_what_kernels_write(trace):

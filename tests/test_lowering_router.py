@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.rewrite_harness import check_against_eager
+from tests.rewrite_harness import check_against_eager, compiled
 
 T, D, E, K, HIDDEN = 19, 8, 4, 2, 6
+BIAS = torch.tensor([0.31, -0.24, 0.12, -0.43])
 
 
 class Layer(nn.Module):
@@ -56,7 +57,50 @@ def sigmoid_scaled(logits):
     return weights / weights.sum(-1, keepdim=True) * 2.5, experts
 
 
-ROUTERS = (softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled)
+def softmax_gathered(logits):
+    scores = F.softmax(logits, dim=-1, dtype=torch.float32)
+    experts = torch.topk(scores, K, dim=-1, sorted=False).indices
+    weights = scores.gather(1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20), experts
+
+
+def softmax_biased(logits):
+    scores = logits.float().softmax(dim=-1)
+    _, experts = torch.topk(scores + BIAS, K)
+    return torch.gather(scores, -1, experts) * 1.5, experts
+
+
+def sigmoid_biased(logits):
+    scores = logits.float().sigmoid()
+    experts = torch.topk(BIAS.to(torch.bfloat16) + scores, K, dim=-1)[1]
+    weights = scores.gather(-1, experts)
+    weights /= weights.sum(-1, keepdim=True) + 1e-20
+    return weights * 2.5, experts
+
+
+def limited_to_groups(logits, mask_of=None, group_score=None, left_out=float("-inf"), weigh=None, bias=BIAS, count=K):
+    """Sigmoid scores plus a bias; a token chooses inside the better half of the experts. Options are for lookalikes."""
+    scores = logits.float().sigmoid()
+    choice = scores + bias
+    grouped = choice.view(-1, 2, E // 2)
+    best = torch.topk((group_score or (lambda g: g.topk(2, dim=-1)[0].sum(dim=-1)))(grouped), 1, dim=-1, sorted=False)[1]
+    groups = torch.zeros(T, 2).scatter_(1, best, 1)
+    kept = (mask_of or (lambda g: g.unsqueeze(-1).expand(-1, 2, E // 2).reshape(-1, E)))(groups)
+    choice = choice.masked_fill(~kept.bool(), left_out)
+    experts = torch.topk(choice, count, dim=-1, sorted=False)[1]
+    weights = (weigh or (lambda scores: scores))(scores).gather(1, experts)
+    weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+    return weights * 2.5, experts
+
+
+def repeated_groups(logits):
+    return limited_to_groups(logits, mask_of=lambda groups: groups.repeat_interleave(2, dim=1))
+
+
+ROUTERS = (
+    softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered, softmax_biased,
+    sigmoid_biased, limited_to_groups, repeated_groups,
+)  # fmt: skip
 
 
 def smallest(logits):
@@ -96,8 +140,73 @@ def divided_by_another_sum(logits):
     return weights / scores.sum(-1, keepdim=True), experts
 
 
+def gathered_for_other_experts(logits):
+    scores = F.softmax(logits, dim=-1, dtype=torch.float32)
+    experts = torch.topk(scores, K).indices
+    return scores.gather(1, experts.flip(-1)), experts
+
+
+def gathered_along_tokens(logits):
+    scores = F.softmax(logits, dim=-1, dtype=torch.float32)
+    experts = torch.topk(scores, K).indices
+    return scores.gather(0, experts), experts
+
+
+def chosen_by_other_scores(logits):
+    scores = logits.float().sigmoid()
+    experts = torch.topk(F.softmax(-logits, dim=-1, dtype=torch.float32), K).indices
+    return scores.gather(1, experts), experts
+
+
+def biased_with_a_bias_of_tokens(logits):
+    scores = logits.float().sigmoid()
+    experts = torch.topk(scores + logits.detach().float().roll(1, 0), K).indices
+    return scores.gather(1, experts), experts
+
+
+def softmax_with_a_large_epsilon(logits):
+    weights, experts = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), K)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-6), experts
+
+
+def sigmoid_with_another_epsilon(logits):
+    weights, experts = logits.float().sigmoid().topk(K)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-9), experts
+
+
+def groups_masked_with_zero(logits):
+    return limited_to_groups(logits, left_out=0.0)
+
+
+def groups_of_every_other_expert(logits):
+    return limited_to_groups(logits, mask_of=lambda groups: groups.repeat(1, 2))
+
+
+def groups_left_out(logits):
+    return limited_to_groups(logits, mask_of=lambda groups: (1 - groups).repeat_interleave(2, dim=1))
+
+
+def groups_by_their_best(logits):
+    return limited_to_groups(logits, group_score=lambda grouped: grouped.amax(-1))
+
+
+def groups_by_their_worst(logits):
+    return limited_to_groups(logits, group_score=lambda grouped: grouped.topk(2, dim=-1, largest=False)[0].sum(-1).neg())
+
+
+def groups_by_other_scores(logits):
+    return limited_to_groups(logits, group_score=lambda grouped: (grouped * 2 - 1).topk(2, dim=-1)[0].sum(-1))
+
+
+def groups_weighed_by_biased_scores(logits):
+    return limited_to_groups(logits, weigh=lambda scores: scores + BIAS)
+
+
 LOOKALIKES = (
     smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere, logits_changed_later, divided_by_another_sum,
+    gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
+    softmax_with_a_large_epsilon, sigmoid_with_another_epsilon, groups_masked_with_zero, groups_of_every_other_expert,
+    groups_left_out, groups_by_their_best, groups_by_their_worst, groups_by_other_scores, groups_weighed_by_biased_scores,
 )  # fmt: skip
 
 
@@ -146,4 +255,44 @@ def test_scores_in_low_precision_stay():
         torch.randn(T, D, dtype=torch.bfloat16),
         tolerance=3e-2,
     )
+    assert not any("route" in name for name in rewriting.operators())
+
+
+def test_scores_changed_before_the_choice_stay():
+    def changed(logits):
+        scores = F.softmax(logits, dim=-1, dtype=torch.float32)
+        scores.mul_(0.5)
+        return torch.topk(scores, K)
+
+    layer, x = Layer(changed), torch.randn(T, D)
+    run, rewriting = compiled(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x))
+    assert len(rewriting.rewritten) == 1
+    assert not any("route" in name for name in rewriting.operators())
+
+
+def test_a_bias_changed_later_stays():
+    class Balanced(Layer):
+        def __init__(self):
+            super().__init__(lambda logits: limited_to_groups(logits, bias=self.bias))
+            self.register_buffer("bias", BIAS.clone())
+
+        def forward(self, x):
+            out = super().forward(x)
+            self.bias.add_(0.5)
+            return out
+
+    layer, x = Balanced(), torch.randn(T, D)
+    run, rewriting = compiled(layer)
+    actual = run(x)
+    layer.bias.copy_(BIAS)
+    torch.testing.assert_close(actual, layer(x))
+    assert len(rewriting.rewritten) == 1
+    assert not any("route" in name for name in rewriting.operators())
+
+
+def test_more_choices_than_the_groups_hold_stay():
+    rewriting = check_against_eager(Layer(lambda logits: limited_to_groups(logits, count=3)), torch.randn(T, D))
+    assert len(rewriting.rewritten) == 1
     assert not any("route" in name for name in rewriting.operators())

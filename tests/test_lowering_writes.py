@@ -99,3 +99,61 @@ def test_logits_written_before_the_backward():
     layer = Layer(zoo.stacked_loop, "split")
     backend = check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5)
     assert len(backend.rewritten) == 1 and "route.default" not in backend.operators()
+
+
+def test_scaled_weights_are_written_afterwards():
+    """The weights before the scaling are still there, and the number is known."""
+
+    def written(self, x, weights, ids):
+        weights = weights * 2.0
+        shares = [_share(weights, ids, e) for e in range(self.E)]
+        weights.mul_(2)
+        return sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * share for e, share in enumerate(shares))
+
+    assert len(check_against_eager(zoo.StackedMoE(written, "split"), torch.randn(10, zoo.D)).rewritten) == 1
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, F.silu], ids=["unfused", "fused"])
+def test_hidden_scaled_in_place(activation):
+    """The number belongs to the weights, also to those that the fused router makes."""
+
+    def scaled(self, x, weights, ids):
+        def expert(e):
+            hidden = activation(x @ self.w1[e]) * (x @ self.w3[e])
+            hidden.mul_(0.5)
+            return hidden @ self.w2[e]
+
+        return sum(expert(e) * _share(weights, ids, e) for e in range(self.E))
+
+    torch.set_default_dtype(torch.float32)
+    layer = zoo.StackedMoE(scaled, "split")
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5).rewritten) == 1
+
+
+def test_tokens_scaled_after_the_gather():
+    def scaled(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            rows = x[token] * 1.25
+            y = (F.silu(rows @ self.w1[e]) * (rows @ self.w3[e])) @ self.w2[e]
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+    (found,) = check_against_eager(zoo.StackedMoE(scaled, "split"), torch.randn(10, zoo.D)).rewritten
+    assert found.activation == "swiglu"
+
+
+@pytest.mark.parametrize("stored", ["first", "other"])
+def test_rows_stored_twice(stored):
+    """Later rows go over earlier ones: only where no row lands twice it is a sum."""
+
+    def twice(self, x, weights, ids):
+        rows, chosen = x.repeat_interleave(ids.shape[-1], dim=0), ids.view(-1)
+        y = torch.zeros_like(rows)
+        for e in (*range(self.E), 0 if stored == "first" else -1):
+            hits = chosen == (e if e >= 0 else 1)
+            y[hits] = (F.silu(rows[hits] @ self.w1[e]) * (rows[hits] @ self.w3[e])) @ self.w2[e]
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+    assert not check_against_eager(zoo.StackedMoE(twice, "split"), torch.randn(10, zoo.D)).rewritten

@@ -12,6 +12,7 @@ import torch
 
 import moeblaze_ops
 from moeblaze_ops import config, memory
+from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.memory import LayerSizes, memory_estimate
 
 LAUNCHERS = {
@@ -32,6 +33,16 @@ SHAPES = {
     "coarse": (1024, 256, 896, 8, 2),
     "few_experts": (4096, 32, 128, 4, 1),
     "weights_dominate": (64, 256, 256, 16, 2),
+    "wide": (2048, 2304, 64, 4, 4),
+}
+
+# Layers of full size, and the most that a step with keep="input" may take, in MiB.
+FULL_SIZE = {
+    "fine": ((32768, 2048, 768, 128, 8), 2400),
+    "finest": ((24576, 1536, 256, 128, 8), 800),
+    "mid": ((32768, 2048, 1024, 64, 8), 2250),
+    "wide": ((32768, 4096, 1024, 128, 8), 4630),
+    "coarse": ((16384, 4096, 14336, 8, 2), 4750),
 }
 
 
@@ -87,6 +98,10 @@ def make_step(shape, keep, activation, router, dtype):
 @pytest.mark.parametrize("router", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_estimate_matches_what_a_gpu_step_allocates(shape, keep, activation, router, dtype, launchers_on_cpu):
+    assert_estimate_matches(shape, keep, activation, router, dtype)
+
+
+def assert_estimate_matches(shape, keep, activation, router, dtype):
     forward, dout = make_step(shape, keep, activation, router, dtype)
     estimate = memory_estimate(
         *SHAPES[shape], dtype, keep, gated=activation == "swiglu", bias=True, router=router
@@ -103,6 +118,50 @@ def test_estimate_matches_what_a_gpu_step_allocates(shape, keep, activation, rou
 
     _, _, peak = allocated(step)
     assert peak + given == pytest.approx(estimate.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("keep", ["preactivation", "input"])
+@pytest.mark.parametrize(("limit", "widths"), [(None, [2304]), (24 << 20, [1280, 1024]), (1, [256] * 9)], ids=str)
+def test_estimate_knows_ranges_of_columns(keep, limit, widths, launchers_on_cpu, monkeypatch):
+    monkeypatch.setattr(config, "max_transient_bytes", limit)
+    T, D, *_, K = SHAPES["wide"]
+    assert [len(columns) for columns in choose_column_ranges(T * K, D, 2, limit)] == widths
+    assert_estimate_matches("wide", keep, "swiglu", False, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+@pytest.mark.parametrize("keep", ["preactivation", "input"])
+def test_a_step_of_full_size_stays_in_bounds(name, keep, launchers_on_cpu):
+    """Memory that nobody writes costs the CPU nothing."""
+    (T, D, F, E, K), most = FULL_SIZE[name]
+
+    def leaf(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+    x, weights, w_up, w_down = leaf(T, D), leaf(T, K, dtype=torch.float32), leaf(E, 2 * F, D), leaf(E, D, F)
+    experts, dout = torch.empty(T, K, dtype=torch.int32), torch.empty(T, D, dtype=torch.bfloat16)
+    estimate = memory_estimate(T, D, F, E, K, keep=keep)
+
+    def step():
+        moeblaze_ops.moe(x, weights, experts, w_up, w_down, keep=keep).backward(dout)
+
+    _, _, peak = allocated(step)
+    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.05)
+    if keep == "input":
+        assert peak <= most * 2**20
+
+
+def test_the_bound_that_auto_plans_with_never_falls(monkeypatch):
+    """The peak itself does: a few more tokens may make the rows take one range of columns more."""
+    sizes = LayerSizes(D=2048, F=64, E=8, K=8, dtype=torch.bfloat16)
+    tokens = range(1, 1 << 18, 1237)
+    for limit in (None, 1, 512 << 20):
+        monkeypatch.setattr(config, "max_transient_bytes", limit)
+        exact = [memory._rows_bytes(T * 8, sizes) for T in tokens]
+        bound = [memory._most_rows_bytes(T * 8, sizes) for T in tokens]
+        assert bound == sorted(bound)
+        assert all(rows <= most for rows, most in zip(exact, bound, strict=True))
+    assert exact != sorted(exact)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The package as a user gets it: every way to install it, beside another package that is called `kernels`."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from pathlib import Path
 expected, other = Path(sys.argv[1]), Path(sys.argv[2])
 import kernels
 import moeblaze_ops
+import moeblaze_ops.integrations
 import moeblaze_ops.kernels.configs
 import moeblaze_ops.lowering.values
 
@@ -85,7 +87,9 @@ def pip_install(*arguments):
 
 
 def run(*command, cwd=None):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    """Runs a command that finds what is installed, and not what PYTHONPATH adds to that."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -18,6 +18,7 @@ class Candidate:
     reason: str | None = None
     meaning: str = ""
     detail: str = ""
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True)

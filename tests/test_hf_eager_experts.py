@@ -1,0 +1,34 @@
+"""transformers' "eager" experts, loops over the experts that were hit: one graph each, and rewritten."""
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+from moeblaze_ops import compile as moeblaze_compile
+
+pytest.importorskip("transformers")
+
+from tests import test_hf_models as models
+from tests.test_hf_registry import assert_steps_equal
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe"])
+def test_training_step(name):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, ids = models.make_model(name, experts="eager", layers=1), models.tokens()
+
+    def backend(gm, example_inputs):
+        moeblaze_compile._rewrite(gm)
+        return aot_eager(gm, example_inputs)
+
+    moeblaze_compile._rewriting_backends.append(backend)
+    try:
+        with moeblaze_compile.recording() as records:
+            actual = models.training_step(model, torch.compile(model, backend=backend, fullgraph=True), ids)
+    finally:
+        moeblaze_compile._rewriting_backends.remove(backend)
+        torch._dynamo.reset()
+    assert_steps_equal(actual, models.training_step(model, model, ids))
+    reports = [record.report for record in records if isinstance(record, moeblaze_compile.GraphRecord) and not record.dropped]
+    assert [len(report.rewritten) for report in reports] == [1]
