@@ -134,11 +134,11 @@ def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK) -> None:
         rows_ND: rows in expert order, or a range of their columns. Shape [N, D], contiguous.
         tokens_TD: the same columns of the tokens. Shape [T, D], any strides.
         positions_TK: row of each slot, -1 for none, int32, contiguous.
-        dots_TK: sums so far. Shape [T, K], fp32, contiguous. Two runs agree bit for bit, whatever the ranges.
+        dots_TK: sums so far. Shape [T, K], fp32, contiguous. Two runs agree bit for bit; other ranges may sum in another
+            order, since the width of a range decides how a tile of it lies in registers.
     """
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
-    # The tile of any width: a narrow last range would have a tile, and an order of its sums, of its own.
     config = choose_row_dot(None)
     launch(
         _row_dots_kernel,

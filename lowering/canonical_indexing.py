@@ -301,6 +301,8 @@ def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 
 def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, bias: Any = None, **kwargs: Any) -> Value:
     require(offs is not None and bias is None, "row groups")
     require(len(tensor(rows).shape) == 2 and len(tensor(weights).shape) == 3, "rows by experts")
+    groups = tensor(offs).shape[0]  # of a bincount it depends on the data, and is as large as the product asks for
+    require(not isinstance(groups, int) or same_size(groups, weights.shape[0]), "a group for every expert")
     dtype = output_dtype(view)
     return view.make("grouped_mm", cast(view, rows, dtype), cast(view, weights, dtype), tensor(offs))
 

@@ -152,7 +152,8 @@ class Evaluator(IndexingRules):
             return self.element(xs[at.args[0]], rest, depth)
         self._unroll(at)
         extent = self.algebra.extent(at)
-        if at.kind != "leaf" or depth or not isinstance(extent, int) or extent > min(len(xs), _MAX_UNROLLED):
+        chosen = at.kind == "leaf" and isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
+        if not chosen or depth or all(_is_weight(x, gathered=False) for x in xs):
             return self.algebra.leaf(value, indices)
         hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
         return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))

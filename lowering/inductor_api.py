@@ -27,7 +27,6 @@ from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
-from torch._dynamo.variables.lists import ListIteratorVariable
 
 __all__ = [
     "counters",
@@ -157,7 +156,7 @@ def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
         @functools.wraps(original)
         def write(self, item, *args, **kwargs):
             is_new = isinstance(item.mutation_type, ValueMutationNew | AttributeMutationNew)
-            if not (is_new and isinstance(item, IteratorVariable | ListIteratorVariable)):
+            if not (is_new and isinstance(item, IteratorVariable)):
                 notice(torch._guards.TracingContext.extract_stack())
             return original(self, item, *args, **kwargs)
 

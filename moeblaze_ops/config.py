@@ -26,7 +26,7 @@ the memory of a GPU, no limit on CPU."""
 max_transient_bytes: int | None = 512 << 20
 """Bytes of the rows, one per routed slot, from which the output and the gradient of x are summed: they are computed for
 ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at once. The
-value changes no result."""
+value changes no bit of a result, but for the gradient of routing weights on an expert's input: a sum over all columns."""
 
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""

@@ -240,7 +240,7 @@ def soft_moe(self, x, weights, ids):
     return torch.einsum("te,ed->td", logits.softmax(-1), y)
 
 
-@_lookalike("")
+@_lookalike("ROUTING")
 def expert_choice(self, x, weights, ids):
     """Every expert chooses its tokens."""
     weights, token = self.router.gate(x).softmax(-1).t().topk(3, dim=-1)
@@ -384,6 +384,11 @@ def counts_of_other_ids(self, x, weights, ids):
 @_lookalike("SAME_PERMUTATION", "split")
 def sorted_downwards(self, x, weights, ids):
     return _sorted(self, x, weights, ids, descending=True)
+
+
+@_lookalike("", "split")
+def rows_of_the_last_expert_left_out(self, x, weights, ids):
+    return _sorted(self, x, weights, ids, offs=lambda counts: counts[:-1].cumsum(0))
 
 
 @_lookalike("DIFFERENT_INPUTS", "split")
