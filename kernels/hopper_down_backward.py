@@ -55,29 +55,29 @@ def _unpack(pairs, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _load_h(h_ptr, row, num_rows, column, PLAN: gl.constexpr):
+def _load_h(h_ptr, row, end, column, PLAN: gl.constexpr):
     """The chunks of a strip, each its gate and up (twice the same when ungated) as [rows, CHUNK // 2] pairs of elements.
 
-    Pairs, because 16-bit values that live from one step of a loop to the next take a register each. Rows and columns
-    past the last repeat it: nothing is stored for them.
+    Pairs, because 16-bit values that live from one step of a loop to the next take a register each.
     """
     ROWS: gl.constexpr = strip_rows(gl.num_warps())
     layout: gl.constexpr = _pair_layout(gl.num_warps())
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
     row_pairs: gl.constexpr = PLAN.columns // 2
-    rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), num_rows - 1)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     pairs_ptr = h_ptr.cast(gl.pointer_type(gl.int32), bitcast=True)
     row_ptrs = gl.expand_dims(pairs_ptr + rows.to(gl.int64) * (PLAN.h_parts * row_pairs), 1)
     chunks = ()
     for chunk in gl.static_range(num_chunks):
         pairs = (column + chunk * CHUNK) // 2 + gl.arange(0, CHUNK // 2, gl.SliceLayout(0, layout))
         pairs = gl.expand_dims(pairs, 0)
+        mask = gl.expand_dims(rows < end, 1)
         if PLAN.columns % PLAN.part_n != 0:
-            pairs = gl.minimum(pairs, row_pairs - 1)
-        gate = gl.load(row_ptrs + pairs)
+            mask = mask & (pairs < row_pairs)
+        gate = gl.load(row_ptrs + pairs, mask=mask, other=0)
         up = gate
         if PLAN.gated:
-            up = gl.load(row_ptrs + row_pairs + pairs)
+            up = gl.load(row_ptrs + row_pairs + pairs, mask=mask, other=0)
         chunks += ((gate, up),)
     return chunks
 
@@ -166,7 +166,7 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
     rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     num_programs = gl.num_programs(0)
     next_tile = _locate(order, gl.program_id(0))
-    even_h = _load_h(h_ptr, next_tile.first, num_rows, next_tile.column_block * PLAN.part_n, PLAN)
+    even_h = _load_h(h_ptr, next_tile.first, next_tile.end, next_tile.column_block * PLAN.part_n, PLAN)
     even_weights = _load_weights(weights_ptr, _load_slots(slots_ptr, next_tile.first, next_tile.end), PLAN)
     odd_slots = _load_slots(slots_ptr, next_tile.first + ROWS, next_tile.end)
     num_tiles = 0
@@ -181,20 +181,19 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
             half_row = (strip % half_strips) * ROWS
             rows = tile.first + strip * ROWS + rows_of_strip
 
-            # What follows a wait is not used above it: h is asked for before, slots are looked at after.
             row, end, ahead_column = _strip(strip + 1, tile, next_tile, PLAN)
-            odd_h = _load_h(h_ptr, row, num_rows, ahead_column, PLAN)
-            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            odd_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
             odd_weights = _load_weights(weights_ptr, odd_slots, PLAN)
             row, end, ahead_column = _strip(strip + 2, tile, next_tile, PLAN)
             even_slots = _load_slots(slots_ptr, row, end)
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, stored, PLAN)
 
-            even_h = _load_h(h_ptr, row, num_rows, ahead_column, PLAN)
-            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            even_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
             even_weights = _load_weights(weights_ptr, even_slots, PLAN)
             row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
             odd_slots = _load_slots(slots_ptr, row, end)
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
             mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 2)
         num_tiles += 1

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from moeblaze_ops.lowering.axes import common_groups
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
-from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.values import Value
 
@@ -92,7 +93,7 @@ class Evaluator(IndexingRules):
     def reshape_indices(self, outer: tuple[Size, ...], inner: tuple[Size, ...], indices: Indices) -> Indices:
         """Indices into ``inner`` of the row-major position that ``indices`` have in ``outer``."""
         result: list[Expr] = []
-        for outer_axes, inner_axes in _common_groups(outer, inner):
+        for outer_axes, inner_axes in common_groups(outer, inner):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
                 continue
@@ -387,31 +388,3 @@ def _is_mask(value: Value) -> bool:
     while value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
         value = value.args[0]
     return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")
-
-
-def _common_groups(a: tuple[Size, ...], b: tuple[Size, ...]) -> list[tuple[list[int], list[int]]]:
-    """Split the axes of two shapes of equal size into the finest runs of equal size."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(a) or j < len(b):
-        left, right = [i] if i < len(a) else [], [j] if j < len(b) else []
-        i, j = i + len(left), j + len(right)
-        size_a, size_b = math.prod(a[x] for x in left), math.prod(b[x] for x in right)
-        while not same_size(size_a, size_b):
-            # Sizes of one are absorbed first, then the smaller side grows; symbolic sizes take turns.
-            if i < len(a) and (j >= len(b) or _grow_left(size_a, size_b, len(left), len(right))):
-                size_a, i = size_a * a[i], i + 1
-                left.append(i - 1)
-            elif j < len(b):
-                size_b, j = size_b * b[j], j + 1
-                right.append(j - 1)
-            else:
-                return [(list(range(len(a))), list(range(len(b))))]
-        groups.append((left, right))
-    return groups
-
-
-def _grow_left(size_a: Size, size_b: Size, len_a: int, len_b: int) -> bool:
-    if isinstance(size_a, int) and isinstance(size_b, int):
-        return size_a < size_b
-    return len_a <= len_b

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
 from moeblaze_ops.lowering.canonical import TABLE
-from moeblaze_ops.lowering.coverage import expert_order, extent, prove_shared_weights, weight_index
+from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
@@ -277,7 +277,7 @@ class Matcher:
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
         prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
         gathered = weights is not None and weights.gathered
-        self._prove_distinct(routings, of_all=gathered and top_k > 1)
+        prove_distinct(routings, of_all=gathered and top_k > 1)
         bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
         prove(all(isinstance(bound, int) and bound <= E for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
         prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
@@ -318,26 +318,6 @@ class Matcher:
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, "groups of rows do not follow the sorted expert ids")
         return read_indexed(self._algebra, index, expert.binders, factors)
-
-    def _prove_distinct(self, routings: Sequence[Routing], *, of_all: bool) -> None:
-        """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
-        for ids in {ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))}:
-            proven = ids.kind == "leaf" and ids.args[0].op == "output" and target_name(ids.args[0].args[0]) == "topk"
-            proven = proven and ids.args[0].args[1] == 1 and _last_axis(ids.args[0].args[0])
-            proven = proven and _slot_is_last(ids.args[1])
-            prove(proven, Reason.DISTINCT_EXPERTS)
-
-
-def _slot_is_last(indices: tuple[Expr, ...]) -> bool:
-    """The slot variable is the last index (or an offset of it), and in no other."""
-    *others, last = indices
-    plain = last.kind == "var" or (last.kind == "linear" and len(last.args[1]) == 1)
-    return plain and not any(v in other.free for v in last.free for other in others)
-
-
-def _last_axis(topk: fx.Node) -> bool:
-    dim = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
-    return dim in (-1, len(fake_of(topk)[1].shape) - 1)
 
 
 def _sums_experts(e: Expr) -> bool:

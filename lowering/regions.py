@@ -39,7 +39,8 @@ def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], d
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, root)
-    ordered = tuple(sorted(nodes, key=view.position.__getitem__))
+    kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, [])}
+    ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
     return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
 
 
@@ -91,18 +92,31 @@ def _prove_users(
     view: GraphView, root: fx.Node, nodes: set[fx.Node], computed: set[fx.Node], carriers: tuple[fx.Node, ...]
 ) -> None:
     position = view.position[root]
+    buffer = view.aliases(view.writes[root]) if root in view.writes else []
     for node in computed:
         if node is root or node in carriers:
             continue
-        for user in node.users:
-            own = user in nodes or reads_size(user)
-            prove(own, Reason.EXTRA_USER, f"'{node.name}' is also used by '{user.name}'", user)
+        if used := _used_outside(view, node, nodes, buffer):
+            detail, user = used
+            raise Declined(Reason.EXTRA_USER, detail, user)
     for carrier in carriers if root in view.writes else ():
         writers = [n for n in nodes if n in view.writes and carrier in view.aliases(view.writes[n])]
         first_write = min(map(view.position.__getitem__, writers), default=position)
         for user in carrier.users:
             between = first_write <= view.position[user] <= position
             prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
+
+
+def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: list[fx.Node]) -> tuple[str, fx.Node] | None:
+    """Who reads, outside of the region, what a node holds or what it wrote into another buffer than the result's."""
+    target = view.writes.get(node)
+    written = [alias for alias in view.aliases(target) if alias not in buffer] if target is not None else []
+    for holder in (node, *written):
+        for user in holder.users:
+            late = holder is node or view.position[user] > view.position[node]
+            if late and user not in nodes and not reads_size(user):
+                return f"'{holder.name}' is also used by '{user.name}'", user
+    return None
 
 
 def _prove_saved(view: GraphView, root: fx.Node, operands: frozenset[fx.Node]) -> None:

@@ -386,7 +386,7 @@ def sorted_downwards(self, x, weights, ids):
     return _sorted(self, x, weights, ids, descending=True)
 
 
-@_lookalike("", "split")
+@_lookalike("SAME_PERMUTATION", "split")
 def rows_of_the_last_expert_left_out(self, x, weights, ids):
     return _sorted(self, x, weights, ids, offs=lambda counts: counts[:-1].cumsum(0))
 

@@ -157,3 +157,37 @@ def test_rows_stored_again(again):
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
     check_against_eager(zoo.StackedMoE(twice, "split"), torch.randn(10, zoo.D))
+
+
+def _rows_of_slots(self, x, ids):
+    rows, chosen = x.repeat_interleave(ids.shape[-1], dim=0), ids.view(-1)
+    y = torch.zeros_like(rows)
+    for e in range(self.E):
+        hits = chosen == e
+        y[hits] = (F.silu(rows[hits] @ self.w1[e]) * (rows[hits] @ self.w3[e])) @ self.w2[e]
+    return y
+
+
+def test_stored_rows_are_read_elsewhere():
+    def read(self, x, weights, ids):
+        y = _rows_of_slots(self, x, ids)
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1), y[0].clone()
+
+    backend = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D))
+    assert "EXTRA_USER" in backend.reasons
+
+
+def test_inverse_permutation_is_read_elsewhere():
+    """It is stored into a buffer by a node that nobody reads, and has to stay."""
+
+    def read(self, x, weights, ids):
+        order = ids.view(-1).argsort()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0])
+        ends = torch.bincount(ids.view(-1), minlength=self.E).cumsum(0).int()
+        mm, rows = torch.ops.transformers.grouped_mm_fallback, x[order // ids.shape[1]]
+        y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)[inverse]
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1), inverse * weights.mean()
+
+    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D)).rewritten
+    assert found.K == zoo.K
