@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile
 from bench_layer import interleaved_medians, load_device, memory
-from environment import describe
+from environment import command, describe
 
 REAL = {
     "qwen3_moe": {
@@ -207,7 +207,7 @@ def main() -> None:
         rows += bench_model(name, arguments)
         print_table([row for row in rows if row.model == name])
         if arguments.json:
-            report = {**describe(), "transformers": transformers.__version__, "command": vars(arguments)}
+            report = {**describe(), "transformers": transformers.__version__, "command": command(arguments)}
             with open(arguments.json, "w") as file:
                 json.dump({**report, "measurements": [asdict(row) for row in rows]}, file, indent=1)
 

@@ -34,6 +34,9 @@ SHAPES = {
     "finest": (24576, 1536, 256, 128, 8),
     "mid": (32768, 2048, 1024, 64, 8),
     "coarse": (16384, 4096, 14336, 8, 2),
+    "conf1": (65536, 512, 2048, 4, 1),
+    "conf2": (65536, 1024, 4096, 8, 2),
+    "conf5": (32768, 512, 2048, 16, 4),
 }
 """T, D, F, E, K."""
 
@@ -113,7 +116,7 @@ def make_cases(shape: tuple[int, ...], f_inner: bool, skew: float) -> tuple[dict
     dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
     y_ND = torch.empty(num_rows, num_d, device="cuda", dtype=torch.bfloat16)
     h_out, a_out, dh_out, wa_out = map(torch.empty_like, (h_NGF, a_NF, h_NGF, a_NF))
-    partials_CN = torch.empty(num_partials(num_f), num_rows, device="cuda")
+    partials_CN = torch.empty(num_partials(num_f, num_d), num_rows, device="cuda")
     table = routing.offsets_E1, routing.blocks_B2
 
     def up_error(e: int, r: slice) -> float:

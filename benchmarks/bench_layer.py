@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
-from environment import describe
+from environment import command, describe
 from moeblaze_ops import config
 
 MIB = 2**20
@@ -310,7 +310,7 @@ def main() -> None:
         print_table([row for row in rows if row.shape == shape])
         torch.cuda.empty_cache()
         if arguments.json:
-            report = {**describe(), "command": vars(arguments), "measurements": [asdict(row) for row in rows]}
+            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
             with open(arguments.json, "w") as file:
                 json.dump(report, file, indent=1)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import moeblaze_ops
 from bench_layer import MIB, SHAPES, GroupedMoE, Shape, event_time, memory
-from environment import describe
+from environment import command, describe
 from moeblaze_ops.memory import memory_estimate
 
 SCALING_TOKENS = [2**exponent for exponent in (13, 15, 17, 19, 21, 23)]
@@ -158,7 +158,7 @@ def main() -> None:
         print_table(measured)
         rows += measured
         if arguments.json:
-            report = {**describe(), "command": vars(arguments), "measurements": [asdict(row) for row in rows]}
+            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
             with open(arguments.json, "w") as file:
                 json.dump(report, file, indent=1)
     if arguments.plot:

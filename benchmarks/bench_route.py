@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from environment import describe
+from environment import command, describe
 from moeblaze_ops.routing import route, route_backward
 
 
@@ -182,7 +182,7 @@ def main() -> None:
         rows += bench_shape(shape, arguments.launches, arguments.replays)
         print_table([row for row in rows if row.shape == shape])
         if arguments.json:
-            report = {**describe(), "command": vars(arguments), "measurements": [asdict(row) for row in rows]}
+            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
             with open(arguments.json, "w") as file:
                 json.dump(report, file, indent=1)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moeblaze_ops
-from environment import describe
+from environment import command, describe
 from moeblaze_ops import config
 from moeblaze_ops.chunks import token_ranges, tokens_per_chunk
 
@@ -256,7 +256,7 @@ def main() -> None:
     print("errors " + ", ".join(f"{name} {error:.1e}" for name, error in result.errors.items()))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({**describe(), "command": vars(arguments), "measurement": asdict(result)}, file, indent=1)
+            json.dump({**describe(), "command": command(arguments), "measurement": asdict(result)}, file, indent=1)
     wrong = {name: error for name, error in result.errors.items() if not error <= TOLERANCES[dtype]}
     if wrong:
         sys.exit(f"errors above the tolerance {TOLERANCES[dtype]}: {wrong}")

@@ -1,5 +1,6 @@
 """What a measurement ran on."""
 
+import argparse
 import datetime
 import platform
 
@@ -17,3 +18,8 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def command(arguments: argparse.Namespace) -> dict[str, object]:
+    """What was asked for; not where the results went."""
+    return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}

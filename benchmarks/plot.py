@@ -1,6 +1,6 @@
 """Charts of the committed layer measurements, for README: time against the cuBLAS bound, and memory.
 
-    python benchmarks/plot.py benchmarks/results/layer_h200.json benchmarks/results/layer_h200.png
+python benchmarks/plot.py benchmarks/results/layer_h200.json benchmarks/results/layer_h200.png
 """
 
 import argparse

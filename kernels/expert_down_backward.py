@@ -272,7 +272,7 @@ def launch_expert_down_backward(
     routing = (slots_N, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
     if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:
-        num_partials = hopper_partials(F)
+        num_partials = hopper_partials(F, w_down[0].shape[2])
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
         hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
     else:

@@ -15,6 +15,10 @@ REGISTERS = 168
 """Registers a thread: 12 warps share 65536, and a 64 x 256 fp32 accumulator takes 128 of a consumer's."""
 
 
+_EPILOGUE_BOUND = 1024
+"""Width D up to which dA's epilogue takes longer than its product in a wide tile."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """A tile of a GEMM: two consumers of ``block_m / 2`` rows each.
@@ -170,14 +174,24 @@ def up_tile(columns: int, parts: int) -> Tile:
     return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
 
 
-def down_backward_tile(columns: int) -> Tile:
-    """Tile of the down projection's backward."""
+def down_backward_tile(columns: int, contracted: int) -> Tile:
+    """Tile of the down projection's backward, narrow where the epilogue takes longer than the product.
+
+    A narrow tile leaves registers for twice the epilogue warps; a wide one reads less.
+    """
+    if contracted <= _EPILOGUE_BOUND:
+        return Tile(block_n=_block_n(columns, 128), stages=5, lead=1)
     return Tile(block_n=_block_n(columns), stages=4, lead=1)
 
 
-def num_partials(columns: int) -> int:
+def down_backward_warps(contracted: int) -> tuple[int, int]:
+    """Epilogue warps of the down projection's backward, and registers a thread."""
+    return (4, 128) if contracted <= _EPILOGUE_BOUND else (2, REGISTERS)
+
+
+def num_partials(columns: int, contracted: int) -> int:
     """Partial sums of dweights that the down projection's backward writes for a row: one for each column block."""
-    return ceil_div(columns, down_backward_tile(columns).block_n)
+    return ceil_div(columns, down_backward_tile(columns, contracted).block_n)
 
 
 def weight_grad_tile() -> Tile:

@@ -5,7 +5,7 @@ For row r of expert e, with token t(r) and routing weight s(r):
     dA'[r] = dout[t(r)] @ W[e]^T      a[r] = act(h[r])       partials[c, r] = sum over column block c of dA'[r] a[r]
     dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
 
-The consumers hand dA', rounded, to two epilogue warps, which work in strips of 8 rows. What a strip needs from
+The consumers hand dA', rounded, to two or four epilogue warps, which work in strips of 4 rows a warp. What a strip needs from
 memory is asked for ahead of it, across tiles: h a strip ahead, into registers (shared memory is the ring's), the
 weights two, by way of the slots. The partial sums are stored for each column block, so no two programs add to the
 same number.
@@ -16,7 +16,7 @@ from torch import Tensor
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS
 from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper_activations import activate_backward
-from moeblaze_ops.kernels.hopper_configs import GatherPlan, down_backward_tile
+from moeblaze_ops.kernels.hopper_configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
 from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
@@ -252,7 +252,7 @@ def hopper_down_backward(
         weights_TK: contiguous routing weights, or None for 1.
         slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
         dh_NGF, wa_NF: outputs, contiguous, dtype of h.
-        partials_CN: output, fp32, contiguous, ``num_partials(F)`` rows; dweights of a slot is the sum of its
+        partials_CN: output, fp32, contiguous, ``num_partials(F, D)`` rows; dweights of a slot is the sum of its
             row's column, plus ``<dout, b>`` where the projection has a bias.
 
     ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
@@ -260,7 +260,8 @@ def hopper_down_backward(
     if h_NGF.shape[0] == 0:
         return
     num_columns = h_NGF.shape[2]
-    tile = down_backward_tile(num_columns)
+    tile = down_backward_tile(num_columns, dout_TD.shape[1])
+    epilogue_warps, registers = down_backward_warps(dout_TD.shape[1])
     weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
     plan = GatherPlan(
         tile=tile,
@@ -273,6 +274,8 @@ def hopper_down_backward(
         activation=ACTIVATION_IDS[activation],
         gated=h_NGF.shape[1] == 2,
         has_weights=weights_TK is not None,
+        epilogue_warps=epilogue_warps,
+        registers=registers,
     )
     launch_persistent(
         _down_backward_kernel,
@@ -288,4 +291,5 @@ def hopper_down_backward(
         offsets_E1,
         blocks_B2,
         plan,
+        registers=registers,
     )

@@ -56,6 +56,6 @@ def num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_persistent(kernel, device: torch.device, *args) -> None:
+def launch_persistent(kernel, device: torch.device, *args, registers: int = REGISTERS) -> None:
     """Runs a warp-specialised kernel whose first partition has four warps."""
-    kernel[(num_programs(device),)](*args, num_warps=4, maxnreg=REGISTERS)
+    kernel[(num_programs(device),)](*args, num_warps=4, maxnreg=registers)

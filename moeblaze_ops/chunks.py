@@ -42,7 +42,7 @@ def _tokens_per_chunk(
 ) -> int:
     """As a function of constants alone, so that a graph with a symbolic T can compare with a number."""
     if limit is None:
-        if device_type != "cuda":
+        if device_type != "cuda" or not torch.cuda.is_available():
             return _NO_LIMIT
         limit = torch.cuda.get_device_properties(device_index).total_memory // _DEVICE_SHARE
     return max(1, limit // transient_bytes(D, F, K, dtype, gated) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE

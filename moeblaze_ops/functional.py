@@ -116,7 +116,7 @@ def _resolved(keep: str, x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -
         return keep
     E, G, F, D = up_shape(w_up)
     sizes = LayerSizes(D=D, F=F, E=E, K=weights_TK.shape[1], dtype=x_TD.dtype, gated=G == 2)
-    return choose_keep(x_TD.shape[0], sizes, x_TD.device)
+    return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=torch.compiler.is_compiling())
 
 
 def _chunk_tokens(x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -> int:

@@ -1,15 +1,16 @@
 """What an expert layer takes in memory, before it runs, and the choice of ``keep`` from it.
 
-``memory_estimate`` follows the buffers of the ops through one eager training step on a GPU. With N = T * K, s the bytes
-of a number and i = 4 those of an index, backward finds in memory, besides x and the parameters,
+``memory_estimate`` follows the buffers of the ops through one training step on a GPU. With N = T * K, s the bytes of a
+number and i = 4 those of an index, backward finds in memory, besides x and the parameters,
 
-    routing    i * (2 N + E + 1 + 2 B)       what ``dispatch`` returned
+    routing    i * (2 N + E + 1 + 2 B)       what ``dispatch`` returned, unless the tokens go in chunks
     weights    4 N                           routing weights in fp32
     h          s * N * G * F                 with keep="preactivation" only
 
 and the peak is the largest sum of what is alive during one op (``_steps``). The rows from which the output and the
-gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D. Sizes are those that tensors ask
-for: an allocator rounds each up, to 512 bytes on CUDA.
+gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D. With keep="input" and more tokens
+than ``chunks.tokens_per_chunk``, what grows with N but is not kept is that of one chunk (``_chunked_steps``). Sizes are
+those that tensors ask for: an allocator rounds each up, to 512 bytes on CUDA.
 """
 
 import bisect
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from moeblaze_ops import config
+from moeblaze_ops.chunks import token_ranges, tokens_per_chunk
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, choose_column_ranges
 from moeblaze_ops.validation import require, schedule_rows
 
@@ -88,6 +90,8 @@ def memory_estimate(
     gated: bool = True,
     bias: bool = False,
     router: bool = False,
+    compiled: bool = False,
+    device: torch.device | str | None = None,
 ) -> MemoryEstimate:
     """Bytes that a layer keeps for backward and the peak of a training step, before anything runs.
 
@@ -98,13 +102,20 @@ def memory_estimate(
         gated: the activation has a gate and an up half.
         bias: both projections have biases.
         router: include the router of ``MoE``; without it routing weights and expert ids are given, as to ``moe``.
+        compiled: the layer is compiled by Inductor, whose backward writes the gradient of h over a kept h.
+        device: the GPU whose memory limits ``keep="input"`` where ``config.max_layer_transient_bytes`` does not; by
+            default the current one. Without a GPU, that is no limit.
 
     Raises:
         ValueError: ``keep`` is neither of the two.
     """
     choices = KEEP[:2]
     require(keep in choices, "memory_estimate", "keep", f"be {' or '.join(choices)}", repr(keep))
-    return _estimate(T, LayerSizes(D, F, E, K, dtype, gated, bias, router), keep)
+    sizes = LayerSizes(D, F, E, K, dtype, gated, bias, router)
+    chunk_tokens = tokens_per_chunk(D, F, K, dtype, gated, torch.device("cuda" if device is None else device))
+    if keep == "input" and chunk_tokens < T:
+        return _chunked_estimate(T, sizes, chunk_tokens)
+    return _estimate(T, sizes, keep, compiled)
 
 
 def _rows_bytes(N: int, sizes: LayerSizes) -> int:
@@ -122,12 +133,29 @@ def _most_rows_bytes(N: int, sizes: LayerSizes) -> int:
     return min(column * sizes.D, max(column * COLUMN_UNIT, config.max_transient_bytes))
 
 
-def _estimate(T: int, sizes: LayerSizes, keep: str, rows_bytes: Callable[[int, LayerSizes], int] = _rows_bytes) -> MemoryEstimate:
+def _estimate(
+    T: int, sizes: LayerSizes, keep: str, compiled: bool, rows_bytes: Callable[[int, LayerSizes], int] = _rows_bytes
+) -> MemoryEstimate:
     size_of = _buffers(T, sizes) | {"rows": rows_bytes(T * sizes.K, sizes)}
-    names = _kept(sizes, keep)
-    steps = {step: sum(size_of[name] for name in (*_kept(sizes, "input"), *alive)) for step, alive in _steps(sizes, keep).items()}
-    buffers = {name: size_of[name] for name in names}
-    return MemoryEstimate(sum(buffers.values()), max(steps.values()), buffers, steps)
+    return _summed(size_of, _kept(sizes, keep), _kept(sizes, "input"), _steps(sizes, keep, compiled))
+
+
+def _chunked_estimate(T: int, sizes: LayerSizes, chunk_tokens: int) -> MemoryEstimate:
+    chunk = next(token_ranges(T, chunk_tokens)).stop
+    of_chunk = _buffers(chunk, sizes) | {"rows": _rows_bytes(chunk * sizes.K, sizes)}
+    size_of = _buffers(T, sizes)
+    size_of |= {f"chunk of {name}": size for name, size in of_chunk.items()}
+    size_of |= {f"sum of {name}": size_of[name] * max(1, 4 // sizes.dtype.itemsize) for name in ("w_up", "w_down")}
+    kept = tuple(name for name in _kept(sizes, "input") if name != "routing")
+    return _summed(size_of, kept, kept, _chunked_steps(sizes))
+
+
+def _summed(
+    size_of: dict[str, int], kept: tuple[str, ...], alive_throughout: tuple[str, ...], steps: dict[str, tuple[str, ...]]
+) -> MemoryEstimate:
+    buffers = {name: size_of[name] for name in kept}
+    totals = {step: sum(size_of[name] for name in (*alive_throughout, *alive)) for step, alive in steps.items()}
+    return MemoryEstimate(sum(buffers.values()), max(totals.values()), buffers, totals)
 
 
 def _kept(sizes: LayerSizes, keep: str) -> tuple[str, ...]:
@@ -158,32 +186,44 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
     }
 
 
-def _steps(sizes: LayerSizes, keep: str) -> dict[str, tuple[str, ...]]:
+def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str, ...]]:
     """Names of the buffers alive during each op, beyond the routing; a gradient has the name of what it belongs to.
 
     The output is an ``x``, the rows of a projection to the model width are ``rows``, and ``wa`` is an ``a``.
     """
-    if keep == "preactivation":
-        forward = {"expert_up": ("h", "a"), "expert_down": ("h", "a", "rows", "x")}
-        backward = {
-            "expert_down_backward": ("x", "h", "h", "a", "partials"),
-            "gradient of w_down": ("x", "h", "h", "a", "w_down"),
-        }
-    else:
-        forward = {"expert_up": ("a",), "expert_down": ("a", "rows", "x")}
-        backward = {
-            "expert_mlp_backward": ("x", "h", "a", "partials"),
-            "gradient of w_down": ("x", "h", "a", "w_down"),
-        }
+    kept_h = ("h",) if keep == "preactivation" else ()
+    h_and_dh = ("h",) if keep == "input" or compiled else ("h", "h")
     steps = {
-        **forward,
-        **backward,
+        "expert_up": (*kept_h, "a"),
+        "expert_down": (*kept_h, "a", "rows", "x"),
+        "expert_down_backward" if kept_h else "expert_mlp_backward": ("x", *h_and_dh, "a", "partials"),
+        "gradient of w_down": ("x", *h_and_dh, "a", "w_down"),
         "expert_up_backward": ("x", "h", "w_down", "rows", "x"),
         "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
     }
-    if sizes.router:
-        steps["router"] = ("x", "w_down", "x", "w_up", "x", "x", "router", "logits", "logits")
-    return steps
+    return steps | _router_step(sizes)
+
+
+def _chunked_steps(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
+    """As ``_steps`` for one chunk after another: the results are there as a whole, and the sums of weight gradients."""
+    results = ("x", "x", "weights", "sum of w_up", "sum of w_down")
+    dh = ("chunk of routing", "chunk of h")
+    steps = {
+        "expert_up": ("x", "chunk of routing", "chunk of a"),
+        "expert_down": ("x", "chunk of routing", "chunk of a", "chunk of rows", "chunk of x"),
+        "expert_mlp_backward": (*results, *dh, "chunk of a", "chunk of partials"),
+        "expert_up_backward": (*results, *dh, "chunk of rows", "chunk of x"),
+    }
+    if sizes.dtype.itemsize < 4:
+        steps["gradient of w_up"] = (*results, "w_up")
+        steps["gradient of w_down"] = ("x", "x", "weights", "w_up", "sum of w_down", "w_down")
+    return steps | _router_step(sizes)
+
+
+def _router_step(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
+    if not sizes.router:
+        return {}
+    return {"router": ("x", "w_down", "x", "w_up", "x", "x", "router", "logits", "logits")}
 
 
 @dataclass(frozen=True)
@@ -192,17 +232,18 @@ class KeepChoice:
 
     sizes: LayerSizes
     device: str
+    compiled: bool
     layers: int
     free_bytes: int | None
     tokens: int
 
     def __str__(self) -> str:
-        return f'keep="auto" for {self.sizes} on {self.device}: {self._limits()}'
+        return f'keep="auto" for {self.sizes} on {self.device}{", compiled" if self.compiled else ""}: {self._limits()}'
 
     def _limits(self) -> str:
         if self.free_bytes is None:
             return '"preactivation", since the free memory of the device is unknown'
-        kept = _estimate(1 << 20, self.sizes, "preactivation").kept / 2**20
+        kept = _estimate(1 << 20, self.sizes, "preactivation", self.compiled).kept / 2**20
         return (
             f'"preactivation" up to {self.tokens} tokens, "input" beyond: {self.free_bytes / 2**30:.2f} GiB are free, '
             f"{_USABLE:.0%} of which are for a step of {self.layers} such layers, which keep {kept:.0f} bytes a token each"
@@ -223,13 +264,14 @@ def forget_choices() -> None:
     _choose.cache_clear()
 
 
-def choose_keep(T: int, sizes: LayerSizes, device: torch.device) -> str:
-    """The fastest of ``"preactivation"`` and ``"input"`` that fits the memory free now.
+def choose_keep(T: int, sizes: LayerSizes, device: torch.device, compiled: bool = False) -> str:
+    """``"preactivation"``, the fastest, if it fits the memory free now; else ``"input"``, which goes in chunks of tokens.
 
     It fits if ``config.layers_in_flight`` times what a layer keeps, and the rest of one layer's peak, are at most 90% of
     the free memory of the device. That is looked at once for each kind of layer and device: with ``torch.compile`` at
     compile time. What is allocated later, such as optimizer state, is not seen. Eager calls stick to the answer, so that
-    a checkpointed layer does the same when it is run again. A compiled graph guards on T, not on the memory.
+    a checkpointed layer does the same when it is run again. A compiled graph guards on T, not on the memory; on a GPU it
+    is taken to be Inductor's, which needs less.
     """
     limit = _token_limit(
         sizes.D,
@@ -240,6 +282,7 @@ def choose_keep(T: int, sizes: LayerSizes, device: torch.device) -> str:
         sizes.gated,
         device.type,
         device.index,
+        compiled and device.type == "cuda",
         config.layers_in_flight,
     )
     return "preactivation" if limit >= T else "input"
@@ -254,11 +297,12 @@ def _token_limit(
     gated: bool,
     device_type: str,
     device_index: int | None,
+    compiled: bool,
     layers: int,
 ) -> int:
     """The tokens up to which ``"preactivation"`` fits; a number, so that a graph with a symbolic T can compare with it."""
     device = device_type if device_index is None else f"{device_type}:{device_index}"
-    return _choose(LayerSizes(D, F, E, K, dtype, gated), device, layers).tokens
+    return _choose(LayerSizes(D, F, E, K, dtype, gated), device, compiled, layers).tokens
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
@@ -266,18 +310,18 @@ _token_limit._dynamo_marked_constant = True
 
 
 @functools.cache
-def _choose(sizes: LayerSizes, device: str, layers: int) -> KeepChoice:
+def _choose(sizes: LayerSizes, device: str, compiled: bool, layers: int) -> KeepChoice:
     free = free_bytes(device)
-    tokens = _LARGEST_T if free is None else _largest_fitting(sizes, layers, _USABLE * free)
-    choice = KeepChoice(sizes, device, layers, free, tokens)
+    tokens = _LARGEST_T if free is None else _largest_fitting(sizes, compiled, layers, _USABLE * free)
+    choice = KeepChoice(sizes, device, compiled, layers, free, tokens)
     log.info("%s", choice)
     _choices.append(choice)
     return choice
 
 
-def _largest_fitting(sizes: LayerSizes, layers: int, budget: float) -> int:
+def _largest_fitting(sizes: LayerSizes, compiled: bool, layers: int, budget: float) -> int:
     def too_many(T: int) -> bool:
-        estimate = _estimate(T, sizes, "preactivation", _most_rows_bytes)
+        estimate = _estimate(T, sizes, "preactivation", compiled, _most_rows_bytes)
         return (layers - 1) * estimate.kept + estimate.peak > budget
 
     return bisect.bisect_left(range(_LARGEST_T), True, key=too_many) - 1

@@ -240,7 +240,7 @@ def test_down_backward_matches_reference(problem):
     w_down = down_weight(problem)
     weights_TK = torch.rand(problem.num_tokens, problem.top_k, device="cuda") if problem.weighted else None
     dh_NGF, wa_NF = nan_like(problem, *h_NGF.shape), nan_like(problem, N, problem.num_f)
-    partials_CN = nan_like(problem, num_partials(problem.num_f), N, dtype=torch.float32)
+    partials_CN = nan_like(problem, num_partials(problem.num_f, problem.num_d), N, dtype=torch.float32)
     args = (routing.slots_N, routing.offsets_E1, routing.blocks_B2, problem.top_k, problem.activation)
     outputs = [dh_NGF, partials_CN, wa_NF]
     run_twice(lambda: hopper_down_backward(dout_TD, h_NGF, [w_down], weights_TK, *args, *outputs), outputs)

@@ -116,11 +116,13 @@ STORAGES = ("packed", "split", "f_inner", "interleaved")
 WIDTHS = {"even": (F, D), "ragged": (200, 328), "narrow": (72, 64)}
 
 
+@pytest.mark.parametrize("num_d", [512, 2048])
 @pytest.mark.parametrize("activation", ACTIVATION_IDS)
-def test_activations_fit(compiled, activation):
-    parts = 2 if activation in GATED else 1
+def test_activations_fit(compiled, activation, num_d):
+    """Narrow and wide: the tile of dA depends on D."""
+    D, parts = num_d, 2 if activation in GATED else 1
     table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
-    h, a, partials = empty(N, parts, F), empty(N, F), empty(num_partials(F), N, dtype=torch.float32)
+    h, a, partials = empty(N, parts, F), empty(N, F), empty(num_partials(F, D), N, dtype=torch.float32)
     w_up, w_down = up_weights("packed", parts, F, D), empty(E, F, D)
     hopper_expert_up(empty(T, D), w_up, up_biases(w_up), *table, h, a)
     hopper_down_backward(empty(T, D), h, [w_down], empty(T, K, dtype=torch.float32), *table, empty(*h.shape), partials, a)
@@ -137,7 +139,7 @@ def test_storages_fit(compiled, storage, widths, dtype):
     y = empty(N, num_d, dtype=dtype)
     w_up = up_weights(storage, 2, num_f, num_d, dtype)
     w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d, dtype)[0][:, 0]
-    partials = empty(num_partials(num_f), N, dtype=torch.float32)
+    partials = empty(num_partials(num_f, num_d), N, dtype=torch.float32)
     table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, "swiglu")
     hopper_expert_up(x, w_up, [], *table, h, a)
     hopper_down_rows(a, [w_down], [empty(E, num_d, dtype=dtype)], OFFSETS_E1, BLOCKS_B2, y)
