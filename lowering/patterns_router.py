@@ -56,7 +56,7 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     if match.weights is None or match.weights.gathered:
         return None
     trail = _Trail()
-    choice = trail.peel(match.experts.node, _same_choices)
+    choice = trail.peel(match.experts.node, _same_order)
     topk = _topk_of(choice, 1)
     if topk is None or not _takes_largest_of_last_axis(topk, match.K):
         return None
@@ -74,7 +74,9 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
 
 
 def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
-    node = trail.peel(weights, _same_choices_or_last_cast)
+    node = trail.peel(weights, _same_order_or_last_cast)
+    if fake_of(node).shape != fake_of(chosen).shape:
+        return None
     scale, eps = 1.0, None
     if target_name(node) in ("mul", "imul") and isinstance(node.args[1], (int, float)) and node.args[1] > 0:
         scale = float(node.args[1])
@@ -171,14 +173,23 @@ def _same_choices(step: fx.Node, source: fx.Node) -> bool:
     """A reshape that keeps the K choices of a token together, or a cast between integers."""
     if target_name(step) in _CASTS:
         return not fake_of(step).is_floating_point() and not fake_of(source).is_floating_point()
-    return target_name(step) in _SHAPES and _same_last_axis(step, source)
+    return _is_reshape(step, source) and _same_last_axis(step, source)
 
 
-def _same_choices_or_last_cast(step: fx.Node, source: fx.Node) -> bool:
-    """The same, or a cast from fp32: what the layer reads is then the cast of the router's weights."""
+def _is_reshape(step: fx.Node, source: fx.Node) -> bool:
+    return target_name(step) in _SHAPES and fake_of(step).dtype == fake_of(source).dtype
+
+
+def _same_order(step: fx.Node, source: fx.Node) -> bool:
+    """Any reshape, or a cast between integers: the layer flattens its choices anyway."""
+    return _is_reshape(step, source) or _same_choices(step, source)
+
+
+def _same_order_or_last_cast(step: fx.Node, source: fx.Node) -> bool:
+    """Any reshape, or a cast from fp32: what the layer reads is then the cast of the router's weights."""
     if target_name(step) in _CASTS:
         return fake_of(source).dtype == torch.float32
-    return _same_choices(step, source)
+    return _same_order(step, source)
 
 
 def _same_choices_or_cast_up(step: fx.Node, source: fx.Node) -> bool:

@@ -57,6 +57,17 @@ def sigmoid_scaled(logits):
     return weights / weights.sum(-1, keepdim=True) * 2.5, experts
 
 
+def flattened(logits):
+    values, experts = torch.topk(logits, K, dim=-1)
+    return torch.softmax(values, dim=-1, dtype=torch.float32).reshape(-1).view(-1, K), experts.flatten().view(-1, K)
+
+
+def softmax_of_the_flattened(logits):
+    """All choices of all tokens share one softmax."""
+    values, experts = torch.topk(logits, K, dim=-1)
+    return torch.softmax(values.reshape(-1), dim=-1, dtype=torch.float32).view(-1, K), experts
+
+
 def softmax_gathered(logits):
     scores = F.softmax(logits, dim=-1, dtype=torch.float32)
     experts = torch.topk(scores, K, dim=-1, sorted=False).indices
@@ -98,8 +109,8 @@ def repeated_groups(logits):
 
 
 ROUTERS = (
-    softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered, softmax_biased,
-    sigmoid_biased, limited_to_groups, repeated_groups,
+    flattened, softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered,
+    softmax_biased, sigmoid_biased, limited_to_groups, repeated_groups,
 )  # fmt: skip
 
 
@@ -203,7 +214,8 @@ def groups_weighed_by_biased_scores(logits):
 
 
 LOOKALIKES = (
-    smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere, logits_changed_later, divided_by_another_sum,
+    softmax_of_the_flattened, smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere,
+    logits_changed_later, divided_by_another_sum,
     gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
     softmax_with_a_large_epsilon, sigmoid_with_another_epsilon, groups_masked_with_zero, groups_of_every_other_expert,
     groups_left_out, groups_by_their_best, groups_by_their_worst, groups_by_other_scores, groups_weighed_by_biased_scores,

@@ -5,13 +5,17 @@ nothing; the profiler counts.
 """
 
 import importlib
+import json
 import logging
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import moeblaze_ops
 from moeblaze_ops import config, memory
+from moeblaze_ops.chunks import transient_bytes
 from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.memory import LayerSizes, memory_estimate
 
@@ -24,7 +28,9 @@ LAUNCHERS = {
     "expert_mlp": "expert_mlp",
     "expert_mlp_backward": "expert_mlp",
     "expert_weight_grad": "weight_grad",
+    "expert_weight_grad_add": "weight_grad",
     "expert_bias_grad": "bias_grad",
+    "expert_bias_grad_add": "bias_grad",
 }
 
 # T, D, F, E, K: proportions of layers in use, small.
@@ -104,7 +110,7 @@ def test_estimate_matches_what_a_gpu_step_allocates(shape, keep, activation, rou
 def assert_estimate_matches(shape, keep, activation, router, dtype):
     forward, dout = make_step(shape, keep, activation, router, dtype)
     estimate = memory_estimate(
-        *SHAPES[shape], dtype, keep, gated=activation == "swiglu", bias=True, router=router
+        *SHAPES[shape], dtype, keep, gated=activation == "swiglu", bias=True, router=router, device="cpu"
     )  # fmt: skip
     out, after_forward, _ = allocated(forward)
     given = 0 if router else estimate.buffers["weights"]
@@ -129,6 +135,81 @@ def test_estimate_knows_ranges_of_columns(keep, limit, widths, launchers_on_cpu,
     assert_estimate_matches("wide", keep, "swiglu", False, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("shape", "chunks"), [("fine", 2), ("few_experts", 3), ("few_experts", 4), ("wide", 2)])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("router", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_estimate_knows_chunks_of_tokens(shape, chunks, activation, router, dtype, launchers_on_cpu, monkeypatch):
+    T, D, F, _, K = SHAPES[shape]
+    chunk_tokens = -(-T // chunks // 1024) * 1024
+    limit = chunk_tokens * transient_bytes(D, F, K, dtype, activation == "swiglu")
+    monkeypatch.setattr(config, "max_layer_transient_bytes", limit)
+    assert_estimate_matches(shape, "input", activation, router, dtype)
+    assert "routing" not in memory_estimate(*SHAPES[shape], dtype, "input", gated=activation == "swiglu").buffers
+
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+H200_BYTES = int(139.80 * 2**30)
+
+# D, F, E, K of the layers that were measured.
+MEASURED_LAYERS = {name: sizes[1:] for name, (sizes, _) in FULL_SIZE.items()} | {
+    "conf1": (512, 2048, 4, 1),
+    "conf1_2m": (512, 2048, 4, 1),
+    "conf3": (1024, 4096, 16, 4),
+    "conf4_silu": (2048, 8192, 16, 4),
+}
+
+
+def measured_rows():
+    """What was measured on an H200 of layers of ours, with their router."""
+    for file in ("memory_h200.json", "memory_scaling_h200.json"):
+        if not (RESULTS / file).is_file():
+            continue
+        for row in json.loads((RESULTS / file).read_text())["measurements"]:
+            keep, _, suffix = row["contender"].partition("+")
+            if keep in ("preactivation", "input") and not row["failure"]:
+                yield pytest.param(row, keep, bool(suffix), id=f"{row['shape']}-{row['T']}-{row['contender']}")
+
+
+@pytest.mark.parametrize(("row", "keep", "compiled"), list(measured_rows()))
+def test_estimate_matches_what_was_measured(row, keep, compiled, monkeypatch):
+    monkeypatch.setattr(config, "max_layer_transient_bytes", H200_BYTES // 16)
+    sizes, gated = MEASURED_LAYERS[row["shape"]], row["shape"] != "conf4_silu"
+    estimate = memory_estimate(row["T"], *sizes, keep=keep, gated=gated, router=True, compiled=compiled)
+    assert estimate.peak == pytest.approx(row["peak_mib"] * 2**20, rel=0.05)
+    if row["kept_mib"] > 1:
+        assert estimate.kept == pytest.approx(row["kept_mib"] * 2**20, rel=0.05)
+
+
+def test_without_a_gpu_there_are_no_chunks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = (512, 2048, 4, 1)
+    peaks = [memory_estimate(T, *sizes, keep="input").peak for T in (1 << 22, 1 << 23)]
+    assert peaks[1] == pytest.approx(2 * peaks[0], rel=0.01)
+
+
+@pytest.mark.parametrize("device", [None, "cuda:1"])
+def test_chunks_follow_the_memory_of_the_device(device, monkeypatch):
+    memory_of = {None: H200_BYTES, 1: H200_BYTES // 8}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=memory_of[index]))
+    shape = (1 << 22, 512, 2048, 4, 1)
+    got = memory_estimate(*shape, keep="input", device=device)
+    monkeypatch.setattr(config, "max_layer_transient_bytes", memory_of[None if device is None else 1] // 16)
+    assert got == memory_estimate(*shape, keep="input", device="cpu")
+    assert "routing" not in got.buffers
+
+
+def test_compiled_backward_has_one_buffer_for_h_and_its_gradient():
+    shape = SHAPES["few_experts"]
+    eager, compiled = (memory_estimate(*shape, compiled=compiled) for compiled in (False, True))
+    for step in ("expert_down_backward", "gradient of w_down"):
+        assert eager.steps[step] - compiled.steps[step] == eager.buffers["h"]
+    assert eager.steps["expert_up_backward"] == compiled.steps["expert_up_backward"]
+    assert eager.kept == compiled.kept
+    assert memory_estimate(*shape, keep="input") == memory_estimate(*shape, keep="input", compiled=True)
+
+
 @pytest.mark.parametrize("name", FULL_SIZE)
 @pytest.mark.parametrize("keep", ["preactivation", "input"])
 def test_a_step_of_full_size_stays_in_bounds(name, keep, launchers_on_cpu):
@@ -140,7 +221,7 @@ def test_a_step_of_full_size_stays_in_bounds(name, keep, launchers_on_cpu):
 
     x, weights, w_up, w_down = leaf(T, D), leaf(T, K, dtype=torch.float32), leaf(E, 2 * F, D), leaf(E, D, F)
     experts, dout = torch.empty(T, K, dtype=torch.int32), torch.empty(T, D, dtype=torch.bfloat16)
-    estimate = memory_estimate(T, D, F, E, K, keep=keep)
+    estimate = memory_estimate(T, D, F, E, K, keep=keep, device="cpu")
 
     def step():
         moeblaze_ops.moe(x, weights, experts, w_up, w_down, keep=keep).backward(dout)
@@ -210,6 +291,37 @@ def test_auto_takes_the_fastest_point_that_fits(layers, free_memory, monkeypatch
     free_memory(1000, layers)
     cpu = torch.device("cpu")
     assert [memory.choose_keep(T, SIZES, cpu) for T in (0, 1000, 1001)] == ["preactivation", "preactivation", "input"]
+
+
+def test_auto_counts_on_a_compiled_backward_on_a_gpu_only(free_memory):
+    free_memory(1000)
+    limits = {
+        (device, compiled): memory._token_limit(16, 24, 4, 2, torch.float32, True, device, None, compiled, 1)
+        for device in ("cuda", "cpu")
+        for compiled in (False, True)
+    }
+    assert limits["cuda", False] == 1000 < limits["cuda", True]
+    assert [memory.choose_keep(1001, SIZES, torch.device(device), compiled=True) for device in ("cuda", "cpu")] == [
+        "preactivation",
+        "input",
+    ]
+    assert [memory.choose_keep(1001, SIZES, torch.device(device)) for device in ("cuda", "cpu")] == ["input", "input"]
+    assert any("on cuda, compiled:" in str(choice) for choice in memory.recent_choices())
+
+
+def test_auto_goes_in_chunks_where_only_they_fit(free_memory, monkeypatch):
+    """Every T beyond the limit of "preactivation" gets "input", which takes no more than a chunk beside its results."""
+    free_memory(1000)
+    monkeypatch.setattr(config, "max_layer_transient_bytes", 1)
+    module = moeblaze_ops.MoE(16, 24, 4, 2, keep="auto")
+    x = torch.randn(5000, 16)
+    with torch.profiler.profile() as profile:
+        module(x)
+    names = {event.name for event in profile.events()}
+    assert "moeblaze::expert_mlp_chunked" in names and "moeblaze::expert_up" not in names
+    growth = [memory_estimate(T, 16, 24, 4, 2, torch.float32, "input").peak for T in (1 << 20, 1 << 21)]
+    results = 2 * 4 * 16 + 8 * 2 * 4
+    assert growth[1] - growth[0] <= results * (1 << 20)
 
 
 def test_auto_keeps_more_where_the_free_memory_is_unknown(monkeypatch):
