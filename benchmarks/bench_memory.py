@@ -32,7 +32,7 @@ LABELS = {
 
 @dataclass
 class Measurement:
-    """One contender on one shape; memory in MiB, time in ms, estimates for our layers run eagerly."""
+    """One contender on one shape; memory in MiB, time in ms, estimates for our layers."""
 
     shape: str
     T: int
@@ -69,9 +69,8 @@ def measure(name: str, shape: Shape, contender: str) -> Measurement:
     row = Measurement(name, shape.T, contender)
     keep = contender.removesuffix("+compile")
     if keep in ("preactivation", "input"):
-        estimate = memory_estimate(
-            shape.T, shape.D, shape.F, shape.E, shape.K, keep=keep, gated=shape.activation == "swiglu", router=True
-        )
+        options = {"gated": shape.activation == "swiglu", "router": True, "compiled": keep != contender}
+        estimate = memory_estimate(shape.T, shape.D, shape.F, shape.E, shape.K, keep=keep, **options)
         row.estimated_kept_mib, row.estimated_peak_mib = estimate.kept / MIB, estimate.peak / MIB
         row.peak_step = estimate.peak_step
     torch._dynamo.reset()

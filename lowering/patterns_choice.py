@@ -6,6 +6,7 @@ Read from the values of the graph, so that it does not matter by which views a m
 import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
@@ -42,7 +43,8 @@ def read_choice(view: GraphView, topk: fx.Node, scores: fx.Node) -> Choice | Non
     if given is plain:
         return choice
     for bias, rest in _addends(given):
-        if rest is plain and bias.shape == given.shape[-1:] and view.value(bias.node) is bias:
+        exact = bias.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if rest is plain and exact and bias.shape == given.shape[-1:] and view.value(bias.node) is bias:
             return replace(choice, bias=bias.node)
     return None
 

@@ -102,9 +102,11 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
     else:
         return None
     found = _read_scores(scores, scale, eps) if choice is not None else None
+    if found is None or (choice.num_groups > 1 and found.scoring != "sigmoid"):  # softmax scores groups in another way
+        return None
     trail.nodes.add(node)
     trail.sources.add(scores)
-    return found and replace(found, choice=choice)
+    return replace(found, choice=choice)
 
 
 def _read_scores(scores: fx.Node, scale: float, eps: float | None) -> RouterMatch | None:

@@ -347,68 +347,6 @@ def test_tokens_that_depend_on_data_are_not_in_chunks(chunks_of_1024, monkeypatc
     assert [candidate.became for candidate in backend.rewritten] == ["expert_mlp(swiglu)"]
 
 
-_CHUNKED = ["packed_loop", "sorted_transformers_bias", "gathered_einsum", "dense_llama4"]
-
-
-def _chunked(backend) -> bool:
-    """Whether the layers of all graphs go in chunks; otherwise none does."""
-    operators = backend.operators()
-    count = operators.count("expert_mlp_chunked.default")
-    assert count in (0, len(backend.rewritten)) and not backend.reasons
-    assert operators.count("dispatch.default") == len(backend.rewritten) - count
-    assert not _OLD & set(operators), _OLD & set(operators)
-    return count > 0
-
-
-@pytest.fixture
-def chunks_of_1024(fp64, monkeypatch):
-    monkeypatch.setattr(config, "max_layer_transient_bytes", 1)
-
-
-@pytest.mark.parametrize("num_tokens", [1024, 1025, 2100])
-@pytest.mark.parametrize("name", _CHUNKED)
-def test_more_tokens_than_a_chunk(chunks_of_1024, monkeypatch, name, num_tokens):
-    monkeypatch.setattr(config, "keep", "input")
-    backend = check_against_eager(_stacked(name), torch.randn(num_tokens, zoo.D))
-    assert _chunked(backend) == (num_tokens > 1024)
-    (found,) = backend.rewritten
-    assert found.became == f"expert_mlp{'_chunked' if num_tokens > 1024 else ''}({found.activation})"
-
-
-def test_more_tokens_than_a_chunk_for_separate_experts(chunks_of_1024, monkeypatch):
-    monkeypatch.setattr(config, "keep", "input")
-    layer = zoo.ModuleListMoE(zoo.loop_mixtral)
-    assert _chunked(check_against_eager(layer, torch.randn(2, 600, zoo.D)))
-
-
-def test_a_kept_preactivation_is_never_in_chunks(chunks_of_1024):
-    layer, x = _stacked("stacked_loop"), torch.randn(1100, zoo.D)
-    assert not _chunked(check_against_eager(layer, x))
-    run, backend = compiled(layer)
-    with torch.no_grad():
-        torch.testing.assert_close(run(x), layer(x))
-    assert _chunked(backend), "without gradients nothing is kept"
-
-
-def test_one_graph_on_each_side_of_the_limit(chunks_of_1024, monkeypatch):
-    monkeypatch.setattr(config, "keep", "input")
-    layer = _stacked("stacked_loop")
-    run, backend = compiled(layer)
-    for num_tokens in (40, 1030, 9, 1024, 3000, 1025, 500):
-        x = torch.randn(num_tokens, zoo.D)
-        torch._dynamo.mark_dynamic(x, 0)
-        torch.testing.assert_close(run(x), layer(x))
-    became = [candidate.became for candidate in backend.rewritten]
-    assert became == ["expert_mlp(swiglu)", "expert_mlp_chunked(swiglu)"]
-
-
-def test_tokens_that_depend_on_data_are_not_in_chunks(chunks_of_1024, monkeypatch):
-    monkeypatch.setattr(config, "keep", "input")
-    layer = _stacked("gathered_einsum")
-    backend = rewrite_of(lambda x, mask: layer(x[mask]), torch.randn(1100, zoo.D), torch.ones(1100, dtype=torch.bool))
-    assert [candidate.became for candidate in backend.rewritten] == ["expert_mlp(swiglu)"]
-
-
 def test_unknown_keep_is_declined(fp64, monkeypatch):
     monkeypatch.setattr(config, "keep", "all")
     (found,) = rewrite_of(_stacked("stacked_loop"), torch.randn(10, zoo.D)).candidates
@@ -456,9 +394,7 @@ def _text(spelling: str) -> str:
 
 
 def test_graph_of_a_packed_loop():
-    assert_expected_inline(
-        _text("packed_loop"),
-        """\
+    assert_expected_inline(_text("packed_loop"), """\
 x = reshape('l_x', -1, 16)
 weights = reshape('l_weights', -1, 2)
 ids = reshape('l_ids', -1, 2)
@@ -473,14 +409,11 @@ expert_up_default = expert_up.default('x', ['permute'], [], None, 'getitem_36', 
 getitem_40 = getitem('expert_up_default', 0)
 getitem_41 = getitem('expert_up_default', 1)
 expert_down_default = expert_down.default('getitem_40', 'getitem_41', ['down'], [], 'weights', 'getitem_36', 'getitem_37', 'getitem_38', 'getitem_39', 'swiglu')
-reshape_3 = reshape('expert_down_default', (10, 16))""",
-    )  # noqa: E501
+reshape_3 = reshape('expert_down_default', (10, 16))""")  # noqa: E501
 
 
 def test_graph_of_gathered_linear_weights():
-    assert_expected_inline(
-        _text("gathered_einsum"),
-        """\
+    assert_expected_inline(_text("gathered_einsum"), """\
 x = reshape('l_x', -1, 16)
 weights = reshape('l_weights', -1, 2)
 ids = reshape('l_ids', -1, 2)
@@ -496,5 +429,4 @@ expert_up_default = expert_up.default('x', ['reshape_3', 'reshape_4'], [], None,
 getitem_7 = getitem('expert_up_default', 0)
 getitem_8 = getitem('expert_up_default', 1)
 expert_down_default = expert_down.default('getitem_7', 'getitem_8', ['permute'], [], 'weights', 'getitem_3', 'getitem_4', 'getitem_5', 'getitem_6', 'swiglu')
-view = view('expert_down_default', (10, 16))""",
-    )  # noqa: E501
+view = view('expert_down_default', (10, 16))""")  # noqa: E501

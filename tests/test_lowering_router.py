@@ -89,9 +89,11 @@ def sigmoid_biased(logits):
     return weights * 2.5, experts
 
 
-def limited_to_groups(logits, mask_of=None, group_score=None, left_out=float("-inf"), weigh=None, bias=BIAS, count=K):
+def limited_to_groups(
+    logits, score=torch.sigmoid, mask_of=None, group_score=None, left_out=float("-inf"), weigh=None, bias=BIAS, count=K
+):
     """Sigmoid scores plus a bias; a token chooses inside the better half of the experts. Options are for lookalikes."""
-    scores = logits.float().sigmoid()
+    scores = score(logits.float())
     choice = scores + bias
     grouped = choice.view(-1, 2, E // 2)
     best = torch.topk((group_score or (lambda g: g.topk(2, dim=-1)[0].sum(dim=-1)))(grouped), 1, dim=-1, sorted=False)[1]
@@ -209,6 +211,14 @@ def groups_by_other_scores(logits):
     return limited_to_groups(logits, group_score=lambda grouped: (grouped * 2 - 1).topk(2, dim=-1)[0].sum(-1))
 
 
+def groups_of_softmax_scores(logits):
+    return limited_to_groups(logits, score=lambda logits: logits.softmax(-1))
+
+
+def biased_in_fp64(logits):
+    return limited_to_groups(logits, bias=BIAS.double() / 3)
+
+
 def groups_weighed_by_biased_scores(logits):
     return limited_to_groups(logits, weigh=lambda scores: scores + BIAS)
 
@@ -219,6 +229,7 @@ LOOKALIKES = (
     gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
     softmax_with_a_large_epsilon, sigmoid_with_another_epsilon, groups_masked_with_zero, groups_of_every_other_expert,
     groups_left_out, groups_by_their_best, groups_by_their_worst, groups_by_other_scores, groups_weighed_by_biased_scores,
+    groups_of_softmax_scores, biased_in_fp64,
 )  # fmt: skip
 
 
