@@ -13,7 +13,7 @@ import torch
 
 from moeblaze_ops.lowering.axes import common_groups
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
-from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, subexpressions
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.values import Value
 
@@ -263,8 +263,9 @@ class Evaluator(IndexingRules):
     def _element_contract(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, labels, out = value.args
         of = dict(zip(out, indices, strict=True))
-        sizes = {letter: size for x, label in zip(xs, labels, strict=True)
-                 for letter, size in zip(label, x.shape, strict=True)}  # fmt: skip
+        pairs = [pair for x, label in zip(xs, labels, strict=True) for pair in zip(label, x.shape, strict=True)]
+        sizes = {letter: size for letter, size in pairs if same_size(size, 1)}
+        sizes |= {letter: size for letter, size in pairs if not same_size(size, 1)}  # axes of size 1 are broadcast
         bound = [letter for letter in sizes if letter not in of]
         weights = [_is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
         projects = any(weights)
@@ -272,7 +273,10 @@ class Evaluator(IndexingRules):
 
         def body(vars: Indices) -> Expr:
             index = {**of, **dict(zip(bound, vars, strict=True))}
-            factors = [self.element(x, tuple(index[c] for c in label), inner) for x, label in zip(xs, labels, strict=True)]
+            factors = []
+            for x, label in zip(xs, labels, strict=True):
+                at = [self.algebra.zero if same_size(n, 1) else index[c] for c, n in zip(label, x.shape, strict=True)]
+                factors.append(self.element(x, tuple(at), inner))
             if projects:
                 factors = [f if weight else self._with_number(f, vars) for f, weight in zip(factors, weights, strict=True)]
             return self.algebra.mul(*factors)

@@ -72,7 +72,7 @@ class IndexingRules:
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
-        if keys[0].kind == "nonzero" and all(k.kind == "nonzero" and k.args[0] is keys[0].args[0] for k in keys):
+        if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
         else:
             landed = self._land_sorted(row, keys[0], at[0], sizes[0], body) if len(keys) == 1 else None
@@ -154,6 +154,17 @@ class _Landed:
         elif self.free or not all(map(self._never_with, below)):
             return None
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
+
+
+def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
+    """Whether row u goes to the coordinates of one mask's u-th true element, on axes as long as the mask's."""
+    if any(key.kind != "nonzero" for key in keys):
+        return False
+    mask = keys[0].args[0]
+    return all(
+        key.args[0] is mask and key.args[2] is row and same_size(size, mask.shape[key.args[1]])
+        for key, size in zip(keys, sizes, strict=False)
+    )
 
 
 def _differ(a: Expr, b: Expr) -> bool:

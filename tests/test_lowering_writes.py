@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager, rewrite_of
@@ -191,3 +192,54 @@ def test_inverse_permutation_is_read_elsewhere():
 
     (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D)).rewritten
     assert found.K == zoo.K
+
+
+class Stacked(nn.Module):
+    """Experts of one hidden layer, stacked; what combines them is given as a function of the layer and the tokens."""
+
+    def __init__(self, combine, num_experts=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.combine = combine
+        self.router = nn.Linear(8, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, 8, 6) / 3)
+        self.down = nn.Parameter(torch.randn(num_experts, 6, 8) / 3)
+
+    def expert(self, e, x):
+        return F.silu(x @ self.up[e]) @ self.down[e]
+
+    def forward(self, x):
+        return self.combine(self, x)
+
+
+def written_back_in_another_order(layer, x):
+    weights, ids = layer.router(x).softmax(-1).topk(2)
+    mask = F.one_hot(ids, 3).permute(2, 1, 0)
+    out = torch.zeros_like(x)
+    for e in range(3):
+        slot, token = torch.where(mask[e])
+        out[token.sort()[0]] = out[token] + layer.expert(e, x[token]) * weights[token, slot, None]
+    return out
+
+
+def fewer_ids_than_rows(layer, x):
+    weights, ids = layer.router(x).softmax(-1).topk(1)
+    flat = ids.reshape(-1)
+    rows = x[:, None].expand(-1, 2, -1).reshape(-1, 8)
+    y = torch.zeros_like(rows)
+    for e in range(3):
+        hits = (flat == e).nonzero(as_tuple=True)[0]
+        y.index_copy_(0, hits, layer.expert(e, rows.index_select(0, hits)))
+    return (y.view(-1, 2, 8) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def one_expert_broadcast(layer, x):
+    weights, ids = layer.router(x).softmax(-1).topk(2)
+    scores = torch.zeros(x.shape[0], 3).scatter(1, ids, weights)
+    return torch.einsum("ted,te->td", torch.stack([layer.expert(0, x)], 1), scores)
+
+
+@pytest.mark.parametrize("combine", [written_back_in_another_order, fewer_ids_than_rows, one_expert_broadcast])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_lookalikes_of_writes_and_sums(combine, num_tokens):
+    check_against_eager(Stacked(combine), torch.randn(num_tokens, 8))
