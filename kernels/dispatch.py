@@ -1,4 +1,4 @@
-"""Groups routed slots by expert: a stable counting sort of indices, without sorting, atomics or a host sync.
+"""Groups routed slots by expert: a stable counting sort of indices, without atomics or a host sync.
 
 Slot ``s = t * K + k`` goes to bin ``experts[t, k]``, or to a last bin E when that is outside [0, E) (an unused slot). With
 the slots cut into chunks:
@@ -8,9 +8,9 @@ the slots cut into chunks:
 3. place:  row of a slot = offsets[e] + counts[c, e] + slots of bin e before it in its chunk, one program a chunk.
            E + 1 more programs write the offsets and the block schedule, one program an expert.
 
-The place within a chunk comes from sorting STEP slots at a time by bin and slot, in registers. Unused slots are placed like any other, behind
-all used ones, where they are written as -1. A program keeps BINS - 1 bins, and the last of its BINS for slots of no concern to
-it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
+The place within a chunk comes from sorting STEP slots at a time by bin and slot, in registers. Unused slots are placed like
+any other, behind all used ones, where they are written as -1. A program keeps BINS - 1 bins, and the last of its BINS for
+slots of no concern to it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
 """
 
 import torch
