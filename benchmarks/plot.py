@@ -6,11 +6,6 @@ python benchmarks/plot.py benchmarks/results/layer_h200.json benchmarks/results/
 import argparse
 import json
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 NAMES = {"grouped_mm": "grouped_mm, eager", "grouped_mm+compile": "grouped_mm + torch.compile", "moeblaze": "moeblaze"}
 COLORS = {"grouped_mm": "#b9c0c9", "grouped_mm+compile": "#7b8794", "moeblaze": "#d9480f"}
 
@@ -20,6 +15,12 @@ def main() -> None:
     parser.add_argument("source", help="measurements that bench_layer.py wrote")
     parser.add_argument("target", help="the PNG file to write")
     arguments = parser.parse_args()
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     with open(arguments.source) as file:
         report = json.load(file)
     rows = {(row["shape"], row["contender"]): row for row in report["measurements"] if not row["failure"]}

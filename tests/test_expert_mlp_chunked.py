@@ -250,6 +250,7 @@ def test_default_limit_is_a_part_of_the_memory_of_a_gpu(monkeypatch):
     class Properties:
         total_memory = 16 * 4096 * transient_bytes(**sizes)
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     assert tokens_per_chunk(**sizes, device=torch.device("cuda", 0)) == 4096
     assert tokens_per_chunk(**sizes, device=torch.device("cpu")) >= 1 << 40
