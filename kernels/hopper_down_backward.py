@@ -17,7 +17,7 @@ from moeblaze_ops.kernels.activations import ACTIVATION_IDS
 from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper_activations import activate_backward
 from moeblaze_ops.kernels.hopper_configs import GatherPlan, down_backward_tile, down_backward_warps
-from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, produce, row_layout
+from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
 from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
 
@@ -144,12 +144,6 @@ def _strip(strip, tile, next_tile, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_slots(slots_ptr, row, end):
-    rows = row + gl.arange(0, strip_rows(gl.num_warps()), gl.SliceLayout(1, row_layout(gl.num_warps())))
-    return gl.load(slots_ptr + gl.maximum(gl.minimum(rows, end - 1), 0))
-
-
-@gluon.jit
 def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
     if PLAN.has_weights:
         return gl.load(weights_ptr + gl.maximum(slots, 0)).to(gl.float32)
@@ -167,8 +161,8 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
     num_programs = gl.num_programs(0)
     next_tile = _locate(order, gl.program_id(0))
     even_h = _load_h(h_ptr, next_tile.first, next_tile.end, next_tile.column_block * PLAN.part_n, PLAN)
-    even_weights = _load_weights(weights_ptr, _load_slots(slots_ptr, next_tile.first, next_tile.end), PLAN)
-    odd_slots = _load_slots(slots_ptr, next_tile.first + ROWS, next_tile.end)
+    even_weights = _load_weights(weights_ptr, load_slots(slots_ptr, next_tile.first, next_tile.end, ROWS), PLAN)
+    odd_slots = load_slots(slots_ptr, next_tile.first + ROWS, next_tile.end, ROWS)
     num_tiles = 0
     for index in range(gl.program_id(0), order.count(), num_programs):
         tile = next_tile
@@ -185,14 +179,14 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
             odd_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
             odd_weights = _load_weights(weights_ptr, odd_slots, PLAN)
             row, end, ahead_column = _strip(strip + 2, tile, next_tile, PLAN)
-            even_slots = _load_slots(slots_ptr, row, end)
+            even_slots = load_slots(slots_ptr, row, end, ROWS)
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, stored, PLAN)
 
             even_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
             even_weights = _load_weights(weights_ptr, even_slots, PLAN)
             row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
-            odd_slots = _load_slots(slots_ptr, row, end)
+            odd_slots = load_slots(slots_ptr, row, end, ROWS)
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
             mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 2)

@@ -52,20 +52,20 @@ class Handoff:
     @gluon.jit
     def load(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
         """``ROWS`` rows, from ``row`` on, and CHUNK columns of a half tile. Shape [ROWS, CHUNK]."""
-        half_m: gl.constexpr = self.tiles.shape[1]
-        num_chunks: gl.constexpr = self.tiles.shape[2] // CHUNK
-        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK], self.tiles.dtype)
-        strips = reinterpret(self.tiles, self.tiles.dtype, [2 * num_chunks * half_m // ROWS, ROWS, CHUNK], shared)
-        return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS).load(layout)
+        return self._strip(half, row, chunk, ROWS, CHUNK, self.tiles.dtype).load(layout)
 
     @gluon.jit
     def load_pairs(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
         """The same as pairs of elements. Shape [ROWS, CHUNK // 2], int32."""
+        return self._strip(half, row, chunk, ROWS, CHUNK // 2, gl.int32).load(layout)
+
+    @gluon.jit
+    def _strip(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
         half_m: gl.constexpr = self.tiles.shape[1]
         num_chunks: gl.constexpr = self.tiles.shape[2] // CHUNK
-        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK // 2], gl.int32)
-        strips = reinterpret(self.tiles, gl.int32, [2 * num_chunks * half_m // ROWS, ROWS, CHUNK // 2], shared)
-        return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS).load(layout)
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+        strips = reinterpret(self.tiles, DTYPE, [2 * num_chunks * half_m // ROWS, ROWS, COLUMNS], shared)
+        return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS)
 
 
 @gluon.jit
@@ -119,8 +119,9 @@ def _copy_step_rows(ring, step, x_ptr, row_offsets, k, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _load_slots(slots_ptr, first, end, PLAN: gl.constexpr):
-    rows = first + gl.arange(0, PLAN.tile.block_m, gl.SliceLayout(1, row_layout(gl.num_warps())))
+def load_slots(slots_ptr, first, end, ROWS: gl.constexpr):
+    """The slots of ROWS rows from ``first`` on; rows past the last one before ``end`` repeat it."""
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     return gl.load(slots_ptr + gl.maximum(gl.minimum(rows, end - 1), 0))
 
 
@@ -136,9 +137,9 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.con
     num_programs = gl.num_programs(0)
     step = 0
     expert, first, end, column_block = order.locate(gl.program_id(0))
-    row_offsets = row_starts(_load_slots(slots_ptr, first, end, PLAN), stride_x8, PLAN)
+    row_offsets = row_starts(load_slots(slots_ptr, first, end, PLAN.tile.block_m), stride_x8, PLAN)
     next_expert, first, end, next_column_block = order.locate(gl.program_id(0) + num_programs)
-    next_slots = _load_slots(slots_ptr, first, end, PLAN)
+    next_slots = load_slots(slots_ptr, first, end, PLAN.tile.block_m)
     _copy_step_rows(ring, 0, x_ptr, row_offsets, 0, PLAN)
     for index in range(gl.program_id(0), order.count(), num_programs):
         column = column_block * PLAN.part_n
@@ -155,7 +156,7 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.con
         expert = next_expert
         column_block = next_column_block
         next_expert, first, end, next_column_block = order.locate(index + 2 * num_programs)
-        next_slots = _load_slots(slots_ptr, first, end, PLAN)
+        next_slots = load_slots(slots_ptr, first, end, PLAN.tile.block_m)
     copy_rows_commit()
     copy_rows_wait(0)
 
