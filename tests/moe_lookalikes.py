@@ -344,7 +344,7 @@ def _sorted(self, x, weights, ids, *, key=None, counted=None, offs=lambda c: c.c
     counts = torch.bincount((ids if counted is None else counted).view(-1), minlength=self.E)
     ends = offs(counts).to(torch.int32)
     rows = x[token(perm, ids.shape[1])]
-    mm = torch.ops.transformers.grouped_mm_fallback
+    mm = torch.ops.moe_zoo.grouped_mm_fallback
     y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)
     y = y * (weights.view(-1)[perm] if weigh else weights.view(-1)).unsqueeze(-1)
     y = y if unsort is None else y[unsort(perm)]

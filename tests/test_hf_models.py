@@ -74,10 +74,14 @@ def in_double(model: nn.Module, name: str) -> nn.Module:
     return twin.double()
 
 
-def tokens(twin: nn.Module, length: int = 6) -> Tensor:
+def tokens(length: int = 6) -> Tensor:
+    return torch.randint(3, _COMMON["vocab_size"], (2, length))
+
+
+def decided_tokens(twin: nn.Module, length: int = 6) -> Tensor:
     """Random tokens whose experts are the same when their embeddings change by 1%, so that rounding changes none."""
     for _ in range(500):
-        ids = torch.randint(3, _COMMON["vocab_size"], (2, length))
+        ids = tokens(length)
         plain = choices(twin, ids, 0.0)
         if all(map(torch.equal, plain * 3, sum((choices(twin, ids, 0.01) for _ in range(3)), []))):
             return ids
@@ -146,7 +150,7 @@ def check_rewritten(rewriting: Rewriting, name: str, mode: str, *, training: boo
 def test_training(name, mode):
     model = make_model(name, mode)
     run, rewriting = compiled(model)
-    ids = tokens(twin := in_double(model, name))
+    ids = decided_tokens(twin := in_double(model, name))
     exact = training_step(twin, twin, ids)
     eager, actual = (training_step(model, step, ids, mode) for step in (model, run))
     check_as_good(actual, eager, exact, torch.finfo(torch.float32 if mode == "fp32" else torch.bfloat16).eps)
@@ -161,7 +165,7 @@ def test_inference_in_one_graph_for_all_lengths(name, mode):
     run, rewriting = compiled(model)
     twin = in_double(model, name)
     for length in (6, 8, 5):
-        torch._dynamo.mark_dynamic(ids := tokens(twin, length), 1)
+        torch._dynamo.mark_dynamic(ids := decided_tokens(twin, length), 1)
         with torch.no_grad():
             exact = {"logits": twin(input_ids=ids, use_cache=False).logits}
             with autocast(mode):
@@ -174,7 +178,7 @@ def test_inference_in_one_graph_for_all_lengths(name, mode):
 def test_batched_mm_experts(name):
     model = make_model(name, experts="batched_mm")
     run, rewriting = compiled(model)
-    ids = tokens(twin := in_double(model, name))
+    ids = decided_tokens(twin := in_double(model, name))
     exact = training_step(twin, twin, ids)
     eager, actual = (training_step(model, step, ids) for step in (model, run))
     check_as_good(actual, eager, exact, torch.finfo(torch.float32).eps)
@@ -186,7 +190,7 @@ def test_training_in_one_graph_for_all_lengths():
     run, rewriting = compiled(model)
     twin = in_double(model, "qwen3_moe")
     for length in (6, 8, 5):
-        torch._dynamo.mark_dynamic(ids := tokens(twin, length), 1)
+        torch._dynamo.mark_dynamic(ids := decided_tokens(twin, length), 1)
         exact = training_step(twin, twin, ids)
         eager, actual = (training_step(model, step, ids) for step in (model, run))
         check_as_good(actual, eager, exact, torch.finfo(torch.float32).eps)
@@ -206,7 +210,7 @@ def test_enable():
 
 
 def check_inductor(model: nn.Module, run: Callable, name: str, mode: str) -> None:
-    ids = tokens(twin := in_double(model, name))
+    ids = decided_tokens(twin := in_double(model, name))
     exact = training_step(twin, twin, ids)
     eager = training_step(model, model, ids, mode)
     with moeblaze_compile.recording() as records:

@@ -33,7 +33,7 @@ def hidden_column_stored(self, x, weights, ids):
 def offset_stored_between_products(self, x, weights, ids):
     order = ids.view(-1).argsort()
     ends = torch.bincount(ids.view(-1), minlength=self.E).cumsum(0).int()
-    mm, rows = torch.ops.transformers.grouped_mm_fallback, x[order // ids.shape[1]]
+    mm, rows = torch.ops.moe_zoo.grouped_mm_fallback, x[order // ids.shape[1]]
     hidden = F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends)
     ends[0] = 0
     y = mm(hidden, self.w2, ends) * weights.view(-1)[order].unsqueeze(-1)
@@ -186,7 +186,7 @@ def test_inverse_permutation_is_read_elsewhere():
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0])
         ends = torch.bincount(ids.view(-1), minlength=self.E).cumsum(0).int()
-        mm, rows = torch.ops.transformers.grouped_mm_fallback, x[order // ids.shape[1]]
+        mm, rows = torch.ops.moe_zoo.grouped_mm_fallback, x[order // ids.shape[1]]
         y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)[inverse]
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1), inverse * weights.mean()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.zoo_modules import FF, flat
 
 
-@torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
+@torch.library.custom_op("moe_zoo::grouped_mm_fallback", mutates_args=())
 def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """What transformers emits where ``torch._grouped_mm`` cannot run: a host loop over groups."""
     out = input.new_zeros(input.shape[0], weight.shape[2])
@@ -46,7 +46,7 @@ grouped_mm_fallback.register_autograd(
 def _mm(rows, weight, offs):
     if rows.dtype == torch.bfloat16:
         return torch._grouped_mm(rows, weight, offs=offs)
-    return torch.ops.transformers.grouped_mm_fallback(rows, weight, offs)
+    return torch.ops.moe_zoo.grouped_mm_fallback(rows, weight, offs)
 
 
 def sorted_transformers(self, x, weights, ids):

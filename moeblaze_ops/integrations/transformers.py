@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moeblaze_ops.functional import moe
 from moeblaze_ops.integrations.gates import pointwise, recognise_gate
@@ -104,9 +105,9 @@ def _why_not(self: nn.Module, w_up: Tensor, act_fn: Any) -> str | None:
 
 
 def _numbers(self: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The plain attributes that the gate of a module may read, with their values."""
+    """The plain attributes that the gate of a module may read, with their values, by which a compiled graph is guarded."""
     values = [(name, getattr(self, name, None)) for name in _names_in_gate(type(self))]
-    return tuple((name, value) for name, value in values if isinstance(value, (int, float)))
+    return tuple((name, guard_scalar(value)) for name, value in values if isinstance(value, (int, float)))
 
 
 @torch.compiler.assume_constant_result
