@@ -1,20 +1,21 @@
 """Gathers the K rows of each token back into token order, and the row-by-row inner products beside it.
 
     out[t, :]     = sum_k weights[t, k] * rows[positions[t, k], :]        weights None: 1
+                    + left[t, :] @ right                                   if given
     dots[t, k]    = <rows[positions[t, k], :], tokens[t, :]>
 
 with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Rows come whole or a
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
 up, a tile of columns after the other. Both are bound by memory: a program of the sum takes one stretch of D of a few
-tokens, with up to UNROLL row loads in flight.
+tokens, or of many where a product reuses its right side for them, with up to UNROLL row loads in flight.
 """
 
 import triton
 import triton.language as tl
 
-from moeblaze_ops.kernels.configs import choose_combine, choose_row_dot
-from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_size
-from moeblaze_ops.kernels.tiles import load_tile
+from moeblaze_ops.kernels.configs import choose_combine, choose_combine_product, choose_row_dot
+from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, static_size
+from moeblaze_ops.kernels.tiles import load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
 
@@ -24,17 +25,28 @@ def _combine_kernel(
     rows_ptr,
     weights_ptr,
     positions_ptr,
+    left_ptr,
+    right_ptr,
     out_ptr,
     T,
     D,
+    C,
     stride_weights_t,
     stride_weights_k,
+    stride_left_t,
+    stride_left_c,
+    stride_right_c,
+    stride_right_d,
     stride_out_t,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_C: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     num_col_tiles = tl.cdiv(D, BLOCK_D)
@@ -56,6 +68,16 @@ def _combine_kernel(
                 weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
                 row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
             total += row
+    if HAS_PRODUCT:
+        product = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        for c in range(0, C, BLOCK_C):
+            cs = c + tl.arange(0, BLOCK_C)
+            left_tile = left_ptr + tokens[:, None] * stride_left_t + cs[None, :] * stride_left_c
+            right_tile = right_ptr + cs.to(tl.int64)[:, None] * stride_right_c + cols[None, :] * stride_right_d
+            left = load_tile(left_tile, token_in, cs < C, False, EVEN_C)  # [BLOCK_T, BLOCK_C]
+            right = load_tile(right_tile, cs < C, col_in, EVEN_C, EVEN_D)  # [BLOCK_C, BLOCK_D]
+            product = multiply_add(left, right, product, ALLOW_TF32)
+        total += product
     out_tile = out_ptr + tokens[:, None] * stride_out_t + cols[None, :]  # [BLOCK_T, BLOCK_D]
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
 
@@ -91,36 +113,48 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
-def combine(rows_ND, weights_TK, positions_TK, out_TD) -> None:
-    """Writes the weighted sum of each token's rows, in token order.
+def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
+    """Writes the weighted sum of each token's rows, in token order, plus a product if there is one.
 
     Args:
         rows_ND: rows in expert order, or a range of their columns. Shape [N, D], contiguous.
         weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
         positions_TK: row of each slot, -1 for none, int32, contiguous.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
+        product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
-    config = choose_combine(static_size(D))
+    left_TC, right_CD = product or (None, None)
+    num_channels = 0 if product is None else left_TC.shape[1]
+    config = choose_combine(static_size(D)) if product is None else choose_combine_product(static_size(D))
+    block_c = 64 if static_size(num_channels) is None or num_channels > 32 else 32
     launch(
         _combine_kernel,
         ceil_div(T, config.rows) * ceil_div(D, config.columns),
         rows_ND,
         weights_TK,
         positions_TK,
+        left_TC,
+        right_CD,
         out_TD,
         T,
         D,
+        num_channels,
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        *((0, 0, 0, 0) if product is None else (*left_TC.stride(), *right_CD.stride())),
         out_TD.stride(0),
         TOP_K=top_k,
         UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
         HAS_WEIGHTS=weights_TK is not None,
+        HAS_PRODUCT=product is not None,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_C=is_multiple(num_channels, block_c),
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_T=config.rows,
+        BLOCK_C=block_c,
         BLOCK_D=config.columns,
         num_warps=config.num_warps,
         num_stages=1,

@@ -174,6 +174,11 @@ def choose_combine(columns: int | None) -> TileConfig:
     return TileConfig(512 // columns, columns, 2)
 
 
+def choose_combine_product(columns: int | None) -> TileConfig:
+    """Tile of the gather-sum with a product in it: tokens enough that its right side is read from cache a few times only."""
+    return TileConfig(64, _clip(128, columns, 16), 8)
+
+
 def choose_row_dot(D: int | None) -> TileConfig:
     """Tile of a row-by-row inner product over D; a range of columns is a multiple of it, but for the last one's end."""
     columns = _clip(COLUMN_UNIT, D, 16)

@@ -106,7 +106,9 @@ def _expert_up_backward_kernel(
     tl.store(dx_tile, accumulator.to(dx_ptr.dtype.element_ty), mask=(rows < end_row)[:, None] & col_in[None, :])
 
 
-def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2):
+def launch_expert_up_backward(
+    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, dlogits_TE=None, w_router_ED=None
+):
     """Gradients of the tokens, and of routing weights that scale an expert's input.
 
     Args:
@@ -115,6 +117,7 @@ def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E
         w_up: weights, one [E, 2, F, D] or [E, 1, F, D], or two [E, 1, F, D]; dh's dtype, any strides.
         weights_TK: routing weights that scaled the input, or None. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
+        dlogits_TE, w_router_ED: what is multiplied and added to dx, dh's dtype, any strides; None for nothing.
 
     Returns:
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
@@ -137,7 +140,8 @@ def launch_expert_up_backward(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E
             hopper_ops.up_backward_rows(dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         else:
             _launch_portable(config, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
-        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
+        product = None if dlogits_TE is None else (dlogits_TE, w_router_ED.narrow(1, *columns))
+        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product)
         if weighted:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK)
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK

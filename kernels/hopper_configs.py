@@ -15,8 +15,11 @@ REGISTERS = 168
 """Registers a thread: 12 warps share 65536, and a 64 x 256 fp32 accumulator takes 128 of a consumer's."""
 
 
-_EPILOGUE_BOUND = 1024
+_EPILOGUE_BOUND = 1536
 """Width D up to which dA's epilogue takes longer than its product in a wide tile."""
+
+_FAR_EPILOGUE_BOUND = 512
+"""Width D up to which it takes so much longer that it gets registers from the product."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,8 @@ def down_backward_tile(columns: int, contracted: int) -> Tile:
 
 def down_backward_warps(contracted: int) -> tuple[int, int]:
     """Epilogue warps of the down projection's backward, and registers a thread."""
+    if contracted <= _FAR_EPILOGUE_BOUND:
+        return 8, 96
     return (4, 128) if contracted <= _EPILOGUE_BOUND else (2, REGISTERS)
 
 

@@ -20,10 +20,12 @@ from moeblaze_ops import config
 from moeblaze_ops.joining import reads_in_place
 from moeblaze_ops.library import LAUNCHERS, OVERWRITING
 from moeblaze_ops.lowering import inductor_api
+from moeblaze_ops.lowering.router_gradient import add_router_gradient
 
 
 def register_lowerings() -> None:
-    """Register a lowering for every op of the namespace."""
+    """Register a lowering for every op of the namespace, and what is fused into them after autograd."""
+    inductor_api.register_sum_rewrite(add_router_gradient)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
 

@@ -251,6 +251,15 @@ def register_lowering(op: torch._ops.OpOverload, lower: Callable) -> None:
     register_lowering(op, type_promotion_kind=None)(lower)
 
 
+def register_sum_rewrite(rewrite: Callable[[fx.Node], bool]) -> None:
+    """Offer each sum of two values to ``rewrite`` once autograd is done, before Inductor makes ``addmm`` of sums and products."""
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+    from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
+
+    sum_of_two = CallFunction(torch.ops.aten.add.Tensor, Arg(), Arg())
+    register_graph_pattern(sum_of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
+
+
 def fallback(op: torch._ops.OpOverload) -> Callable:
     """The lowering that calls ``op`` itself from the generated code."""
     from torch._inductor.lowering import fallback_handler

@@ -168,10 +168,15 @@ def expert_up_backward(
     offsets_E1: Tensor,
     positions_TK: Tensor,
     blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None,
+    w_router_ED: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, K = positions_TK.shape
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
-    dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=_sum_dtype(dh_NGF))
+    if dlogits_TE is None:
+        dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=_sum_dtype(dh_NGF))
+    else:
+        dx_TD = dlogits_TE.to(_sum_dtype(dh_NGF)) @ w_router_ED.to(_sum_dtype(dh_NGF))
     halves = up_halves(w_up)
     for expert, rows in _segments(offsets_E1):
         dx_rows = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))

@@ -317,6 +317,8 @@ def check_expert_up_backward(
     offsets_E1: Tensor,
     positions_TK: Tensor,
     blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None,
+    w_router_ED: Tensor | None = None,
 ) -> UpShape:
     shape = check_up_weights(op, w_up, [], dh_NGF)
     expected = [slots_N.shape[0], shape.G, shape.F]
@@ -327,6 +329,14 @@ def check_expert_up_backward(
     require((x_TD is None) == (weights_TK is None), op, "x_TD", "be given exactly when weights_TK is", x_TD)
     if x_TD is not None:
         require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {_shape(x_TD)}")
+    require((dlogits_TE is None) == (w_router_ED is None), op, "dlogits_TE", "be given exactly when w_router_ED is", dlogits_TE)
+    if dlogits_TE is not None:
+        fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T
+        require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {_shape(dlogits_TE)}")
+        expected = [dlogits_TE.shape[1], shape.D]
+        require(list(w_router_ED.shape) == expected, op, "w_router_ED", f"have shape {expected}", f"shape {_shape(w_router_ED)}")
+        _check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
+        _check_like(op, "w_router_ED", w_router_ED, dh_NGF)
     return shape
 
 

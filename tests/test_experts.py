@@ -1,5 +1,7 @@
 """expert_up, expert_down and all their gradients, together (a layer) and apart."""
 
+import re
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -129,6 +131,17 @@ def test_an_unfused_activation_between_identity_ops_matches_the_fused_one():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("case", ROUTINGS)
+def test_expert_up_backward_adds_the_routers_gradient(case):
+    torch.manual_seed(11)
+    layer = make_layer(case, requires_grad=False)
+    (T, D), N = layer.x_TD.shape, layer.routing[0].shape[0]
+    arguments = (torch.randn(N, *layer.w_up[0].shape[1:3], dtype=torch.float64), None, layer.w_up, None, *layer.routing)
+    dlogits_TE, w_router_ED = torch.randn(T, 7, dtype=torch.float64), torch.randn(7, D, dtype=torch.float64)
+    dx, _ = ops.expert_up_backward(*arguments, dlogits_TE, w_router_ED)
+    torch.testing.assert_close(dx, ops.expert_up_backward(*arguments)[0] + dlogits_TE @ w_router_ED)
+
+
 def op_arguments(name, layer):
     """Arguments of one op on a layer, as backward would call it."""
     x, weights, routing = layer.x_TD, layer.weights_TK, layer.routing
@@ -157,6 +170,7 @@ def op_arguments(name, layer):
             layer.activation,
         ),
         "expert_up_backward": (h.detach(), None, layer.w_up, None, *routing),
+        "expert_up_backward_routed": (h.detach(), None, layer.w_up, None, *routing, dout[:, :3], layer.w_down[0][0, :3]),
         "expert_up_backward_weighted": (h.detach(), x.detach(), layer.w_up, weights.detach(), *routing),
         "expert_weight_grad": (x.detach(), h.detach(), layer.w_up, None, slots, offsets, positions.shape[1]),
         "expert_weight_grad_down": (
@@ -175,8 +189,8 @@ def op_arguments(name, layer):
 
 OPS = (
     "expert_up", "expert_up_weighted", "expert_down", "expert_down_backward", "expert_up_backward",
-    "expert_up_backward_weighted", "expert_weight_grad", "expert_weight_grad_down", "expert_bias_grad",
-    "expert_bias_grad_gathered",
+    "expert_up_backward_routed", "expert_up_backward_weighted", "expert_weight_grad", "expert_weight_grad_down",
+    "expert_bias_grad", "expert_bias_grad_gathered",
 )  # fmt: skip
 
 
@@ -187,7 +201,7 @@ def test_experts_opcheck(name, case, requires_grad):
     torch.manual_seed(8)
     stored_as = {"ragged_tail": "packed", "unused_slots": "split_transposed", "zero_tokens": "interleaved"}[case]
     layer = make_layer(case, stored_as=stored_as, bias=True, requires_grad=requires_grad, sizes=(3, 2, 8, 4))
-    op = getattr(ops, name.removesuffix("_weighted").removesuffix("_gathered").replace("grad_down", "grad"))
+    op = getattr(ops, re.sub("_(weighted|routed|gathered)$", "", name).replace("grad_down", "grad"))
     arguments = op_arguments(name, layer)
     if name not in ("expert_up", "expert_up_weighted", "expert_down"):
         arguments = detach(arguments)

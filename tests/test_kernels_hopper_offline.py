@@ -116,7 +116,7 @@ STORAGES = ("packed", "split", "f_inner", "interleaved")
 WIDTHS = {"even": (F, D), "ragged": (200, 328), "narrow": (72, 64)}
 
 
-@pytest.mark.parametrize("num_d", [512, 2048])
+@pytest.mark.parametrize("num_d", [512, 1536, 2048])
 @pytest.mark.parametrize("activation", ACTIVATION_IDS)
 def test_activations_fit(compiled, activation, num_d):
     """Narrow and wide: the tile of dA depends on D."""

@@ -52,7 +52,7 @@ def train(dtype, sizes, activation, bias, weight_on_input):
     h, a = launch_expert_up(x, w_up, b_up, on_input, *routing, activation)
     out = launch_expert_down(h, a, w_down, b_down, on_output, *routing, activation)
     dh, _, wa = launch_expert_down_backward(out, h, w_down, b_down, on_output, *routing, activation)
-    launch_expert_up_backward(dh, x if weight_on_input else None, w_up, on_input, *routing)
+    launch_expert_up_backward(dh, x if weight_on_input else None, w_up, on_input, *routing, new(T, E), new(E, D))
     launch_expert_weight_grad(x, dh, w_up, on_input, slots, offsets, K)
     launch_expert_weight_grad(out, wa.unsqueeze(1), w_down, None, slots, offsets, K)
     for sums in (torch.float32, dtype):

@@ -27,6 +27,11 @@ def down(layer, **changes):
     return ops.expert_down(*(arguments | changes).values())
 
 
+def up_backward(layer, *router):
+    h, _ = up(layer)
+    return ops.expert_up_backward(h.detach(), None, layer.w_up, None, *layer.routing, *router)
+
+
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
@@ -42,6 +47,21 @@ BAD_INPUT = {
         lambda layer: up(layer, x_TD=zeros(19, 24, dtype=torch.int64)),
         TypeError,
         "expert_up: x_TD must be bfloat16, float16, float32 or (on CPU) float64, got torch.int64 on cpu",
+    ),
+    "router_without_its_gradient": (
+        lambda layer: up_backward(layer, None, zeros(5, 24)),
+        ValueError,
+        "expert_up_backward: dlogits_TE must be given exactly when w_router_ED is, got None",
+    ),
+    "router_rows": (
+        lambda layer: up_backward(layer, zeros(18, 5), zeros(5, 24)),
+        ValueError,
+        "expert_up_backward: dlogits_TE must have 19 rows, got shape [18, 5]",
+    ),
+    "router_width": (
+        lambda layer: up_backward(layer, zeros(19, 5), zeros(24, 5)),
+        ValueError,
+        "expert_up_backward: w_router_ED must have shape [5, 24], got shape [24, 5]",
     ),
     "weight_dtype": (
         lambda layer: up(layer, w_up=[layer.w_up[0].bfloat16()]),
