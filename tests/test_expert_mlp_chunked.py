@@ -89,19 +89,35 @@ def test_expert_mlp_chunked_without_routing_weights(weight_on):
         torch.testing.assert_close(got, want)
 
 
+def fill_with_whole_numbers(layer, dout_TD):
+    """Whole numbers so small that nothing needs more bits than the dtype has, but sums over many tokens.
+
+    With down weights of -1, 0 and 1 the gradients of activated values stay within D * max(dout), the largest of them all.
+    """
+    exact = int(2 / torch.finfo(dout_TD.dtype).eps)
+    with torch.no_grad():
+        layer.x_TD.random_(0, 3)
+        layer.weights_TK.random_(1, 3)
+        dout_TD.random_(0, exact // dout_TD.shape[1])
+        for stored in layer.stored:
+            stored.random_(-1, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_on", WEIGHT_ON)
 def test_half_precision_gradients_are_rounded_once(dtype, weight_on):
-    """However many chunks there are, no error of a weight gradient exceeds that of one chunk by more than fp32 sums do."""
+    """Sums of whole numbers are exact in fp32: with any number of chunks the bits are those of fp64, rounded."""
     torch.manual_seed(4)
-    layer = make_layer(bias=True, dtype=dtype, sizes=(4, 2, 32, 16))
-    dout = torch.randn_like(layer.x_TD)
-    few, many = (step(ops.expert_mlp_chunked(*arguments(layer, n, weight_on)), layer, dout) for n in (1024, 3))
-    for one, other in zip(few[3:], many[3:], strict=True):
-        # Sums of up to 140 products: their order moves them less than half a unit, and so by one unit once rounded.
-        error = (one - other).abs().float()
-        assert (error <= torch.finfo(dtype).eps * one.abs().float() + 1e-5).all()
-        assert (error > 0).float().mean() < 0.05
+    layer = make_layer(activation="relu", bias=True, dtype=dtype, sizes=(4, 2, 32, 16))
+    dout = torch.empty_like(layer.x_TD)
+    fill_with_whole_numbers(layer, dout)
+    double = layer.to(torch.float64)
+    expected = step(double.oracle(weight_on), double, dout.double())
+    for n in (1024, 3):
+        got = step(ops.expert_mlp_chunked(*arguments(layer, n, weight_on)), layer, dout)
+        for ours, exact in zip(got, expected, strict=True):
+            assert torch.equal(ours, exact.to(ours.dtype))
+    assert all((exact.to(dtype) != exact).any() for exact in expected[3:])
 
 
 @pytest.mark.parametrize("weight_on", WEIGHT_ON)
