@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import moeblaze_ops
@@ -16,6 +15,7 @@ from moeblaze_ops.activations import ACTIVATIONS
 from moeblaze_ops.chunks import token_ranges, tokens_per_chunk, transient_bytes
 from tests.fakecuda import generated_code, launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
+from tests.op_harness import OurOps, assert_one_graph_for_several_token_counts
 
 ops = torch.ops.moeblaze
 WEIGHT_ON = ("output", "input")
@@ -143,22 +143,11 @@ def test_expert_mlp_chunked_opcheck(case, weight_on, requires_grad):
 def test_expert_mlp_chunked_compiles_once_for_several_numbers_of_chunks():
     torch.manual_seed(7)
     layer = make_layer()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         return ops.expert_mlp_chunked(x_TD, layer.w_up, [], layer.w_down, [], weights_TK, experts_TK, 5, 16, "swiglu", False)
 
-    compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for num_tokens in (6, 31, 200):
-        x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)
-        weights = torch.rand(num_tokens, 2, dtype=torch.float64)
-        experts = torch.randint(0, 5, (num_tokens, 2))
-        for tensor in (x, weights, experts):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        out, expected = compiled(x, weights, experts), run(x, weights, experts)
-        assert torch.equal(out, expected)
-        assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (out, expected)))
-    assert counter.frame_count == 1
+    assert_one_graph_for_several_token_counts(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -301,17 +290,6 @@ def make_moe(keep="input"):
     torch.manual_seed(9)
     module = moeblaze_ops.MoE(D, F, E, K, keep=keep, bias=True, dtype=torch.float64)
     return module, torch.randn(T, D, dtype=torch.float64, requires_grad=True)
-
-
-class OurOps(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, torch._ops.OpOverload) and func.namespace == "moeblaze":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def train_step(module, x):
