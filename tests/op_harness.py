@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -26,7 +27,7 @@ class OurOps(TorchDispatchMode):
 
 def assert_one_graph_for_several_token_counts(run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """``run(x_TD, weights_TK, experts_TK)`` of the sizes of ``make_layer()``: compiled once, with the bits of eager."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     for num_tokens in (6, 31, 200):
         x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)

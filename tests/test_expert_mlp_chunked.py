@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -324,7 +325,7 @@ def test_inference_takes_chunks_whatever_is_kept(monkeypatch):
 def test_a_compiled_layer_has_one_graph_on_each_side_of_the_limit(monkeypatch):
     module, _ = make_moe()
     monkeypatch.setattr(config, "max_layer_transient_bytes", 1)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     for num_tokens in (1030, 4000, 2049, 900, 40, 3000, 1024):
