@@ -8,6 +8,9 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ __all__ = [
 ]
 
 FUSION_OPTIONS = "pre_grad_fusion_options"
+
+_STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
 _frame_watchers: list[list[CodeType]] = []
 
@@ -164,6 +169,15 @@ def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
 
     for name in ("store_attr", "mutation"):
         setattr(SideEffects, name, watched(getattr(SideEffects, name)))
+
+
+def places(node: fx.Node) -> list[tuple[str, int, str]]:
+    """File, line and function of every call on the stack under which a node was traced, outermost first.
+
+    Python's own library is left out: from torch 2.15 on the additions of ``sum`` are traced in ``operator.py``.
+    """
+    found = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
+    return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:

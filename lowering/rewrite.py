@@ -5,7 +5,6 @@ nothing that was not proven, and finds nothing when run again.
 """
 
 import logging
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ from moeblaze_ops import config
 from moeblaze_ops.activations import is_gated
 from moeblaze_ops.chunks import tokens_per_chunk
 from moeblaze_ops.lowering.edits import Edits, Inserter
-from moeblaze_ops.lowering.inductor_api import counters
+from moeblaze_ops.lowering.inductor_api import counters, places
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
@@ -160,8 +159,8 @@ def _rewritten(result: MoEMatch, became: str) -> Candidate:
 
 def _source(node: fx.Node) -> str:
     """``file:line`` of the user's code that made a node."""
-    places = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(places[-1]) if places else ""
+    stack = places(node)
+    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else ""
 
 
 def _module_path(node: fx.Node) -> str:

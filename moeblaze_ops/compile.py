@@ -14,7 +14,6 @@ import contextlib
 import copy
 import hashlib
 import logging
-import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -357,7 +356,7 @@ def _unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: li
     from moeblaze_ops.lowering.effects import has_effect
 
     def inside(node: fx.Node) -> bool:
-        return any(region.holds(*place) for place in _places(node) for region in regions)
+        return any(region.holds(*place) for place in inductor_api.places(node) for region in regions)
 
     nodes = [node for node in _nodes(gm) if node in captured and has_effect(node) and inside(node)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
@@ -382,15 +381,9 @@ def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
 
 
-def _places(node: fx.Node) -> list[tuple[str, int, str]]:
-    """File, line and function of every call on the stack under which a node was traced, outermost first."""
-    places = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
-    return [(file, int(line), function) for file, line, function in places]
-
-
 def _line(node: fx.Node) -> str:
-    places = _places(node)
-    return f"{places[-1][0]}:{places[-1][1]}" if places else "source unknown"
+    stack = inductor_api.places(node)
+    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else "source unknown"
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]

@@ -1,6 +1,7 @@
 """The families of spellings that run the experts of a layer and combine them, as lines that end in ``out``."""
 
 import random
+from collections.abc import Callable
 
 from tests.fuzz_layer import Layer, bias, expert_method, indented, mlp, stored
 
@@ -164,17 +165,23 @@ def _sorted(layer: Layer, rng: random.Random) -> list[str]:
     ))  # fmt: skip
 
 
+def _einsum(layer: Layer, result: str, experts: str, index: str) -> Callable[[str, str], str]:
+    """Products of the tokens, axis ``t``, and then of what is activated, axes ``result``, with weights on axes ``experts``."""
+
+    def product(rows: str, name: str) -> str:
+        tensor, linear = stored(layer, name)
+        side, (i, o) = (result if rows == "a" else "t"), ("hd" if name == "down" else "dh")
+        equation = f"{side}{i},{experts}{o + i if linear else i + o}->{result}{o}"
+        return f"torch.einsum('{equation}', {rows}, {tensor}{index})" + bias(layer, name, index)
+
+    return product
+
+
 def _gathered(layer: Layer, rng: random.Random) -> list[str]:
     """Every token's own copy of its experts' weights."""
     if rng.random() < 0.5:
-        def product(rows: str, name: str) -> str:
-            tensor, linear = stored(layer, name)
-            side, (i, o) = ("tk" if rows == "a" else "t"), ("hd" if name == "down" else "dh")
-            equation = f"{side}{i},tk{o + i if linear else i + o}->tk{o}"
-            return f"torch.einsum('{equation}', {rows}, {tensor}[ids])" + bias(layer, name, "[ids]")
-
         total = rng.choice(("(y * weights.unsqueeze(-1)).sum(1)", "torch.einsum('tkd,tk->td', y, weights)"))
-        return [*mlp(layer, rng, "x", product), f"out = {total}"]
+        return [*mlp(layer, rng, "x", _einsum(layer, "tk", "tk", "[ids]")), f"out = {total}"]
 
     def product(rows: str, name: str) -> str:
         tensor, linear = stored(layer, name)
@@ -192,14 +199,8 @@ def _gathered(layer: Layer, rng: random.Random) -> list[str]:
 def _dense(layer: Layer, rng: random.Random) -> list[str]:
     """Every expert on every token in one product, weighted by scores that are zero for the unselected."""
     if rng.random() < 0.5:
-        def product(rows: str, name: str) -> str:
-            tensor, linear = stored(layer, name)
-            side, (i, o) = ("te" if rows == "a" else "t"), ("hd" if name == "down" else "dh")
-            equation = f"{side}{i},e{o + i if linear else i + o}->te{o}"
-            return f"torch.einsum('{equation}', {rows}, {tensor})" + bias(layer, name, "")
-
         total = rng.choice(("(y * scores.unsqueeze(-1)).sum(1)", "torch.einsum('ted,te->td', y, scores)"))
-        return [*_scores(layer, rng), *mlp(layer, rng, "x", product), f"out = {total}"]
+        return [*_scores(layer, rng), *mlp(layer, rng, "x", _einsum(layer, "te", "e", "")), f"out = {total}"]
 
     def product(rows: str, name: str) -> str:
         tensor, linear = stored(layer, name)

@@ -5,17 +5,15 @@ compiled for a target with the same specialisation (alignment, values equal to o
 """
 
 import contextlib
-import os
+import io
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
 from torch._subclasses import FakeTensorMode
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -101,8 +99,9 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> Resources:
             attributes[position] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    compiled = triton.compile(source, target=target, options=launch.options)
-    registers, spill_bytes = _assembler_report(compiled.asm["ptx"], target.arch)
+    compiled, report = _compile(source, target, launch.options)
+    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
+    spill_bytes = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
     instruction = re.search(r"(wgmma|tcgen05)\.mma|mma\.sync", compiled.asm["ptx"])
     tensor_core = instruction and (instruction.group(1) or "mma")
     return Resources(registers, spill_bytes, compiled.metadata.shared, tensor_core)
@@ -112,18 +111,9 @@ def _is_one(value) -> bool:
     return isinstance(value, int) and value == 1
 
 
-def _assembler_report(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers and spilled bytes that ptxas reports."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    assembler = tools / "ptxas-blackwell"
-    if arch < 100 or not assembler.exists():
-        assembler = tools / "ptxas"
-    target = re.search(r"\.target (sm_\w+)", ptx).group(1)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(assembler), "-v", "--gpu-name", target, file.name, "-o", os.devnull]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
-    spills = [int(count) for count in re.findall(r"(\d+) bytes spill", report)]
-    return registers, sum(spills)
+def _compile(source: ASTSource, target: GPUTarget, options: dict):
+    """The compiled kernel, and what ptxas says of it."""
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        return triton.compile(source, target=target, options=options), log.getvalue()

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moeblaze_ops
 from moeblaze_ops import config
+from tests.op_harness import OurOps
 
 ops = torch.ops.moeblaze
 T, D, F, E, K = 1100, 16, 24, 4, 2
@@ -27,17 +27,6 @@ def make_layer(monkeypatch):
         return module, torch.randn(T, D, dtype=dtype, requires_grad=True)
 
     return make
-
-
-class OurOps(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, torch._ops.OpOverload) and func.namespace == "moeblaze":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def backward(module, x):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import moeblaze_ops.kernels.configs as kernel_configs
@@ -43,7 +44,7 @@ def test_dispatch_opcheck(case):
 
 def test_dispatch_compiles_once_for_several_token_counts():
     compiled = torch.compile(lambda ids: dispatch(ids, E), fullgraph=True, backend="aot_eager")
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda ids: dispatch(ids, E), fullgraph=True, backend=counter)
     for num_tokens in (8, 12, 200):
         ids = torch.randint(0, E, (num_tokens, K))

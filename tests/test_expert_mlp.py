@@ -10,6 +10,7 @@ from moeblaze_ops import cpu
 from moeblaze_ops.activations import ACTIVATIONS
 from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
+from tests.op_harness import assert_one_graph_for_several_token_counts
 
 ops = torch.ops.moeblaze
 WEIGHT_ON = ("output", "input")
@@ -112,23 +113,12 @@ def test_expert_mlp_opcheck(case, weight_on, requires_grad):
 def test_expert_mlp_compiles_once_for_several_token_counts():
     torch.manual_seed(7)
     layer = make_layer()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         routing = ops.dispatch(experts_TK, 5)
         return ops.expert_mlp(x_TD, layer.w_up, [], layer.w_down, [], weights_TK, *routing, "swiglu", False)
 
-    compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for num_tokens in (6, 31, 200):
-        x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)
-        weights = torch.rand(num_tokens, 2, dtype=torch.float64)
-        experts = torch.randint(0, 5, (num_tokens, 2))
-        for tensor in (x, weights, experts):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        out, expected = compiled(x, weights, experts), run(x, weights, experts)
-        assert torch.equal(out, expected)
-        assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (out, expected)))
-    assert counter.frame_count == 1
+    assert_one_graph_for_several_token_counts(run)
 
 
 def test_expert_mlp_rejects_down_weights_of_another_width():

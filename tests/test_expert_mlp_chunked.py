@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import moeblaze_ops
@@ -16,6 +16,7 @@ from moeblaze_ops.activations import ACTIVATIONS
 from moeblaze_ops.chunks import token_ranges, tokens_per_chunk, transient_bytes
 from tests.fakecuda import generated_code, launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
+from tests.op_harness import OurOps, assert_one_graph_for_several_token_counts
 
 ops = torch.ops.moeblaze
 WEIGHT_ON = ("output", "input")
@@ -89,18 +90,35 @@ def test_expert_mlp_chunked_without_routing_weights(weight_on):
         torch.testing.assert_close(got, want)
 
 
+def fill_with_whole_numbers(layer, dout_TD):
+    """Whole numbers so small that nothing needs more bits than the dtype has, but sums over many tokens.
+
+    With down weights of -1, 0 and 1 the gradients of activated values stay within D * max(dout), the largest of them all.
+    """
+    exact = int(2 / torch.finfo(dout_TD.dtype).eps)
+    with torch.no_grad():
+        layer.x_TD.random_(0, 3)
+        layer.weights_TK.random_(1, 3)
+        dout_TD.random_(0, exact // dout_TD.shape[1])
+        for stored in layer.stored:
+            stored.random_(-1, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_on", WEIGHT_ON)
 def test_half_precision_gradients_are_rounded_once(dtype, weight_on):
-    """Weight gradients of many chunks are as near to those of one chunk as a single rounding brings them."""
+    """Sums of whole numbers are exact in fp32: with any number of chunks the bits are those of fp64, rounded."""
     torch.manual_seed(4)
-    layer = make_layer(bias=True, dtype=dtype, sizes=(4, 2, 32, 16))
-    dout = torch.randn_like(layer.x_TD)
-    few, many = (step(ops.expert_mlp_chunked(*arguments(layer, n, weight_on)), layer, dout) for n in (1024, 3))
-    for one, other in zip(few[3:], many[3:], strict=True):
-        # Rounding the sum after each of 45 chunks instead makes it about eps.
-        error = (one - other).float().norm() / one.float().norm()
-        assert error < torch.finfo(dtype).eps / 2
+    layer = make_layer(activation="relu", bias=True, dtype=dtype, sizes=(4, 2, 32, 16))
+    dout = torch.empty_like(layer.x_TD)
+    fill_with_whole_numbers(layer, dout)
+    double = layer.to(torch.float64)
+    expected = step(double.oracle(weight_on), double, dout.double())
+    for n in (1024, 3):
+        got = step(ops.expert_mlp_chunked(*arguments(layer, n, weight_on)), layer, dout)
+        for ours, exact in zip(got, expected, strict=True):
+            assert torch.equal(ours, exact.to(ours.dtype))
+    assert all((exact.to(dtype) != exact).any() for exact in expected[3:])
 
 
 @pytest.mark.parametrize("weight_on", WEIGHT_ON)
@@ -126,22 +144,11 @@ def test_expert_mlp_chunked_opcheck(case, weight_on, requires_grad):
 def test_expert_mlp_chunked_compiles_once_for_several_numbers_of_chunks():
     torch.manual_seed(7)
     layer = make_layer()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         return ops.expert_mlp_chunked(x_TD, layer.w_up, [], layer.w_down, [], weights_TK, experts_TK, 5, 16, "swiglu", False)
 
-    compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for num_tokens in (6, 31, 200):
-        x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)
-        weights = torch.rand(num_tokens, 2, dtype=torch.float64)
-        experts = torch.randint(0, 5, (num_tokens, 2))
-        for tensor in (x, weights, experts):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        out, expected = compiled(x, weights, experts), run(x, weights, experts)
-        assert torch.equal(out, expected)
-        assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (out, expected)))
-    assert counter.frame_count == 1
+    assert_one_graph_for_several_token_counts(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -286,17 +293,6 @@ def make_moe(keep="input"):
     return module, torch.randn(T, D, dtype=torch.float64, requires_grad=True)
 
 
-class OurOps(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if isinstance(func, torch._ops.OpOverload) and func.namespace == "moeblaze":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def train_step(module, x):
     out = module(x)
     return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
@@ -329,7 +325,7 @@ def test_inference_takes_chunks_whatever_is_kept(monkeypatch):
 def test_a_compiled_layer_has_one_graph_on_each_side_of_the_limit(monkeypatch):
     module, _ = make_moe()
     monkeypatch.setattr(config, "max_layer_transient_bytes", 1)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     for num_tokens in (1030, 4000, 2049, 900, 40, 3000, 1024):

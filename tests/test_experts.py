@@ -10,6 +10,7 @@ from torch.library import opcheck
 from moeblaze_ops import reference
 from moeblaze_ops.activations import ACTIVATIONS
 from tests.layers import ROUTINGS, STORAGES, make_layer
+from tests.op_harness import assert_one_graph_for_several_token_counts
 
 ops = torch.ops.moeblaze
 
@@ -224,25 +225,13 @@ def test_experts_opcheck_strided_tokens():
 def test_experts_compile_once_for_several_token_counts():
     torch.manual_seed(10)
     layer = make_layer(requires_grad=True)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         routing = ops.dispatch(experts_TK, 5)
         h, a = ops.expert_up(x_TD, layer.w_up, [], None, *routing, "swiglu")
         return ops.expert_down(h, a, layer.w_down, [], weights_TK, *routing, "swiglu")
 
-    compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for num_tokens in (6, 31, 200):
-        x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)
-        weights = torch.rand(num_tokens, 2, dtype=torch.float64)
-        experts = torch.randint(0, 5, (num_tokens, 2))
-        for tensor in (x, weights, experts):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        out, expected = compiled(x, weights, experts), run(x, weights, experts)
-        torch.testing.assert_close(out, expected)
-        (got,), (want,) = torch.autograd.grad(out.sum(), x), torch.autograd.grad(expected.sum(), x)
-        torch.testing.assert_close(got, want)
-    assert counter.frame_count == 1
+    assert_one_graph_for_several_token_counts(run)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -161,6 +161,16 @@ def test_candidate_says_what_it_is():
     assert "zoo_sorted.py:" in found.source and "1" in found.module_path
 
 
+def test_place_of_a_sum_is_where_it_is_written():
+    """Not in the library module in which Dynamo may trace the additions of ``sum``."""
+
+    def summed(self, x, weights, ids):
+        return sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+    (found,) = rewrite_of(zoo.ModuleListMoE(summed), torch.randn(10, zoo.D)).rewritten
+    assert "test_lowering_match.py:" in found.source
+
+
 def test_decline_says_where():
     (found,) = rewrite_of(moe_lookalikes.build("hidden_read"), torch.randn(10, zoo.D)).candidates
     assert found.reason == "EXTRA_USER" and "moe_lookalikes.py:" in found.source and found.meaning

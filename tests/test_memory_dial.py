@@ -12,11 +12,11 @@ import torch._functorch.config as functorch_config
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moeblaze_ops
 from moeblaze_ops import config, memory
+from tests.op_harness import OurOps, is_ours
 
 ops = torch.ops.moeblaze
 T, D, F, E, K = 48, 16, 24, 4, 2
@@ -43,28 +43,14 @@ def train_step(run, layers, xs):
 
 def is_expert_op(op):
     """The router's op runs whatever is kept."""
-    ours = isinstance(op, torch._ops.OpOverload) and op.namespace == "moeblaze"
-    return ours and not op.overloadpacket.__name__.startswith("route")
-
-
-class OurOps(TorchDispatchMode):
-    """Names of our ops in the order in which they run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if is_expert_op(func):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+    return is_ours(op) and not op.overloadpacket.__name__.startswith("route")
 
 
 def ops_of_a_step(run, layers, xs):
     """Our ops in forward, and in backward."""
-    with OurOps() as forward:
+    with OurOps(is_expert_op) as forward:
         outs = run(layers, xs)
-    with OurOps() as backward:
+    with OurOps(is_expert_op) as backward:
         sum(out.square().sum() for out in outs).backward()
     return forward.names, backward.names
 
@@ -179,7 +165,7 @@ def test_keep_changes_no_bit(options, dtype):
 def test_inference_writes_no_preactivation(keep, context):
     layers, xs = make_model(keep)
     expected = run_layers(layers, xs)
-    with context(), OurOps() as ours:
+    with context(), OurOps(is_expert_op) as ours:
         outs = run_layers(layers, xs)
     assert ours.names == ["dispatch", "expert_mlp"]
     assert torch.equal(outs[0], expected[0])

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
@@ -138,7 +139,7 @@ def test_route_opcheck_strided(name):
 
 def test_route_compiles_once_for_several_token_counts():
     torch.manual_seed(8)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     options = {"scoring": "sigmoid", "renormalize": True, "scale": 2.5, "num_groups": 8, "top_groups": 3}
     bias_E = torch.randn(32)
 
