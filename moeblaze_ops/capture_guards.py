@@ -4,7 +4,11 @@ import ast
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from moeblaze_ops.capture_emptiness import Reader
+
+_MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
 
 
 class Unproven(Exception):
@@ -73,6 +77,9 @@ class _Proof:
                 return
             case ast.Continue() if conditional and self.may_continue:
                 return
+            case ast.With(items=items, body=body) if all(map(self._is_mode, items)):
+                self.block(body, conditional)
+                return
             case ast.If(body=body, orelse=orelse):
                 self.block(body, True)
                 self.block(orelse, True)
@@ -100,6 +107,11 @@ class _Proof:
             case ast.Expr(value=ast.Call() as call) if self._updates_in_place(call):
                 return
         raise Unproven(s, f"a statement that may have an effect ({ast.unparse(s).partition(chr(10))[0]})")
+
+    def _is_mode(self, item: ast.withitem) -> bool:
+        """Whether a context only changes how what is inside is computed."""
+        made = isinstance(item.context_expr, ast.Call) and self.reader.resolve(item.context_expr.func)
+        return item.optional_vars is None and made in _MODES
 
     def _in_group(self, e: ast.expr, *kinds: str) -> bool:
         value = self.reader.read(e)
