@@ -209,7 +209,10 @@ def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
 
 @form("cat", "concat", "concatenate")
 def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
-    return view.make("cat", tuple(map(tensor, xs)), axis(xs[0], dim))
+    d = axis(tensor(xs[0]), dim)
+    if all(x.shape[d] == 1 for x in xs):
+        return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
+    return view.make("cat", tuple(map(tensor, xs)), d)
 
 
 # Numbers.

@@ -262,6 +262,12 @@ def _exact_integers(x: Value) -> Value:
     return x
 
 
+def _bound(x: Value) -> Size | None:
+    while x.op in ("reshape", "permute"):
+        x = x.args[0]
+    return x.bound
+
+
 @form("argsort")
 def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
     return _permutation(view, tensor(keys), dim, descending)
@@ -293,7 +299,10 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
 
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
-    require(min == 0 and max == bins - 1 and _exact_integers(tensor(ids)).dtype.is_floating_point is False, "unit bins")
+    integers = _exact_integers(tensor(ids))
+    require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
+    bound = _bound(integers)  # a last bin that is one longer counts its upper end, too
+    require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, _counts(view, ids, bins), output_dtype(view))
 
 

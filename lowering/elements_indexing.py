@@ -4,6 +4,7 @@ What is scattered by rows ``u`` with keys ``key(u)`` reads, at index ``i``, the 
 the rows come from a sort or from a boolean mask that sum is turned around into one over the slots of token i.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ class IndexingRules:
     algebra: Algebra
     element: Callable[..., Expr]
     _broadcast: Callable[..., Expr]
+    reshape_indices: Callable[..., "Indices"]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -36,7 +38,11 @@ class IndexingRules:
 
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
-        return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+        if mask.op != "reshape" or len(mask.shape) != 1:
+            return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+        (whole,) = mask.args
+        coordinates = [self.algebra.nonzero(whole, d, indices[0], size) for d, size in enumerate(whole.shape)]
+        return self.algebra.linear(0, zip(_strides(whole.shape), coordinates, strict=True))
 
     def _element_inverse(self, value: Value, indices: "Indices", depth: int) -> Expr:
         return self.algebra.inverse(value.args[0], indices[0])
@@ -72,6 +78,9 @@ class IndexingRules:
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
+        if len(keys) == 1 and (coordinates := _flattened_coordinates(keys[0], sizes[0])) is not None:
+            shape = coordinates[0].args[0].shape
+            keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
         else:
@@ -154,6 +163,26 @@ class _Landed:
         elif self.free or not all(map(self._never_with, below)):
             return None
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
+
+
+def _strides(shape: tuple[Size, ...]) -> list[Size]:
+    strides: list[Size] = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+def _flattened_coordinates(key: Expr, size: Size) -> list[Expr] | None:
+    """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
+    if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
+        return None
+    coordinates = sorted((atom for _, atom in key.args[1]), key=lambda atom: atom.args[1])
+    mask = coordinates[0].args[0]
+    if [atom.args[:2] for atom in coordinates] != [(mask, dim) for dim in range(len(mask.shape))]:
+        return None
+    strides = {atom: stride for stride, atom in key.args[1]}
+    row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
+    return coordinates if row_major and same_size(math.prod(mask.shape), size) else None
 
 
 def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
