@@ -286,6 +286,8 @@ def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
 
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> None:
     """Whoever reads the old result after the root reads the new one."""
+    if match.base is not None:
+        out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.D), out)
     order = {node: i for i, node in enumerate(edits.graph.nodes)}
     after = order[match.root]
     inserted = set(insert.nodes)

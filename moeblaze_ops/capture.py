@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from moeblaze_ops.capture_emptiness import Reader
-from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_no_effect, stored
+from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import hit_loop, over_all_experts
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 
@@ -199,17 +199,19 @@ class _Rewriting:
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
-            if branch.orelse:
+            if branch.orelse and empty:
                 raise Unproven(branch, "there is an else branch")
             if empty and not (skips and in_loop):
                 raise Unproven(branch, "it is no `continue` of the loop that it stands in")
             effects = prove_no_effect(guarded, group, reader.copy(), may_continue=skips)
+            effects.temporary |= prove_adds_zero(branch.orelse, guarded, reader)
         except Unproven as unproven:
             self.refused.setdefault(branch.lineno, f"{ast.unparse(branch.test)!r} stays: {unproven}")
             reader.execute(branch)
             return [branch]
         what = f"captured without the branch on {ast.unparse(branch.test)!r}: what it skips does nothing without tokens"
-        self.guarded.append(_Guarded(branch.lineno, what, list(guarded), effects, reader.counted_in(branch.test)))
+        nodes = [*guarded, *branch.orelse]
+        self.guarded.append(_Guarded(branch.lineno, what, nodes, effects, reader.counted_in(branch.test)))
         return [] if skips else self.block(branch.body, reader, in_loop=False)
 
     def loop(self, loop: ast.For, reader: Reader) -> ast.For:

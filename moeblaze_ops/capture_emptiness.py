@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 _VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
-_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max))
+_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max, sum))
 _COUNTED_AT = {
     ast.Eq: {0: True},
     ast.NotEq: {0: False},
@@ -140,11 +140,12 @@ class Reader:
         """Keys of what a call may write to; None for anything."""
         if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_"):
             yield self.read(call.func.value).key
-        if not self._is_pure(call):
+        if not self.is_pure(call):
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 yield None if isinstance(argument, ast.Starred) else self.read(argument).key
 
-    def _is_pure(self, call: ast.Call) -> bool:
+    def is_pure(self, call: ast.Call) -> bool:
+        """Whether a call only makes a value."""
         if any(keyword.arg in ("out", "inplace", None) for keyword in call.keywords):
             return False
         function = self.resolve(call.func)
