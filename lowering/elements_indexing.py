@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class IndexingRules:
     def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
         """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
         mask = keys[0].args[0]
+        if (landed := self._land_slots(row, mask, at, body, depth)) is not None:
+            return landed
         given = {key.args[1]: i for key, i in zip(keys, at, strict=True)}
         coordinates: list[Expr] = []
         free: list[Expr] = []
@@ -108,6 +110,24 @@ class IndexingRules:
         ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
         unique = ids[0] if len(ids) == 1 else None
         return _Landed(free, hits, self.algebra.substitute(body, replace), unique)
+
+    def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
+        """Keys are the tokens with any true slot, and ``body`` goes through the slots themselves: if a token has one, both agree."""
+        if mask.op != "any" or len(mask.args[1]) != 1 or mask.args[2] or len(at) != len(mask.shape):
+            return None
+        slots, (dim,), _ = mask.args
+        if not any(True for _ in subexpressions(body, lambda e: e.kind == "nonzero" and e.args[0] is slots and e.args[2] is row)):
+            return None
+        slot = self.algebra.fresh((row, *at), slots.shape[dim])
+        coordinates = (*at[:dim], slot, *at[dim:])
+        hits = self.element(slots, coordinates, depth)
+        ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
+        if len(ids) != 1 or slot not in ids[0].free:
+            return None
+        replace = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
+        replace |= {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
+        once = self.algebra.distinct(ids[0], slot)
+        return _Landed([slot], self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
 
     def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr) -> "_Landed | None":
         """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""

@@ -223,7 +223,7 @@ class Reader:
         if function is F.one_hot:
             return self._unknown("onehot")
         if function is torch.bincount and args:
-            ids = self.read(_without_views(args[0]))
+            ids = self.read(without_views(args[0]))
             return Value(("bincount", ids.key), ids.group, "bins", ids.key)
         if function is torch.unbind and args:
             return self._method(self.read(args[0]), "unbind", args[1:], options)
@@ -349,7 +349,7 @@ def _is_zero(args: list[ast.expr]) -> bool:
     return len(args) == 1 and _number(args[0]) == 0
 
 
-def _without_views(e: ast.expr) -> ast.expr:
+def without_views(e: ast.expr) -> ast.expr:
     """The tensor whose elements, in any shape, ``e`` gives."""
     while isinstance(e, ast.Call) and isinstance(e.func, ast.Attribute) and e.func.attr in _VIEWS:
         e = e.func.value

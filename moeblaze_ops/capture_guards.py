@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moeblaze_ops.capture_emptiness import Reader
+from moeblaze_ops.capture_emptiness import Reader, without_views
 
 _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
 
@@ -179,7 +179,7 @@ class _Proof:
 
     def _is_empty_part(self, target: ast.Subscript) -> bool:
         first = target.slice.elts[0] if isinstance(target.slice, ast.Tuple) and target.slice.elts else target.slice
-        return self._is_accumulator(target.value) and self._in_group(first, "rows", "mask")
+        return self._is_accumulator(without_views(target.value)) and self._in_group(first, "rows", "mask")
 
     def _is_accumulator(self, e: ast.expr) -> bool:
         """A name of something else than the mask, which stays as it is."""
