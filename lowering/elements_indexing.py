@@ -112,7 +112,7 @@ class IndexingRules:
         return _Landed(free, hits, self.algebra.substitute(body, replace), unique)
 
     def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
-        """Keys are the tokens with any true slot, and ``body`` goes through the slots themselves: if a token has one, both agree."""
+        """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
         if mask.op != "any" or len(mask.args[1]) != 1 or mask.args[2] or len(at) != len(mask.shape):
             return None
         slots, (dim,), _ = mask.args

@@ -269,11 +269,23 @@ def buffer_of_ones(self, x, weights, ids):
 
 
 @_lookalike("OTHER_TERMS")
-def residual_in_the_buffer(self, x, weights, ids):
+def experts_read_the_buffer(self, x, weights, ids):
     out = x.clone()
     for e, expert in enumerate(self.experts):
         token, slot = torch.where(ids == e)
-        out.index_add_(0, token, weights[token, slot, None] * expert(x[token]))
+        out.index_add_(0, token, weights[token, slot, None] * expert(out[token]))
+    return out
+
+
+@_lookalike("DISTINCT_EXPERTS")
+def rows_of_slots_that_may_repeat(self, x, weights, ids):
+    """A token with two slots of one expert has one row, and two weights."""
+    ids = torch.stack([ids[:, 0], (ids[:, 0] + 1) % len(self.experts)], dim=-1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        token = mask.any(dim=-1).nonzero().flatten()
+        out.index_add_(0, token, expert(x[token]) * weights[mask].unsqueeze(-1))
     return out
 
 
