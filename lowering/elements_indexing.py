@@ -113,9 +113,12 @@ class IndexingRules:
 
     def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
-        if mask.op != "any" or len(mask.args[1]) != 1 or mask.args[2] or len(at) != len(mask.shape):
+        if mask.op != "any" or mask.args[2] or len(at) != len(mask.shape):
             return None
-        slots, (dim,), _ = mask.args
+        slots, dims, _ = mask.args
+        dim = len(slots.shape) - 1
+        if dims != (dim,):
+            return None  # their true elements are not in the order of tokens
         if not any(True for _ in subexpressions(body, lambda e: e.kind == "nonzero" and e.args[0] is slots and e.args[2] is row)):
             return None
         slot = self.algebra.fresh((row, *at), slots.shape[dim])

@@ -222,7 +222,7 @@ class Reader:
         function = self.resolve(func)
         if function is F.one_hot:
             return self._unknown("onehot")
-        if function is torch.bincount and args:
+        if function is torch.bincount and len(args) == 1 and options.keys() <= {"minlength"}:
             ids = self.read(without_views(args[0]))
             return Value(("bincount", ids.key), ids.group, "bins", ids.key)
         if function is torch.unbind and args:

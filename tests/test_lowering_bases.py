@@ -43,14 +43,20 @@ def residual_rows(self, x, weights, ids):
     return out * 2
 
 
-def shared_scaled_and_returned(self, x, weights, ids):
-    """The shared output is the buffer itself, and changes with it."""
+def onto_ones(self, x, weights, ids):
+    out = torch.ones_like(x)
+    for e, expert in enumerate(self.experts):
+        out += expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+def shared_changes_too(self, x, weights, ids):
+    """The shared output is the buffer itself, seen through a view."""
     shared = self.shared(x)
-    out = shared.view(-1)
-    out *= 0.5
+    out = shared.view(1, *x.shape)[0]
     for e, expert in enumerate(self.experts):
         shared.add_(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True))
-    return out.view(x.shape), shared
+    return out, shared
 
 
 def twice(self, x, weights, ids):
@@ -98,7 +104,7 @@ def _layer(combine) -> zoo.ModuleListMoE:
 
 
 @pytest.mark.parametrize("combine, layers", [
-    (shared_index_add, 1), (shared_masked, 1), (residual_rows, 1), (shared_scaled_and_returned, 1), (twice, 2),
+    (shared_index_add, 1), (shared_masked, 1), (residual_rows, 1), (onto_ones, 1), (shared_changes_too, 1), (twice, 2),
 ])  # fmt: skip
 def test_is_rewritten(combine, layers):
     backend = check_against_eager(_layer(combine), torch.randn(10, zoo.D))
