@@ -87,6 +87,12 @@ def _same(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return tensor(x)
 
 
+@form("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
+    require(p == 0 or kwargs.get("train", training) is False, "nothing that is dropped")
+    return tensor(x)
+
+
 def permuted(view: GraphView, x: Value, dims: tuple[int, ...]) -> Value:
     dims = tuple(axis(x, d) for d in dims)
     if x.op == "permute":
@@ -203,7 +209,10 @@ def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
 
 @form("cat", "concat", "concatenate")
 def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
-    return view.make("cat", tuple(map(tensor, xs)), axis(xs[0], dim))
+    d = axis(tensor(xs[0]), dim)
+    if all(x.shape[d] == 1 for x in xs):
+        return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
+    return view.make("cat", tuple(map(tensor, xs)), d)
 
 
 # Numbers.

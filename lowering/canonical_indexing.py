@@ -126,6 +126,8 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
     if key == slice(None) or key is Ellipsis:
         return cast(view, expanded(view, tensor(values), x.shape), x.dtype)
     items = key if isinstance(key, tuple) else (key,)
+    if any(type(item) is int for item in items):
+        return _put_at_number(view, x, items, values)
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
     indices: list[Value | None] = []
     for item in items:
@@ -141,6 +143,18 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
     return view.make(
         "put", x, tuple(indices), 0, cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
     )
+
+
+def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
+    """``x[:, i] = values``: the slices of ``x`` along that axis, one of them another."""
+    dim = next(d for d, item in enumerate(items) if type(item) is int)
+    number, others = items[dim], (*items[:dim], *items[dim + 1 :])
+    require(all(item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others)), "one whole slice")
+    extent = x.shape[dim]
+    require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
+    slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
+    slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
+    return view.make("stack", tuple(slices), dim, shape=x.shape, dtype=x.dtype)
 
 
 def _is_inverse_permutation(x: Value, indices: list[Value | None], values: Value, accumulate: bool) -> bool:
@@ -262,6 +276,12 @@ def _exact_integers(x: Value) -> Value:
     return x
 
 
+def _bound(x: Value) -> Size | None:
+    while x.op in ("reshape", "permute"):
+        x = x.args[0]
+    return x.bound
+
+
 @form("argsort")
 def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
     return _permutation(view, tensor(keys), dim, descending)
@@ -293,7 +313,10 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
 
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
-    require(min == 0 and max == bins - 1 and _exact_integers(tensor(ids)).dtype.is_floating_point is False, "unit bins")
+    integers = _exact_integers(tensor(ids))
+    require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
+    bound = _bound(integers)  # a last bin that is one longer counts its upper end, too
+    require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, _counts(view, ids, bins), output_dtype(view))
 
 

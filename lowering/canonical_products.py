@@ -3,6 +3,7 @@
     sum, any (x, dims, keepdim)     prefix (x, dim)     contract (xs, labels, out_labels): an einsum
 """
 
+import string
 from typing import Any
 
 from moeblaze_ops.lowering.canonical import axis, cast, form, output_dtype, pointwise, require, tensor
@@ -49,11 +50,19 @@ def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], ou
 def _einsum(view: GraphView, equation: str, *operands: Any) -> Value:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    require("." not in equation and "->" in equation, "explicit equation")
+    require("->" in equation, "explicit equation")
     left, out = equation.replace(" ", "").split("->")
-    labels = tuple(left.split(","))
+    labels, out = _without_ellipses(left.split(","), out, [len(tensor(x).shape) for x in operands])
     require(all(len(set(label)) == len(label) for label in labels), "no diagonal")
     return contract(view, operands, labels, out)
+
+
+def _without_ellipses(labels: list[str], out: str, ranks: list[int]) -> tuple[tuple[str, ...], str]:
+    """Labels with a letter for every axis; those of an ellipsis are aligned at its right end."""
+    free = [letter for letter in string.ascii_letters if letter not in "".join((*labels, out))]
+    widths = [rank - len(label) + 3 if "..." in label else 0 for label, rank in zip(labels, ranks, strict=True)]
+    written = [label.replace("...", "".join(free[:width][::-1])) for label, width in zip(labels, widths, strict=True)]
+    return tuple(written), out.replace("...", "".join(free[: max(widths)][::-1]))
 
 
 @form("matmul", "mm", "bmm", "__matmul__")

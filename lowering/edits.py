@@ -41,6 +41,7 @@ class Edits:
 
         def restore() -> None:
             reader.args, reader.kwargs = args, kwargs
+            self._successors.pop(old, None)
 
         self._undo.append(restore)
         reader.replace_input_with(old, new)

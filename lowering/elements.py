@@ -58,10 +58,10 @@ class Evaluator(IndexingRules):
     def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
         """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
         chain: list[Value] = []
-        stack = _accumulators(value)
+        stack = accumulators(value)
         while stack:
             inner = stack.pop()
-            if (inner, indices, depth) not in self._memo and (below := _accumulators(inner)):
+            if (inner, indices, depth) not in self._memo and (below := accumulators(inner)):
                 chain.append(inner)
                 stack += below
         return chain[::-1]
@@ -208,7 +208,7 @@ class Evaluator(IndexingRules):
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
         if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
             return e
-        if depth == MAX_PROJECTIONS and e.kind == "mul" and any(map(_is_selection, e.args)):
+        if depth == MAX_PROJECTIONS and e.kind == "mul" and any(map(_is_scale, e.args)):
             # A routing weight on an expert's input: the kernels multiply by it behind the projection.
             vector = [f for f in e.args if any(v.args[2] == "d" for v in f.free)]
             scale = [f for f in e.args if f not in vector]
@@ -334,7 +334,7 @@ class Evaluator(IndexingRules):
         return key[0] if len(key) == 1 and opened not in key[0].free else group
 
 
-def _accumulators(value: Value) -> list[Value]:
+def accumulators(value: Value) -> list[Value]:
     """Operands of the same shape that ``value`` adds something to."""
     inner: tuple[Value, ...] = ()
     if value.op in ("put", "scatter"):
@@ -351,9 +351,9 @@ def _is_indicator(e: Expr) -> bool:
     return e.kind in ("eq", "any") or (e.kind == "mul" and all(map(_is_indicator, e.args)))
 
 
-def _is_selection(e: Expr) -> bool:
-    """What an expert gets of a token: a comparison with its number, or a sum of weights by such."""
-    return next(iter(subexpressions(e, lambda s: s.kind == "eq")), None) is not None
+def _is_scale(e: Expr) -> bool:
+    """What an expert gets of a token: a number that all features share, not a constant."""
+    return e.kind != "const" and not any(var.args[2] == "d" for var in e.free)
 
 
 def _is_count(e: Expr) -> bool:

@@ -4,10 +4,11 @@ What is scattered by rows ``u`` with keys ``key(u)`` reads, at index ``i``, the 
 the rows come from a sort or from a boolean mask that sum is turned around into one over the slots of token i.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class IndexingRules:
     algebra: Algebra
     element: Callable[..., Expr]
     _broadcast: Callable[..., Expr]
+    reshape_indices: Callable[..., "Indices"]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -36,7 +38,11 @@ class IndexingRules:
 
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
-        return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+        if mask.op != "reshape" or len(mask.shape) != 1:
+            return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+        (whole,) = mask.args
+        coordinates = [self.algebra.nonzero(whole, d, indices[0], size) for d, size in enumerate(whole.shape)]
+        return self.algebra.linear(0, zip(_strides(whole.shape), coordinates, strict=True))
 
     def _element_inverse(self, value: Value, indices: "Indices", depth: int) -> Expr:
         return self.algebra.inverse(value.args[0], indices[0])
@@ -72,6 +78,9 @@ class IndexingRules:
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
+        if len(keys) == 1 and (coordinates := _flattened_coordinates(keys[0], sizes[0])) is not None:
+            shape = coordinates[0].args[0].shape
+            keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
         else:
@@ -85,6 +94,8 @@ class IndexingRules:
     def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
         """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
         mask = keys[0].args[0]
+        if (landed := self._land_slots(row, mask, at, body, depth)) is not None:
+            return landed
         given = {key.args[1]: i for key, i in zip(keys, at, strict=True)}
         coordinates: list[Expr] = []
         free: list[Expr] = []
@@ -99,6 +110,27 @@ class IndexingRules:
         ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
         unique = ids[0] if len(ids) == 1 else None
         return _Landed(free, hits, self.algebra.substitute(body, replace), unique)
+
+    def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
+        """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
+        if mask.op != "any" or mask.args[2] or len(at) != len(mask.shape):
+            return None
+        slots, dims, _ = mask.args
+        dim = len(slots.shape) - 1
+        if dims != (dim,):
+            return None  # their true elements are not in the order of tokens
+        if not any(True for _ in subexpressions(body, lambda e: e.kind == "nonzero" and e.args[0] is slots and e.args[2] is row)):
+            return None
+        slot = self.algebra.fresh((row, *at), slots.shape[dim])
+        coordinates = (*at[:dim], slot, *at[dim:])
+        hits = self.element(slots, coordinates, depth)
+        ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
+        if len(ids) != 1 or slot not in ids[0].free:
+            return None
+        replace = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
+        replace |= {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
+        once = self.algebra.distinct(ids[0], slot)
+        return _Landed([slot], self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
 
     def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr) -> "_Landed | None":
         """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
@@ -154,6 +186,26 @@ class _Landed:
         elif self.free or not all(map(self._never_with, below)):
             return None
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
+
+
+def _strides(shape: tuple[Size, ...]) -> list[Size]:
+    strides: list[Size] = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+def _flattened_coordinates(key: Expr, size: Size) -> list[Expr] | None:
+    """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
+    if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
+        return None
+    coordinates = sorted((atom for _, atom in key.args[1]), key=lambda atom: atom.args[1])
+    mask = coordinates[0].args[0]
+    if [atom.args[:2] for atom in coordinates] != [(mask, dim) for dim in range(len(mask.shape))]:
+        return None
+    strides = {atom: stride for stride, atom in key.args[1]}
+    row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
+    return coordinates if row_major and same_size(math.prod(mask.shape), size) else None
 
 
 def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:

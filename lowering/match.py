@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
+from moeblaze_ops.lowering.bases import find_base
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
@@ -62,6 +63,7 @@ class MoEMatch:
     F: int
     dtype: torch.dtype
     routed_by: frozenset[frozenset[Value]] = frozenset()
+    base: fx.Node | None = None  # what the layer is added to, in the shape of the result
 
     @property
     def copied_bytes(self) -> int:
@@ -116,6 +118,12 @@ class Matcher:
             elif result is not None:
                 declined.append(result)
                 parts.update(self._parts(result))
+        for decline in declined:
+            if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._only_adds(decline, found):
+                result = self._attempt(decline.root, onto_base=True)
+                if isinstance(result, MoEMatch):
+                    found.append(result)
+                    taken.update(result.region.nodes)
         declined = _furthest(declined, taken)
         declined = [d for d in declined if not self._only_adds(d, [*found, *declined])]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
@@ -159,14 +167,14 @@ class Matcher:
         """How many expert terms each set of ids chooses."""
         return Counter(self._ids(term) for term in terms if self._is_expert(term, feature))
 
-    def _attempt(self, root: fx.Node) -> MoEMatch | Decline | None:
+    def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
-            return self.match(root)
+            return self.match(root, onto_base=onto_base)
         except Exception as error:
             return Decline(root, root, Reason.INTERNAL, tolerate(error))
 
-    def match(self, root: fx.Node) -> MoEMatch | Decline | None:
-        """The layer whose output ``root`` completes; None when it does not look like one."""
+    def match(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
+        """The layer whose output ``root`` completes, or adds to something else if ``onto_base``; None when it is not like one."""
         value = self._result(root)
         if value is None:
             return None
@@ -185,8 +193,10 @@ class Matcher:
             counts = Counter(map(self._ids, masked))
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
-            prove(len(experts) == len(terms), Reason.OTHER_TERMS)
-            return self._prove(root, value, tokens, feature, experts)
+            others = [term for term in terms if term not in experts]
+            base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
+            prove(not others or base is not None, Reason.OTHER_TERMS)
+            return self._prove(root, value, tokens, feature, experts, base)
         except Declined as declined:
             counts = self._experts(experts, feature)
             return Decline(root, declined.node or root, declined.reason, declined.detail, ids, counts)
@@ -243,7 +253,7 @@ class Matcher:
         return known
 
     def _prove(
-        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr]
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr], base: fx.Node | None
     ) -> MoEMatch:
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
@@ -294,13 +304,13 @@ class Matcher:
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         operands = {x.node, ids.node, *(n for view in views_used for n in view.nodes), *([weights.node] if weights else [])}
-        region = prove_region(self.view, root, frozenset(operands), dtype)
+        region = prove_region(self.view, root, frozenset(operands), dtype, base)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)),
+            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)), base=base,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:

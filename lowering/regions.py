@@ -27,9 +27,11 @@ class Region:
     ignores_autocast: bool
 
 
-def prove_region(view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype) -> Region:
-    """The region behind ``root``, once nobody else can see that it is gone."""
-    above = set().union(*(dependencies(view, operand) for operand in operands))
+def prove_region(
+    view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None = None
+) -> Region:
+    """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
+    above = set().union(*(dependencies(view, n) for n in (*operands, *([base] if base else []))))
     nodes = {n for n in dependencies(view, root, frozenset(above)) - above if n.op not in ("placeholder", "get_attr")}
     computed = _computed(view, nodes)
     carriers = _carriers(view, root, nodes)

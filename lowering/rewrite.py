@@ -22,6 +22,7 @@ from moeblaze_ops import config
 from moeblaze_ops.activations import is_gated
 from moeblaze_ops.chunks import tokens_per_chunk
 from moeblaze_ops.lowering.edits import Edits, Inserter
+from moeblaze_ops.lowering.expressions import same_size, size_of
 from moeblaze_ops.lowering.inductor_api import counters, places
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
@@ -179,10 +180,10 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
     try:
         with autocast_off:
             out, became = _insert_ops(insert, result, router)
+        _redirect(edits, result, insert, out)
     except (TypeError, ValueError, NotImplementedError) as error:
         edits.undo(mark)
         return _declined(Decline(result.root, result.root, Reason.OPERANDS, str(error)))
-    _redirect(edits, result, insert, out)
     return _rewritten(result, became)
 
 
@@ -284,6 +285,8 @@ def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
 
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> None:
     """Whoever reads the old result after the root reads the new one."""
+    if match.base is not None:
+        out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.D), out)
     order = {node: i for i, node in enumerate(edits.graph.nodes)}
     after = order[match.root]
     inserted = set(insert.nodes)
@@ -296,11 +299,22 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
 
 
 def _unflattened(insert: Inserter, out: fx.Node, match: MoEMatch, carrier: fx.Node) -> fx.Node:
-    sizes = []
-    for axis, size in enumerate(fake_of(carrier).shape):
-        known = isinstance(size, int)
-        sizes.append(size if known else insert.call(torch.ops.aten.sym_size.int, match.x.node, axis))
-    return insert.call("reshape", out, tuple(sizes))
+    """``out``, ``[T, D]``, in the shape of ``carrier``, of which one size may follow from the others."""
+    sizes = [size if isinstance(size, int) else _read_size(insert, match, size) for size in fake_of(carrier).shape]
+    require(sizes.count(None) <= 1, "rewrite", "the result", "have sizes that the graph's inputs have", fake_of(carrier).shape)
+    return insert.call("reshape", out, tuple(-1 if size is None else size for size in sizes))
+
+
+def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node | None:
+    """A node that gives a symbolic size: an input that is that size, or an axis of one."""
+    for node in (match.x.node, *match.x.node.graph.find_nodes(op="placeholder")):
+        fake = fake_of(node)
+        if isinstance(fake, torch.SymInt) and same_size(size_of(fake), size_of(size)):
+            return node
+        for axis, extent in enumerate(fake.shape if isinstance(fake, torch.Tensor) else ()):
+            if same_size(size_of(extent), size_of(size)):
+                return insert.call(torch.ops.aten.sym_size.int, node, axis)
+    return None
 
 
 _ASSERTS = frozenset((

@@ -234,7 +234,8 @@ class GraphView:
     def _without_gradient(self, node: fx.Node) -> bool:
         """Numbers computed without gradient are not the same value as equal ones computed with it."""
         fake = fake_of(node)
-        floating = not isinstance(fake, torch.Tensor) or fake.dtype.is_floating_point
+        tensors = [part for part in (fake if isinstance(fake, (tuple, list)) else [fake]) if isinstance(part, torch.Tensor)]
+        floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
         modes = ("_set_grad_enabled", "_enter_inference_mode")
         return floating and any(name in modes for name, _ in self.context[node])
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from moeblaze_ops.capture_emptiness import Reader
-from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_no_effect, stored
+from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import hit_loop, over_all_experts
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 
-_HINTS = frozenset(("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero"))
+_HINTS = frozenset(("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
 
@@ -113,7 +113,7 @@ class _Guarded:
     what: str
     nodes: list[ast.stmt]
     effects: Effects
-    hits: str | None = None  # what a loop over hit experts went over
+    selects: str | None = None  # what says which experts have tokens, where that was read: hit experts, counts
 
 
 class _Rewriting:
@@ -148,7 +148,7 @@ class _Rewriting:
         left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
         if not self.guarded:
             return Captured(None, left=left)
-        _without_dead_selections(function, {guarded.hits for guarded in self.guarded if guarded.hits})
+        _without_dead_selections(function, {guarded.selects for guarded in self.guarded if guarded.selects})
         try:
             code = compile_changed(function, self.code)
         except NoSource as error:
@@ -199,24 +199,25 @@ class _Rewriting:
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
-            if branch.orelse:
+            if branch.orelse and empty:
                 raise Unproven(branch, "there is an else branch")
             if empty and not (skips and in_loop):
                 raise Unproven(branch, "it is no `continue` of the loop that it stands in")
             effects = prove_no_effect(guarded, group, reader.copy(), may_continue=skips)
+            effects.temporary |= prove_adds_zero(branch.orelse, guarded, reader)
         except Unproven as unproven:
             self.refused.setdefault(branch.lineno, f"{ast.unparse(branch.test)!r} stays: {unproven}")
             reader.execute(branch)
             return [branch]
         what = f"captured without the branch on {ast.unparse(branch.test)!r}: what it skips does nothing without tokens"
-        self.guarded.append(_Guarded(branch.lineno, what, list(guarded), effects))
+        nodes = [*guarded, *branch.orelse]
+        self.guarded.append(_Guarded(branch.lineno, what, nodes, effects, reader.counted_in(branch.test)))
         return [] if skips else self.block(branch.body, reader, in_loop=False)
 
     def loop(self, loop: ast.For, reader: Reader) -> ast.For:
         names = stored(loop)
         if not self.over_hits(loop, reader, names):
-            # What was known before the loop may not hold in its second round.
-            loop.body = self.block(loop.body, reader.blank(), in_loop=True)
+            loop.body = self.block(loop.body, reader.in_every_round(loop, names), in_loop=True)
         reader.forget(names)
         reader.forget_masks()
         return loop
@@ -237,7 +238,7 @@ class _Rewriting:
             if trial.read(ast.Name(found.container)) != inner.read(ast.Name(found.container)):
                 raise Unproven(loop, f"{found.container} may be written to")
             loop.body = self.block(loop.body, inner, in_loop=True)
-            hits = loop.iter.id if isinstance(loop.iter, ast.Name) else None
+            hits = loop.iter.value if isinstance(loop.iter, ast.Subscript) else loop.iter
             over_all_experts(loop, found)
         except Unproven as unproven:
             self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
@@ -245,13 +246,13 @@ class _Rewriting:
         effects.temporary.add(loop.target.id)
         effects.read_first.discard(loop.target.id)
         what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
-        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, hits))
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, hits.id if isinstance(hits, ast.Name) else None))
         return True
 
 
-def _without_dead_selections(function: ast.FunctionDef, hits: set[str]) -> None:
-    """Remove what selects the hit experts, where nothing reads it any more: its size depends on data."""
-    dead = hits - loaded(function)
+def _without_dead_selections(function: ast.FunctionDef, selections: set[str]) -> None:
+    """Remove what says which experts have tokens, where nothing reads it any more: it depends on data."""
+    dead = selections - loaded(function)
 
     def is_dead(s: ast.stmt) -> bool:
         return (

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 _VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
-_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max))
+_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max, sum))
 _COUNTED_AT = {
     ast.Eq: {0: True},
     ast.NotEq: {0: False},
@@ -33,6 +33,7 @@ class Value:
     """What is known of an expression.
 
     Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert;
+    ``bins`` how often each number occurs among ids; ``count`` one element of counts or bins, ``group`` what it counts;
     ``hit`` which counts are not zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
     ``hit_ids``, ``[n]``; ``expert_row`` and ``expert`` one element of these; ``rows`` one row for each true element of
     a mask; ``split`` a tuple of such; ``other``.
@@ -41,7 +42,7 @@ class Value:
     key: Hashable
     group: Hashable
     kind: str = "other"
-    of: Hashable = None  # for counts and what comes from them, the key of the one-hot tensor
+    of: Hashable = None  # for counts, bins and what comes from them, the key of the one-hot tensor or of the ids
     dims: int | None = None
 
 
@@ -63,9 +64,22 @@ class Reader:
     def copy(self) -> "Reader":
         return self.inside(set())
 
-    def blank(self) -> "Reader":
-        """No knowledge."""
-        return Reader(self._globals, self._locals)
+    def in_every_round(self, loop: ast.For, stored: set[str]) -> "Reader":
+        """What still holds wherever an iteration of ``loop``, which sets the names ``stored``, may have come to."""
+        inner = self.inside(stored)
+        before = dict(inner.values)
+        for node in ast.walk(loop):
+            match node:
+                case ast.Call():
+                    written = list(self._written(node))
+                case ast.AugAssign(target=target) | ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
+                    written = [self.read(target).key]
+                case _:
+                    written = []
+            for key in written:
+                inner.forget_masks(key)
+        inner.values = {name: value for name, value in inner.values.items() if before.get(name) is value}
+        return inner
 
     def forget(self, names: set[str]) -> None:
         for name in names:
@@ -126,11 +140,12 @@ class Reader:
         """Keys of what a call may write to; None for anything."""
         if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_"):
             yield self.read(call.func.value).key
-        if not self._is_pure(call):
+        if not self.is_pure(call):
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 yield None if isinstance(argument, ast.Starred) else self.read(argument).key
 
-    def _is_pure(self, call: ast.Call) -> bool:
+    def is_pure(self, call: ast.Call) -> bool:
+        """Whether a call only makes a value."""
         if any(keyword.arg in ("out", "inplace", None) for keyword in call.keywords):
             return False
         function = self.resolve(call.func)
@@ -187,6 +202,11 @@ class Reader:
             return replace(value, key=(value.key, _number(first)), kind="rows" if value.kind == "split" else "hit_ids")
         if value.kind == "expert_row" and len(parts) == 1 and _number(first) == 0:
             return replace(value, kind="expert")
+        if value.kind in ("counts", "bins") and len(parts) == 1 and not isinstance(first, ast.Slice):
+            kind = "item" if value.kind == "counts" else ast.Eq
+            return Value(("item", value.key, self.read(first).key), (kind, value.of, self.read(first).key), "count")
+        if isinstance(first, ast.Slice) and len(parts) == 1 and ast.unparse(first) == ":":
+            return value
         if isinstance(first, ast.Slice):
             column = len(parts) == 2 and ast.unparse(first) == ":" and _number(parts[1]) is not None
             if column and value.kind in ("rows", "hits"):
@@ -202,6 +222,11 @@ class Reader:
         function = self.resolve(func)
         if function is F.one_hot:
             return self._unknown("onehot")
+        if function is torch.bincount and len(args) == 1 and options.keys() <= {"minlength"}:
+            ids = self.read(without_views(args[0]))
+            return Value(("bincount", ids.key), ids.group, "bins", ids.key)
+        if function is torch.unbind and args:
+            return self._method(self.read(args[0]), "unbind", args[1:], options)
         if function in (torch.where, torch.nonzero) and len(args) == 1:
             return self._nonzero(self.read(args[0]), function is torch.where or _is_true(options.get("as_tuple")))
         if function in (torch.greater, torch.gt) and len(args) == 2:
@@ -222,6 +247,10 @@ class Reader:
             return replace(value, kind="expert")
         if name in ("squeeze", "flatten", "view", "reshape", "tolist") and value.kind in ("hits", "hit_ids"):
             return replace(value, key=key, kind="hit_ids")
+        if name in ("tolist", "cpu", "item") and value.kind in ("bins", "count"):
+            return value
+        if name == "unbind" and value.kind == "rows" and _is_last_of_two(args, options):
+            return replace(value, kind="split")
         if name in _VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
             return replace(value, key=key, dims=len(args) if name == "permute" else None)
         if name == "any" and (args or options) and value.kind in ("mask", "onehot", "other"):
@@ -292,7 +321,12 @@ class Reader:
                 return self._group(mask, "mask", "onehot")
             case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.sum:
                 return self._group(mask, "mask", "onehot")
-        return None
+        return self._group(e, "count")
+
+    def counted_in(self, test: ast.expr) -> str | None:
+        """The name of the counts that a condition reads one element of."""
+        subscripts = (node for node in ast.walk(test) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name))
+        return next((node.value.id for node in subscripts if self.read(node).kind == "count"), None)
 
     def _group(self, e: ast.expr, *kinds: str) -> Hashable | None:
         value = self.read(e)
@@ -313,6 +347,18 @@ def _is_true(e: ast.expr | None) -> bool:
 
 def _is_zero(args: list[ast.expr]) -> bool:
     return len(args) == 1 and _number(args[0]) == 0
+
+
+def without_views(e: ast.expr) -> ast.expr:
+    """The tensor whose elements, in any shape, ``e`` gives."""
+    while isinstance(e, ast.Call) and isinstance(e.func, ast.Attribute) and e.func.attr in _VIEWS:
+        e = e.func.value
+    return e
+
+
+def _is_last_of_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
+    axes = [*args, *options.values()]
+    return len(axes) == 1 and ast.unparse(axes[0]) in ("1", "-1")
 
 
 def _sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:

@@ -4,7 +4,11 @@ import ast
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from moeblaze_ops.capture_emptiness import Reader
+import torch
+
+from moeblaze_ops.capture_emptiness import Reader, without_views
+
+_MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
 
 
 class Unproven(Exception):
@@ -53,6 +57,66 @@ def prove_no_effect(statements: Sequence[ast.stmt], group: Hashable, reader: Rea
     return proof.effects
 
 
+def prove_adds_zero(statements: Sequence[ast.stmt], guarded: Sequence[ast.stmt], reader: Reader) -> set[str]:
+    """Prove that ``statements`` only add zero times something to what ``guarded`` writes to.
+
+    Such branches keep parameters of experts without tokens in the graph. They call what ``guarded`` calls, or functions
+    that only make values.
+
+    Returns:
+        The names they set beside.
+
+    Raises:
+        Unproven: there may be another effect.
+    """
+    calls = {ast.unparse(n.func) for s in guarded for n in ast.walk(s) if isinstance(n, ast.Call)}
+    sums = {name for s in guarded for name in _written_names(s)}
+    temporary: set[str] = set()
+    for s in statements:
+        for call in (n for n in ast.walk(s) if isinstance(n, ast.Call)):
+            known = isinstance(call.func, ast.Attribute) and call.func.attr == "parameters" and not call.args
+            if not (known or reader.is_pure(call) or ast.unparse(call.func) in calls):
+                raise Unproven(s, f"{ast.unparse(call.func)} may have an effect")
+        match s:
+            case ast.Pass():
+                pass
+            case ast.If(body=body, orelse=orelse):
+                temporary |= prove_adds_zero([*body, *orelse], guarded, reader)
+            case ast.AugAssign(target=target, op=ast.Add(), value=value) if _base_name(target) in sums and _is_zero(value):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp(left=left, op=ast.Add(), right=right)) if name in sums:
+                if not any(isinstance(a, ast.Name) and a.id == name and _is_zero(b) for a, b in ((left, right), (right, left))):
+                    raise Unproven(s, f"{name} is changed")
+            case ast.Assign(targets=[ast.Name(id=name)]) if name not in sums:
+                temporary.add(name)
+            case _:
+                raise Unproven(s, "it is not zero times something that is added")
+    return temporary
+
+
+def _written_names(s: ast.stmt) -> set[str | None]:
+    """Names of tensors that a statement writes rows of."""
+    targets = [n.value for n in ast.walk(s) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    calls = [n.func for n in ast.walk(s) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    targets += [f.value for f in calls if f.attr in ("index_add_", "index_add", "index_put_", "index_copy_")]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _base_name(target: ast.expr) -> str | None:
+    target = target.value if isinstance(target, ast.Subscript) else target
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_zero(e: ast.expr) -> bool:
+    """A product with the number zero."""
+    if not isinstance(e, ast.BinOp) or not isinstance(e.op, ast.Mult):
+        return False
+    sides = e.left, e.right
+    return any(isinstance(s, ast.Constant) and type(s.value) in (int, float) and s.value == 0 for s in sides) or any(
+        map(_is_zero, sides)
+    )
+
+
 class _Proof:
     def __init__(self, group: Hashable, reader: Reader, may_continue: bool):
         self.group, self.reader, self.may_continue = group, reader, may_continue
@@ -72,6 +136,9 @@ class _Proof:
             case ast.Pass() | ast.Expr(value=ast.Constant()):
                 return
             case ast.Continue() if conditional and self.may_continue:
+                return
+            case ast.With(items=items, body=body) if all(map(self._is_mode, items)):
+                self.block(body, conditional)
                 return
             case ast.If(body=body, orelse=orelse):
                 self.block(body, True)
@@ -101,13 +168,18 @@ class _Proof:
                 return
         raise Unproven(s, f"a statement that may have an effect ({ast.unparse(s).partition(chr(10))[0]})")
 
+    def _is_mode(self, item: ast.withitem) -> bool:
+        """Whether a context only changes how what is inside is computed."""
+        made = isinstance(item.context_expr, ast.Call) and self.reader.resolve(item.context_expr.func)
+        return item.optional_vars is None and made in _MODES
+
     def _in_group(self, e: ast.expr, *kinds: str) -> bool:
         value = self.reader.read(e)
         return value.group == self.group and value.kind in (kinds or ("rows",))
 
     def _is_empty_part(self, target: ast.Subscript) -> bool:
         first = target.slice.elts[0] if isinstance(target.slice, ast.Tuple) and target.slice.elts else target.slice
-        return self._is_accumulator(target.value) and self._in_group(first, "rows", "mask")
+        return self._is_accumulator(without_views(target.value)) and self._in_group(first, "rows", "mask")
 
     def _is_accumulator(self, e: ast.expr) -> bool:
         """A name of something else than the mask, which stays as it is."""

@@ -118,6 +118,10 @@ class _AsNumber(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         if self._is(node.value):
             return self.scalar(node)
+        if not self.row and isinstance(node.slice, ast.Tuple):
+            node.value = self.visit(node.value)
+            node.slice.elts = [e if self._is(e) else self.visit(e) for e in node.slice.elts]
+            return node
         if self._is(node.slice):
             if not self.row:
                 return node

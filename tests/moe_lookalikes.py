@@ -261,19 +261,34 @@ def embedding_of_experts(self, x, weights, ids):
 
 
 @_lookalike("OTHER_TERMS")
-def buffer_of_ones(self, x, weights, ids):
-    out = torch.ones_like(x)
-    for e, expert in enumerate(self.experts):
-        out += expert(x) * _share(weights, ids, e)
-    return out
-
-
-@_lookalike("OTHER_TERMS")
-def residual_in_the_buffer(self, x, weights, ids):
+def experts_read_the_buffer(self, x, weights, ids):
     out = x.clone()
     for e, expert in enumerate(self.experts):
         token, slot = torch.where(ids == e)
-        out.index_add_(0, token, weights[token, slot, None] * expert(x[token]))
+        out.index_add_(0, token, weights[token, slot, None] * expert(out[token]))
+    return out
+
+
+@_lookalike("DISTINCT_EXPERTS")
+def rows_of_slots_that_may_repeat(self, x, weights, ids):
+    """A token with two slots of one expert has one row, and two weights."""
+    ids = torch.stack([ids[:, 0], (ids[:, 0] + 1) % len(self.experts)], dim=-1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        token = mask.any(dim=-1).nonzero().flatten()
+        out.index_add_(0, token, expert(x[token]) * weights[mask].unsqueeze(-1))
+    return out
+
+
+@_lookalike("ROUTING")
+def rows_of_slots_in_another_order(self, x, weights, ids):
+    """The true elements of a mask [K, T] are not in the order of tokens."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids.t() == e
+        token = mask.any(dim=0).nonzero().flatten()
+        out.index_add_(0, token, expert(x[token]) * weights.t()[mask].unsqueeze(-1))
     return out
 
 

@@ -53,6 +53,13 @@ TWINS = {
     "dense_llama4": ("scores.reshape(-1, 1)", "(scores.reshape(-1, 1) + 1)"),
     "sorted_rows": ("self.w1, self.v1, self.w2)", "self.w1, self.v1, self.w2.flip(0))"),
     "sorted_llama4": ("weights.flatten()[order, None]", "weights.flatten()[:, None]"),
+    "loop_flat_mask": ("out[mask] +=", "out[mask] ="),
+    "loop_slots": (".nonzero().flatten()", ".nonzero().flatten().flip(0)"),
+    "dense_buffer": ("= expert(x)", "= expert(x).cumsum(0)"),
+    "dense_cat": ("scatter_(1, ids, weights)", "scatter_(1, ids, weights).cumsum(1)"),
+    "ellipsis_loop": ("gate * torch.sigmoid(gate)", "gate * torch.sigmoid(gate.flip(-1))"),
+    "sorted_torchtune": ("max=self.E)", "max=self.E + 1)"),
+    "sorted_scaled_wide": ("weights.view(-1)[order]", "weights.view(-1)"),
     "gathered_rows": ("weights.unsqueeze(-1)).sum(1)", "weights.unsqueeze(-1)).amax(1)"),
 }
 

@@ -6,6 +6,8 @@ and the expert ids. They are in ``zoo_*.py``, by family.
 
 from tests.zoo_batched import (
     dense_bmm,
+    dense_buffer,
+    dense_cat,
     dense_einsum,
     dense_llama4,
     dense_modules,
@@ -19,16 +21,19 @@ from tests.zoo_batched import (
 )
 from tests.zoo_loops import (
     dbrx_loop,
+    ellipsis_loop,
     gpt_oss_loop,
     loop_boolean_mask,
     loop_deepseek,
     loop_dense_scores,
+    loop_flat_mask,
     loop_litgpt,
     loop_minimind,
     loop_mistral,
     loop_mixtral,
     loop_nonzero,
     loop_scatter_add,
+    loop_slots,
     loop_switch,
     packed_loop,
     stacked_linear_loop,
@@ -51,7 +56,9 @@ from tests.zoo_sorted import (
     sorted_index_add,
     sorted_llama4,
     sorted_rows,
+    sorted_scaled_wide,
     sorted_torchtitan,
+    sorted_torchtune,
     sorted_transformers,
     sorted_transformers_bias,
 )
@@ -80,8 +87,10 @@ LOOPS = (
     loop_scatter_add,
     loop_minimind,
     loop_switch,
+    loop_flat_mask,
+    loop_slots,
 )
-BATCHED = (dense_modules, dense_then_gather, dense_then_index)
+BATCHED = (dense_modules, dense_then_gather, dense_then_index, dense_buffer, dense_cat)
 SEPARATE = (*MASKED, *LOOPS, *BATCHED)
 """Spellings of separate experts, for `ModuleListMoE`."""
 
@@ -106,4 +115,7 @@ STACKED = (
     (sorted_rows, "rows", False),
     (sorted_llama4, "split", False),
     (gathered_rows, "rows", False),
+    (ellipsis_loop, "split", False),
+    (sorted_torchtune, "split", False),
+    (sorted_scaled_wide, "split", False),
 )

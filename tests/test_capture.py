@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from tests import moe_guarded as guarded
+from tests import moe_guarded_counts as counted
 from tests import moe_zoo as zoo
 
 T = 12
@@ -91,7 +92,7 @@ def assert_one_rewritten_graph(records) -> None:
     assert capture.done and not capture.left
 
 
-@pytest.mark.parametrize("combine", guarded.GUARDED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", (*guarded.GUARDED, *counted.GUARDED), ids=lambda f: f.__name__)
 def test_one_graph(combine):
     layer = make_layer(combine, expert=zoo.PlainMLP if combine is guarded.if_any else zoo.GluMLP)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -111,7 +112,7 @@ def captures(layer, x) -> bool:
     return True
 
 
-@pytest.mark.parametrize("combine", guarded.GUARDED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", (*guarded.GUARDED, *counted.GUARDED), ids=lambda f: f.__name__)
 def test_spellings_break_without_us(combine):
     assert not captures(make_layer(combine), torch.randn(T, zoo.D))
 
@@ -146,7 +147,7 @@ def check_twins(make) -> list:
     return records
 
 
-@pytest.mark.parametrize("combine", guarded.NEAR_MISSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", (*guarded.NEAR_MISSES, *counted.NEAR_MISSES), ids=lambda f: f.__name__)
 def test_near_misses_are_left_alone(combine):
     assert_left_alone(check_twins(lambda: make_layer(combine)))
 

@@ -60,7 +60,7 @@ def test_residual_add_around_a_lookalike_is_no_candidate(name, norm):
     assert all("moe_lookalikes.py" in candidate.source for candidate in backend.candidates)
 
 
-@pytest.mark.parametrize("name", ["residual_in_the_buffer", "offsets_shifted_by_one", "not_unsorted", "expert_output_read"])
+@pytest.mark.parametrize("name", ["experts_read_the_buffer", "offsets_shifted_by_one", "not_unsorted", "expert_output_read"])
 def test_residual_add_is_not_explained(name):
     explanation = moeblaze_ops.explain(_Residual(moe_lookalikes.build(name), nn.Identity()), torch.randn(10, zoo.D))
     (candidate,) = explanation.candidates

@@ -117,3 +117,22 @@ def dense_then_index(self, x, weights, ids):
     x, weights, ids = flat(x, weights, ids)
     y = torch.stack([expert(x) for expert in self.experts])
     return torch.einsum("tkd,tk->td", y[ids, torch.arange(x.shape[0])[:, None]], weights).view(shape)
+
+
+def dense_buffer(self, x, weights, ids):
+    """The outputs of all experts, stored one after another."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    y = torch.zeros(x.shape[0], len(self.experts), x.shape[-1], dtype=x.dtype)
+    for e, expert in enumerate(self.experts):
+        y[:, e, :] = expert(x)
+    y = y.gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    return torch.bmm(weights.unsqueeze(1), y).squeeze(1).view(shape)
+
+
+def dense_cat(self, x, weights, ids):
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    y = torch.cat([expert(x).unsqueeze(1) for expert in self.experts], dim=1)
+    scores = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter_(1, ids, weights)
+    return torch.einsum("te,ted->td", scores, y).view(shape)

@@ -87,6 +87,30 @@ def loop_litgpt(self, x, weights, ids):
     return out.view(shape)
 
 
+def loop_flat_mask(self, x, weights, ids):
+    """makeMoE: rows by a flattened mask, written back by the mask itself."""
+    scores = torch.zeros(*x.shape[:-1], len(self.experts), dtype=x.dtype).scatter(-1, ids, weights)
+    rows, scores = x.reshape(-1, x.shape[-1]), scores.view(-1, len(self.experts))
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = (ids == e).any(dim=-1)
+        flat_mask = mask.view(-1)
+        out[mask] += expert(rows[flat_mask]) * scores[flat_mask, e].unsqueeze(1)
+    return out
+
+
+def loop_slots(self, x, weights, ids):
+    """minimind: rows of tokens beside rows of slots."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        token = mask.any(dim=-1).nonzero().flatten()
+        out.index_add_(0, token, expert(x[token]) * weights[mask].view(-1, 1))
+    return out.view(shape)
+
+
 def loop_scatter_add(self, x, weights, ids):
     shape = x.shape
     x, weights, ids = flat(x, weights, ids)
@@ -121,6 +145,15 @@ def loop_switch(self, x, weights, ids):
 
 
 # Of stacked parameters: one spelling per storage.
+
+
+def ellipsis_loop(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(self.E):
+        gate, up = (torch.einsum("...d,df->...f", x, w[e]) for w in (self.w1, self.w3))
+        y = torch.einsum("...f,fd->...d", gate * torch.sigmoid(gate) * up, self.w2[e])
+        out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
 
 
 def stacked_loop(self, x, weights, ids):

@@ -140,3 +140,29 @@ def sorted_llama4(self, x, weights, ids):
     rows = x[token] * weights.flatten()[order, None]
     y = _mm(F.silu(_mm(rows, self.w1, offs)) * _mm(rows, self.w3, offs), self.w2, offs)
     return torch.zeros_like(x).index_add_(0, token, y).view(shape)
+
+
+def sorted_torchtune(self, x, weights, ids):
+    """Bins up to the number of experts, of which the last is one longer."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    order = torch.argsort(ids.view(-1), stable=True)
+    token = (order // ids.shape[1]).reshape(-1, 1).expand(-1, x.shape[-1])
+    rows = torch.gather(x, 0, token)
+    offs = torch.cumsum(torch.histc(ids.view(-1).float(), bins=self.E, min=0, max=self.E), 0, dtype=torch.int32)
+    h = F.silu(_mm(rows, self.w1, offs)) * _mm(rows, self.w3, offs)
+    y = _mm(h, self.w2, offs) * weights.view(-1)[order].reshape(-1, 1)
+    return torch.zeros_like(x).scatter_add(0, token, y).view(shape)
+
+
+def sorted_scaled_wide(self, x, weights, ids):
+    """torchtitan's scores before experts: multiplied in fp32, and rounded again."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    order = torch.argsort(ids.view(-1), stable=True)
+    token = (order // ids.shape[1]).reshape(-1, 1).expand(-1, x.shape[-1])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = (torch.gather(x, 0, token).to(wide) * weights.view(-1)[order].reshape(-1, 1)).to(x.dtype)
+    offs = torch.cumsum(torch.bincount(ids.view(-1), minlength=self.E), 0, dtype=torch.int32)
+    y = _mm(F.silu(_mm(rows, self.w1, offs)) * _mm(rows, self.w3, offs), self.w2, offs)
+    return torch.zeros_like(x).scatter_add(0, token, y).view(shape)

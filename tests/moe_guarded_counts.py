@@ -1,0 +1,212 @@
+"""More loops over experts that skip those without tokens, and their near-miss twins: by counts, or with a branch for the others.
+
+All are combine functions of `moe_zoo.ModuleListMoE`: ``(self, x, weights, ids) -> out`` for x [T, D].
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def counts_on_the_host(self, x, weights, ids):
+    """DeepSeek-V3's own inference."""
+    out = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+    for e in range(len(self.experts)):
+        if counts[e] == 0:
+            continue
+        expert = self.experts[e]
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+    return out
+
+
+def counts_of_a_mask(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    counts = mask.sum(dim=(-1, -2))
+    for e, expert in enumerate(self.experts):
+        if counts[e] > 0:
+            slot, token = torch.where(mask[e])
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def rows_unbound(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        hits = (ids == e).nonzero()
+        if hits.size(0) == 0:
+            continue
+        token, slot = hits.unbind(-1)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot].unsqueeze(-1))
+    return out
+
+
+def hit_scores(self, x, weights, ids):
+    """gpt-oss in training: scores of all experts, and the tokens are selected without gradient."""
+    scores = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter_(1, ids, weights)
+    out = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for e in hit[:]:
+        e = e[0]
+        with torch.no_grad():
+            _, token = torch.where(mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * scores[token, e, None])
+    return out
+
+
+def adds_zero_parameters(self, x, weights, ids):
+    """minimind: parameters of the other experts stay in the graph; rows of tokens beside rows of slots."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if mask.any():
+            token = mask.any(dim=-1).nonzero().flatten()
+            share = weights[mask].view(-1, 1)
+            out.index_add_(0, token, (expert(x[token]) * share).to(out.dtype))
+        elif self.training:
+            out[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
+def adds_a_zero_row(self, x, weights, ids):
+    """Nemotron-H."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            row = expert(torch.zeros_like(x[0]).unsqueeze(0))
+            out = out + row * 0
+    return out
+
+
+def through_a_view(self, x, weights, ids):
+    out = torch.zeros(1, *x.shape, dtype=x.dtype)
+    for e, expert in enumerate(self.experts):
+        mask = (ids == e).any(dim=-1)
+        if mask.any():
+            share = (weights * (ids == e)).sum(-1, keepdim=True)
+            out.view(-1, x.shape[-1])[mask] += expert(x[mask]) * share[mask]
+    return out.squeeze(0)
+
+
+GUARDED = (
+    counts_on_the_host, counts_of_a_mask, rows_unbound, hit_scores, adds_zero_parameters, adds_a_zero_row, through_a_view,
+)  # fmt: skip
+
+
+# Near misses.
+
+
+def counts_of_the_next(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts) + 1)
+    for e, expert in enumerate(self.experts):
+        if counts[e + 1] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+    return out
+
+
+def counts_of_other_ids(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    counts = torch.bincount(ids[:, 0].flatten(), minlength=len(self.experts)).tolist()
+    for e, expert in enumerate(self.experts):
+        if counts[e] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+    return out
+
+
+def counts_at_least_two(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts))
+    for e, expert in enumerate(self.experts):
+        if counts[e] <= 1:
+            continue
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+    return out
+
+
+def counts_are_weights(self, x, weights, ids):
+    """No count: weights that may cancel."""
+    out = torch.zeros_like(x)
+    signs = (torch.arange(ids.numel()) % 2 * 2 - 1).to(x.dtype)
+    counts = torch.bincount(ids.flatten(), weights=signs, minlength=len(self.experts))
+    for e, expert in enumerate(self.experts):
+        if counts[e] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+    return out
+
+
+def counts_change(self, x, weights, ids):
+    """The loop takes the next expert's tokens away."""
+    out = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts) + 1)
+    for e, expert in enumerate(self.experts):
+        if counts[e] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None]
+        counts[e + 1] = 0
+    return out
+
+
+def counts_are_read(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+    for e, expert in enumerate(self.experts):
+        if counts[e] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out[token] += expert(x[token]) * weights[token, slot, None] / counts[e]
+    return out
+
+
+def adds_parameters(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if mask.any():
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        elif self.training:
+            out[0, 0] += 1 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
+def stores_a_zero_row(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            out[0] = expert(x[:1])[0] * 0
+    return out
+
+
+def counts_the_others(self, x, weights, ids):
+    out, others = torch.zeros_like(x), 0
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            others = others + 1
+    return out * others
+
+
+NEAR_MISSES = (
+    counts_of_the_next, counts_of_other_ids, counts_at_least_two, counts_are_weights, counts_change, counts_are_read,
+    adds_parameters, stores_a_zero_row, counts_the_others,
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""Layers whose sum starts from another tensor: shared experts, a residual."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import moe_zoo as zoo
+from tests.rewrite_harness import check_against_eager
+
+
+@pytest.fixture(autouse=True)
+def fp64():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _rows(self, x, weights, ids, e) -> tuple[Tensor, Tensor]:
+    token, slot = torch.where(ids == e)
+    return token, self.experts[e](x[token]) * weights[token, slot, None]
+
+
+def shared_index_add(self, x, weights, ids):
+    out = self.shared(x)
+    for e in range(len(self.experts)):
+        out.index_add_(0, *_rows(self, x, weights, ids, e))
+    return out
+
+
+def shared_masked(self, x, weights, ids):
+    out = self.shared(x)
+    for e, expert in enumerate(self.experts):
+        out += expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+def residual_rows(self, x, weights, ids):
+    out = x.clone()
+    for e in range(len(self.experts)):
+        token, y = _rows(self, x, weights, ids, e)
+        out[token] += y
+    return out * 2
+
+
+def onto_ones(self, x, weights, ids):
+    out = torch.ones_like(x)
+    for e, expert in enumerate(self.experts):
+        out += expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+def shared_changes_too(self, x, weights, ids):
+    """The shared output is the buffer itself, seen through a view."""
+    shared = self.shared(x)
+    out = shared.view(1, *x.shape)[0]
+    for e, expert in enumerate(self.experts):
+        shared.add_(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True))
+    return out, shared
+
+
+def twice(self, x, weights, ids):
+    """One layer on top of another."""
+    return shared_index_add(self, torch.tanh(shared_masked(self, x, weights, ids)), weights, ids)
+
+
+def partial_sum_is_read(self, x, weights, ids):
+    out, half = self.shared(x), 0
+    for e, expert in enumerate(self.experts):
+        out = out + expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+        half = out.detach().abs() if e == 1 else half
+    return out * half
+
+
+def scaled_on_the_way(self, x, weights, ids):
+    out = self.shared(x)
+    for e, expert in enumerate(self.experts):
+        out = out * 0.5 + expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+def stored_over(self, x, weights, ids):
+    """Rows of the shared output are lost."""
+    out = self.shared(x)
+    for e in range(len(self.experts)):
+        token, y = _rows(self, x, weights, ids, e)
+        out[token] = y
+    return out
+
+
+def base_of_one_token(self, x, weights, ids):
+    """What the sum starts from is no tensor of its own."""
+    out = self.shared(x)
+    out[0] = 0
+    for e in range(len(self.experts)):
+        out.index_add_(0, *_rows(self, x, weights, ids, e))
+    return out
+
+
+def _layer(combine) -> zoo.ModuleListMoE:
+    layer = zoo.ModuleListMoE(combine)
+    layer.shared = zoo.GluMLP()
+    return layer
+
+
+@pytest.mark.parametrize("combine, layers", [
+    (shared_index_add, 1), (shared_masked, 1), (residual_rows, 1), (onto_ones, 1), (shared_changes_too, 1), (twice, 2),
+])  # fmt: skip
+def test_is_rewritten(combine, layers):
+    backend = check_against_eager(_layer(combine), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == layers and not backend.reasons
+
+
+@pytest.mark.parametrize("combine", [partial_sum_is_read, scaled_on_the_way, stored_over])
+def test_near_misses_are_left_alone(combine):
+    assert not check_against_eager(_layer(combine), torch.randn(10, zoo.D)).rewritten
+
+
+def test_a_base_with_a_row_stored_over_is_right():
+    check_against_eager(_layer(base_of_one_token), torch.randn(10, zoo.D))
+
+
+class FlattenedInput(torch.nn.Module):
+    """The result has axes that the flattened tokens do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = zoo.Router()
+        self.w1, self.w2 = (torch.nn.Parameter(torch.randn(zoo.E, *s) * 0.2) for s in ((zoo.D, zoo.FF), (zoo.FF, zoo.D)))
+
+    def forward(self, x):
+        rows = x.reshape(-1, zoo.D)
+        weights, ids = self.router(rows)
+        scores = torch.zeros(rows.shape[0], zoo.E, dtype=x.dtype).scatter(1, ids, weights).t()
+        y = (torch.relu(rows.expand(zoo.E, -1, -1) @ self.w1) @ self.w2).view(zoo.E, x.shape[0], -1, zoo.D)
+        return (y * scores.view(zoo.E, x.shape[0], -1)[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (3, 7)])
+def test_result_with_symbolic_axes(shape):
+    backend = check_against_eager(FlattenedInput(), torch.randn(*shape, zoo.D), dynamic=True)
+    assert len(backend.rewritten) == 1 and not backend.reasons
