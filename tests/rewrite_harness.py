@@ -1,6 +1,7 @@
 """Compile with the rewrite and without Inductor: numbers against eager, and the rewritten graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +9,7 @@ import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 
+from moeblaze_ops import compile as switch
 from moeblaze_ops.lowering.rewrite import Candidate, RewriteReport, rewrite_graph
 
 
@@ -52,6 +54,28 @@ def compiled(fn: Callable, *, run: bool = True, dynamic: bool | None = None) -> 
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), backend
 
 
+@contextmanager
+def rewriting_frames(run: Callable = aot_eager) -> Iterator[tuple[Callable, list[Candidate]]]:
+    """A backend whose frames the switch captures and rewrites like Inductor's, and what it rewrote.
+
+    Layers in graphs of attempts that were given up do not count.
+    """
+    rewritten: list[Candidate] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        switch._rewrite(gm)
+        return run(gm, example_inputs)
+
+    switch._rewriting_backends.append(backend)
+    try:
+        with switch.recording() as records:
+            yield backend, rewritten
+    finally:
+        switch._rewriting_backends.remove(backend)
+        kept = [r.report for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None]
+        rewritten += [candidate for report in kept for candidate in report.rewritten]
+
+
 def rewrite_of(fn: Callable, *args: Tensor) -> Rewriting:
     """Capture and rewrite, without running the result."""
     run, backend = compiled(fn, run=False)
@@ -87,5 +111,4 @@ def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> 
     return named | {f"gradient of {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-
-__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of"]
+__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of", "rewriting_frames"]
