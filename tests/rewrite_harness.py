@@ -55,25 +55,24 @@ def compiled(fn: Callable, *, run: bool = True, dynamic: bool | None = None) -> 
 
 
 @contextmanager
-def rewriting_frames(run: Callable = aot_eager) -> Iterator[tuple[Callable, list[Candidate]]]:
-    """A backend whose frames the switch captures and rewrites like Inductor's, and what it rewrote.
-
-    Layers in graphs of attempts that were given up do not count.
-    """
-    rewritten: list[Candidate] = []
+def rewriting_backend() -> Iterator[Callable]:
+    """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it."""
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
         switch._rewrite(gm)
-        return run(gm, example_inputs)
+        return aot_eager(gm, example_inputs)
 
     switch._rewriting_backends.append(backend)
     try:
-        with switch.recording() as records:
-            yield backend, rewritten
+        yield backend
     finally:
         switch._rewriting_backends.remove(backend)
-        kept = [r.report for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None]
-        rewritten += [candidate for report in kept for candidate in report.rewritten]
+
+
+def rewritten_in(records: list[switch.Record]) -> list[Candidate]:
+    """The layers that were rewritten, but for those in attempts at a frame that were given up."""
+    kept = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+    return [candidate for report in kept for candidate in report.rewritten]
 
 
 def rewrite_of(fn: Callable, *args: Tensor) -> Rewriting:
@@ -111,4 +110,4 @@ def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> 
     return named | {f"gradient of {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of", "rewriting_frames"]
+__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend", "rewritten_in"]

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moeblaze_ops import compile as switch
 from tests import moe_zoo as zoo
-from tests.rewrite_harness import rewriting_frames
+from tests.rewrite_harness import rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -87,27 +88,28 @@ def check_wrapper(name: str, x: torch.Tensor) -> None:
         train(WRAPPERS[name], "aot_eager", x)
         breaks = sum(counters["graph_break"].values())
         counters.clear()
-        with rewriting_frames() as (backend, rewritten):
+        with rewriting_backend() as backend, switch.recording() as records:
             got = train(WRAPPERS[name], backend, x)
-    assert len(rewritten) == len(network()), rewritten
+    assert len(rewritten_in(records)) == len(network()), records
     assert sum(counters["graph_break"].values()) <= breaks, counters["graph_break"]
     torch.testing.assert_close(got, wanted)
 
 
 def check_dtensor(x: torch.Tensor) -> None:
     """A layer of DTensor parameters is no layer of ours: it compiles as it did, and the ops name what they lack."""
-    import moeblaze_ops
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+    import moeblaze_ops
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
     model = zoo.ModuleListMoE(zoo.masked_sum)
     wanted = model(x)
     distribute_module(model, mesh)
     x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    with rewriting_frames() as (backend, rewritten):
+    with rewriting_backend() as backend, switch.recording() as records:
         got = torch.compile(model, backend=backend)(x)
-    assert not rewritten
+    assert not rewritten_in(records)
     torch.testing.assert_close(got.full_tensor(), wanted)
 
     layer = moeblaze_ops.MoE(D=zoo.D, F=zoo.FF, E=zoo.E, K=zoo.K)
