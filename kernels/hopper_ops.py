@@ -1,7 +1,8 @@
 """The Hopper kernels as custom ops that write into tensors they are given.
 
 Inductor can inline a Triton kernel but not a Gluon one. A launcher that runs under a trace leaves calls of these ops
-in the graph instead, on buffers that Inductor allocates and plans; eager calls come the same way.
+in the graph instead, on buffers that Inductor allocates and plans; eager calls come the same way. Biases are optional
+because AOTInductor hands over None for an empty list.
 """
 
 import torch
@@ -24,13 +25,13 @@ def _register(schema: str, function) -> torch._ops.OpOverload:
 def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF) -> None:
     from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
 
-    hopper_expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+    hopper_expert_up(x_TD, w_up, b_up or [], slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
 
 
 def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND) -> None:
     from moeblaze_ops.kernels.hopper_rows import hopper_down_rows
 
-    hopper_down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND)
+    hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND)
 
 
 def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
@@ -65,12 +66,12 @@ def _weight_grad(
 
 
 expert_up = _register(
-    "expert_up(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor slots_N, Tensor offsets_E1, Tensor blocks_B2,"
+    "expert_up(Tensor x_TD, Tensor[] w_up, Tensor[]? b_up, Tensor slots_N, Tensor offsets_E1, Tensor blocks_B2,"
     " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF) -> ()",
     _expert_up,
 )
 down_rows = _register(
-    "down_rows(Tensor a_NF, Tensor[] w_down, Tensor[] b_down, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) y_ND) -> ()",
+    "down_rows(Tensor a_NF, Tensor[] w_down, Tensor[]? b_down, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) y_ND) -> ()",
     _down_rows,
 )
 up_backward_rows = _register(

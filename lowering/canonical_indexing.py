@@ -110,6 +110,12 @@ def _getitem(view: GraphView, x: Any, key: Any) -> Any:
     return view.make("index", x, indices, _first_axis(indices))
 
 
+@form("index")
+def _index(view: GraphView, x: Any, indices: Any) -> Any:
+    """A subscript as exported programs hold it; None stands for a whole axis."""
+    return _getitem(view, tensor(x), tuple(slice(None) if index is None else index for index in indices))
+
+
 @form("setitem", "__setitem__")
 def _setitem(view: GraphView, x: Any, key: Any, values: Any) -> Value:
     return _put(view, tensor(x), key, values, False)

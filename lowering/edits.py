@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from moeblaze_ops.lowering.layouts import WeightView
 from moeblaze_ops.lowering.operands import Operand
@@ -69,7 +70,7 @@ class Inserter:
         node = self._add(target, args, kwargs)
         fakes = fx.node.map_arg(args, fake_of)
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-        with self._mode:
+        with self._mode, _nothing_saved_for_the_caller():
             node.meta["example_value"] = function(*fakes, **kwargs)
         return node
 
@@ -126,3 +127,11 @@ class Inserter:
         if fake.dtype != operand.dtype:
             node = self.call("to", node, operand.dtype)
         return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
+
+
+def _nothing_saved_for_the_caller() -> saved_tensors_hooks:
+    """A context in which what autograd saves of fakes does not reach the hooks of who called the compiled function.
+
+    ``torch.utils.checkpoint`` around it counts what is saved, and would find less when it runs the function again.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

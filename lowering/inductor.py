@@ -18,16 +18,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moeblaze_ops import config
 from moeblaze_ops.joining import reads_in_place
-from moeblaze_ops.library import LAUNCHERS, OVERWRITING
+from moeblaze_ops.library import LAUNCHERS, OVERWRITING, PACKAGED
 from moeblaze_ops.lowering import inductor_api
 from moeblaze_ops.lowering.router_gradient import add_router_gradient
 
 
 def register_lowerings() -> None:
-    """Register a lowering for every op of the namespace, and what is fused into them after autograd."""
+    """Register a lowering for every op that has a launcher or lists of tensors, and what joins an op after autograd."""
     inductor_api.register_sum_rewrite(add_router_gradient)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
+    for op in PACKAGED.keys() - LAUNCHERS.keys():
+        inductor_api.register_lowering(op, _call_of(op))
 
 
 def register_traced_lowering(
@@ -40,7 +42,7 @@ def register_traced_lowering(
         launcher: returns what takes the arguments of ``op`` in its order and returns its outputs, on fake tensors too.
         must_call: from the op and its arguments, fake: whether the generated code has to call the op.
     """
-    call_op = inductor_api.fallback(op)
+    call_op = _call_of(op)
 
     def lower(*args, **kwargs):
         node = inductor_api.current_node()
@@ -68,6 +70,16 @@ def register_traced_lowering(
 
     lower.__name__ = f"lower_{op.overloadpacket.__name__}"
     inductor_api.register_lowering(op, lower)
+
+
+def _call_of(op: torch._ops.OpOverload) -> Callable:
+    """The lowering that calls ``op`` from the generated code, also where AOTInductor generates it."""
+    call_op, call_packaged = inductor_api.fallback(op), inductor_api.fallback(PACKAGED.get(op, op))
+
+    def call(*args, **kwargs):
+        return (call_packaged if inductor_api.is_packaging() else call_op)(*args, **kwargs)
+
+    return call
 
 
 def _in_schema_order(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:

@@ -24,6 +24,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.backends import registry
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import counters
@@ -128,7 +129,7 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
     def compile_frame(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
-        backend = innermost_backend(arguments["compiler_fn"])
+        backend = _asked_for(arguments["compiler_fn"])
         code = arguments["code"]
         for seen in _frame_watchers:
             if not _debug_get_cache_entry_list(code):
@@ -141,6 +142,28 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         return hook(compile_code, Frame(code, arguments["globals"], backend, arguments.get("export", False)))
 
     convert_frame.compile_frame = compile_frame
+
+
+def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> None:
+    """Call ``prepare(gm, backend)`` for each graph of a model in DistributedDataParallel before Dynamo cuts it.
+
+    It cuts at the buckets of gradients that are reduced together, which may be inside a layer.
+    """
+    original = DDPOptimizer.compile_fn
+
+    @functools.wraps(original)
+    def compile_fn(self, gm, *args, **kwargs):
+        prepare(gm, innermost_backend(self.backend_compile_fn))
+        return original(self, gm, *args, **kwargs)
+
+    DDPOptimizer.compile_fn = compile_fn
+
+
+def _asked_for(backend: Callable) -> Callable:
+    """The backend that the user asked for, inside of what Dynamo wraps around it."""
+    backend = innermost_backend(backend)
+    optimizer = getattr(backend, "__self__", None)
+    return innermost_backend(optimizer.backend_compile_fn) if isinstance(optimizer, DDPOptimizer) else backend
 
 
 def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]) -> None:
@@ -279,6 +302,13 @@ def fallback(op: torch._ops.OpOverload) -> Callable:
     from torch._inductor.lowering import fallback_handler
 
     return fallback_handler(op, add_to_fallback_set=False)
+
+
+def is_packaging() -> bool:
+    """Whether the graph that is being lowered is for AOTInductor."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.aot_mode
 
 
 def current_node() -> fx.Node:

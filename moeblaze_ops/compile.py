@@ -314,13 +314,20 @@ def _notice_effect(stack: StackSummary) -> None:
 
 
 def _may_capture(frame: inductor_api.Frame) -> bool:
-    if frame.export or inductor_api.captures_dynamic_shapes():
-        return False
-    compiler = inductor_api.compiler_of(frame.backend)
-    if any(compiler is backend for backend in _rewriting_backends):
+    return not frame.export and not inductor_api.captures_dynamic_shapes() and _rewrites(frame.backend)
+
+
+def _rewrites(backend: Callable) -> bool:
+    compiler = inductor_api.compiler_of(backend)
+    if any(compiler is rewriting for rewriting in _rewriting_backends):
         return True
-    patches = inductor_api.inductor_patches(frame.backend) if _enabled else None
+    patches = inductor_api.inductor_patches(backend) if _enabled else None
     return patches is not None and inductor_api.why_passes_do_not_run(NAME, patches) is None
+
+
+def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
+    if _rewrites(backend):
+        _rewrite(gm)
 
 
 def _rewrite(gm: fx.GraphModule) -> Any:
@@ -390,4 +397,5 @@ _rewriting_backends: list[Callable] = [moeblaze_backend]
 inductor_api.install_frame_hook(_compile_frame)
 inductor_api.install_code_hook(_substitute)
 inductor_api.install_effect_hook(_notice_effect)
+inductor_api.install_cut_hook(_rewrite_before_cut)
 inductor_api.register_backend(moeblaze_backend, NAME)

@@ -1,6 +1,7 @@
 """The ``moeblaze`` operator namespace: one call that registers everything a first-class op needs."""
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -17,10 +18,14 @@ NAMESPACE = "moeblaze"
 LAUNCHERS: dict[torch._ops.OpOverload, Callable[[], Callable]] = {}
 """What returns the CUDA implementation of an op that Inductor inlines, and what its lowering traces."""
 
+PACKAGED: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+"""What code of AOTInductor calls in place of an op with lists: it hands over None for an empty list."""
+
 OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {}
 """Of an op that can write a result over an argument: the argument's position, and a launcher that does so."""
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_packaged = torch.library.Library(f"{NAMESPACE}_packaged", "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
@@ -73,6 +78,7 @@ def register_op(
         position, overwriting_launcher = overwriting
         OVERWRITING[op] = position, lambda: with_experts_joined(op, overwriting_launcher(), copied)
     if not op._schema.is_mutable:
+        _define_packaged(name, schema, op)
         gradient = backward or _no_double_backward(name)
         torch.library.register_autograd(qualname, gradient, setup_context=setup_context, lib=_library)
     if autocast:
@@ -84,12 +90,31 @@ def register_op(
     return op
 
 
+def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
+    """Define the twin of ``op`` that takes None for an empty list, if ``op`` takes lists.
+
+    AOTInductor's proxy executor leaves the argument of an empty list unset (pytorch/pytorch#194324).
+    """
+    lists = [i for i, argument in enumerate(op._schema.arguments) if isinstance(argument.type, torch.ListType)]
+    if not lists:
+        return
+
+    def call(*args):
+        return op(*([] if i in lists and arg is None else arg for i, arg in enumerate(args)))
+
+    arguments, arrow, results = schema.partition("->")
+    _packaged.define(f"{name}{arguments.replace('[] ', '[]? ')}{arrow}{results}", tags=_TAGS)
+    _packaged.impl(name, call, "CompositeImplicitAutograd")
+    PACKAGED[op] = getattr(torch.ops.moeblaze_packaged, name).default
+
+
 def _announced(fake: Callable) -> Callable:
     """``fake``, after telling ``compile`` that a compiler traces: before it looks up a cache or lowers anything."""
 
     @functools.wraps(fake)
     def run(*args, **kwargs):
-        if TracingContext.try_get() is not None:
+        # AOTInductor traces an exported program without a context.
+        if TracingContext.try_get() is not None or "torch._inductor.lowering" in sys.modules:
             from moeblaze_ops.compile import on_trace
 
             on_trace()

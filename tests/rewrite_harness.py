@@ -1,6 +1,7 @@
 """Compile with the rewrite and without Inductor: numbers against eager, and the rewritten graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +9,7 @@ import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 
+from moeblaze_ops import compile as switch
 from moeblaze_ops.lowering.rewrite import Candidate, RewriteReport, rewrite_graph
 
 
@@ -52,6 +54,27 @@ def compiled(fn: Callable, *, run: bool = True, dynamic: bool | None = None) -> 
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), backend
 
 
+@contextmanager
+def rewriting_backend() -> Iterator[Callable]:
+    """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it."""
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        switch._rewrite(gm)
+        return aot_eager(gm, example_inputs)
+
+    switch._rewriting_backends.append(backend)
+    try:
+        yield backend
+    finally:
+        switch._rewriting_backends.remove(backend)
+
+
+def rewritten_in(records: list[switch.Record]) -> list[Candidate]:
+    """The layers that were rewritten, but for those in attempts at a frame that were given up."""
+    kept = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+    return [candidate for report in kept for candidate in report.rewritten]
+
+
 def rewrite_of(fn: Callable, *args: Tensor) -> Rewriting:
     """Capture and rewrite, without running the result."""
     run, backend = compiled(fn, run=False)
@@ -87,5 +110,4 @@ def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> 
     return named | {f"gradient of {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-
-__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of"]
+__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend", "rewritten_in"]

@@ -1,12 +1,10 @@
 """Loops that skip experts without tokens: captured in one graph where nothing is skipped, and left alone otherwise."""
 
-import contextlib
 
 import pytest
 import torch
 import torch._inductor.config
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
 import moeblaze_ops
@@ -14,6 +12,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
 from tests import moe_zoo as zoo
+from tests.rewrite_harness import rewriting_backend
 
 T = 12
 
@@ -46,21 +45,6 @@ def make_layer(combine, **kwargs) -> zoo.ModuleListMoE:
     layer.router = Router(layer.router)
     layer.calls = 0
     return layer
-
-
-@contextlib.contextmanager
-def rewriting_backend():
-    """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it."""
-
-    def backend(gm, example_inputs):
-        moeblaze_compile._rewrite(gm)
-        return aot_eager(gm, example_inputs)
-
-    moeblaze_compile._rewriting_backends.append(backend)
-    try:
-        yield backend
-    finally:
-        moeblaze_compile._rewriting_backends.remove(backend)
 
 
 def step(layer, run, x) -> dict[str, torch.Tensor]:
