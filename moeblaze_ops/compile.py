@@ -29,7 +29,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops import config, sources
+from moeblaze_ops import config, row_groups, sources
 from moeblaze_ops.capture import Captures, Region
 from moeblaze_ops.lowering import inductor_api
 
@@ -330,6 +330,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
     attempt = _attempt.get()
     before = set(_nodes(gm)) if attempt is not None else set()
+    if attempt is not None and (writes := _writes_to_rows(gm)):
+        attempt.left = f"{', '.join(writes)} would write to a copy of rows"
+        raise NotJustified(attempt.left)
     try:
         report = rewrite_graph(gm)
     except Exception as error:
@@ -361,6 +364,18 @@ def _unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: li
 
     nodes = [node for node in _nodes(gm) if node in captured and has_effect(node) and inside(node)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+
+
+def _writes_to_rows(gm: fx.GraphModule) -> list[str]:
+    """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
+    from moeblaze_ops.lowering.effects import writes_beside
+
+    def is_copy(node: fx.Node) -> bool:
+        return any(file == row_groups.__file__ and function in ("take", "kept") for file, _, function in _places(node)[-1:])
+
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    writes = [node for graph in graphs for node in writes_beside(graph, is_copy)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in writes))
 
 
 def _data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
