@@ -10,8 +10,8 @@
         start = end
     out = torch.cat(parts)
 
-Both are the same function for sizes that are not negative. That they are counts of what the rows were sorted by is for
-the rewrite of the graph to prove; without that, the function is compiled as it was.
+Both are the same function for sizes that are not negative. That they are counts, and of what the rows were sorted by, is
+proven in the graph; without that, the function is compiled as it was.
 """
 
 import ast
