@@ -7,6 +7,7 @@
     nonzero (mask, axis)            one coordinate of the true elements
     argsort (keys)                  a permutation that sorts 1-D keys upwards
     inverse (permutation)           grouped_mm (rows, weights, offsets)
+    searched (ends, numbers)        how many of the ends, which never fall, are not above a number
 """
 
 import math
@@ -201,6 +202,7 @@ def _index_add(view: GraphView, x: Any, dim: int, index: Any, source: Any, *, al
 @form("index_copy")
 def _index_copy(view: GraphView, x: Any, dim: int, index: Any, source: Any) -> Value:
     require(axis(tensor(x), dim) == 0, "rows")
+    require(same_size(tensor(index).shape[0], tensor(source).shape[0]), "a row for every index")
     return _put(view, x, index, source, False)
 
 
@@ -231,6 +233,14 @@ def _scatter_set(view: GraphView, x: Any, dim: int, index: Any, src: Any = None,
 
 @form("scatter_add")
 def _scatter_add(view: GraphView, x: Any, dim: int, index: Any, src: Any) -> Value:
+    return _scatter(view, x, dim, index, src, True)
+
+
+@form("scatter_reduce")
+def _scatter_reduce(
+    view: GraphView, x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+) -> Value:
+    require(reduce == "sum" and include_self, "a sum")
     return _scatter(view, x, dim, index, src, True)
 
 
@@ -324,6 +334,18 @@ def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 
     bound = _bound(integers)  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, _counts(view, ids, bins), output_dtype(view))
+
+
+@form("searchsorted")
+def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, side: str | None = None, **kwargs: Any) -> Value:
+    require(right or side == "right", "ends that are no part of what they end")
+    require(len(tensor(ends).shape) == 1 and kwargs.get("sorter") is None, "one row of sorted ends")
+    return view.make("searched", ends, tensor(x))
+
+
+@form("bucketize")
+def _bucketize(view: GraphView, x: Any, ends: Any, *, right: bool = False, **kwargs: Any) -> Value:
+    return _searchsorted(view, ends, x, right=right)
 
 
 @form("grouped_mm", "_grouped_mm", "grouped_mm_fallback")

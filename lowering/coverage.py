@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from torch import fx
-
+from moeblaze_ops.lowering.distinct import are_distinct
 from moeblaze_ops.lowering.expressions import Algebra, Expr
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.patterns_routing import Routing
 from moeblaze_ops.lowering.reasons import Reason, prove
-from moeblaze_ops.lowering.values import fake_of, target_name
 
 
 def expert_order(routings: Sequence[Routing]) -> list[int]:
@@ -61,19 +59,4 @@ def extent(expert: Expr | None, count: int) -> int | None:
 def prove_distinct(routings: Sequence[Routing], *, of_all: bool) -> None:
     """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
     for ids in {ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))}:
-        proven = ids.kind == "leaf" and ids.args[0].op == "output" and target_name(ids.args[0].args[0]) == "topk"
-        proven = proven and ids.args[0].args[1] == 1 and _last_axis(ids.args[0].args[0])
-        proven = proven and _slot_is_last(ids.args[1])
-        prove(proven, Reason.DISTINCT_EXPERTS)
-
-
-def _slot_is_last(indices: tuple[Expr, ...]) -> bool:
-    """The slot variable is the last index (or an offset of it), and in no other."""
-    *others, last = indices
-    plain = last.kind == "var" or (last.kind == "linear" and len(last.args[1]) == 1)
-    return plain and not any(v in other.free for v in last.free for other in others)
-
-
-def _last_axis(topk: fx.Node) -> bool:
-    dim = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
-    return dim in (-1, len(fake_of(topk)[1].shape) - 1)
+        prove(are_distinct(ids), Reason.DISTINCT_EXPERTS)

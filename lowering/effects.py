@@ -1,9 +1,11 @@
 """Which nodes of a Dynamo graph do more than give a value."""
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.values import inplace_name, target_name
+from moeblaze_ops.lowering.values import GraphView, inplace_name, target_name
 
 _RANDOM = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d",
@@ -25,6 +27,16 @@ def has_effect(node: fx.Node) -> bool:
         return True
     name = target_name(node)
     return name in _RANDOM or name in _UPDATES_STATISTICS or not _is_of_torch(node)
+
+
+def writes_beside(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """What writes to copies, or to what they are copies of: for views in their place that would be the same."""
+    copies = [node for node in graph.nodes if node.op in ("call_function", "call_method") and is_copy(node)]
+    if not copies:
+        return []
+    view = GraphView(graph, {})
+    made = {alias: copied for copied in copies for node in (copied, copied.args[0]) for alias in view.aliases(node)}
+    return [w for w, target in view.writes.items() if target in made and view.position[w] > view.position[made[target]]]
 
 
 def _is_of_torch(node: fx.Node) -> bool:

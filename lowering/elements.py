@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from moeblaze_ops.lowering.axes import common_groups
+from moeblaze_ops.lowering.elements_groups import GroupRules
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
 from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise
@@ -34,7 +35,7 @@ class Unroll(Exception):
         self.var = var
 
 
-class Evaluator(IndexingRules):
+class Evaluator(IndexingRules, GroupRules):
     """Elements of the values of one graph."""
 
     def __init__(self) -> None:
@@ -258,7 +259,7 @@ class Evaluator(IndexingRules):
         x, dim = value.args
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, (*indices[:dim], var, *indices[dim + 1 :]), depth)
-        return self.algebra.prefix(var, body, indices[dim])
+        return self.algebra.prefix(var, body, indices[dim]) if var.kind == "var" else body
 
     def _element_contract(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, labels, out = value.args
@@ -299,39 +300,6 @@ class Evaluator(IndexingRules):
             return e
         others.remove(kept[0])
         return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
-
-    def _element_grouped_mm(self, value: Value, indices: Indices, depth: int) -> Expr:
-        rows, weights, offsets = value.args
-        row, column = indices
-        expert = self.algebra.fresh(indices, weights.shape[0])
-        ends = self.element(offsets, (expert,), depth)
-        if ends.kind != "prefix" or ends.args[2] is not expert:
-            return self.algebra.leaf(value, indices)
-        group = self.algebra.group(*self.algebra.open(ends), row)
-        width = self.algebra.fresh(indices, rows.shape[1], "d")
-        row_element = self._with_number(self.element(rows, (row, width), depth + 1), (width,))
-        product = self.algebra.mul(row_element, self.element(weights, (group, width, column), depth + 1))
-        return self.algebra.sum(width, product)
-
-    def _resolve_group(self, group: Expr) -> Expr:
-        """The expert of a row that a sort by expert put in place, as the sorted key itself."""
-        row = group.args[2]
-        if row is self.algebra.zero:
-            return self._only_group(group)
-        if row.kind != "inverse":
-            return group
-        keys = row.args[0].args[0]
-        slot = self.algebra.fresh((), keys.shape[0])
-        opened, counts = self.algebra.open(group)
-        expected = self.algebra.sum(slot, self.algebra.eq(self.element(keys, (slot,)), opened))
-        return self.element(keys, (row.args[1],)) if counts is expected else group
-
-
-    def _only_group(self, group: Expr) -> Expr:
-        """The expert of the first row, where there is one row in all."""
-        opened, counts = self.algebra.open(group)
-        key = [side for side in counts.args if side is not opened] if counts.kind == "eq" else []
-        return key[0] if len(key) == 1 and opened not in key[0].free else group
 
 
 def accumulators(value: Value) -> list[Value]:

@@ -84,7 +84,7 @@ class IndexingRules:
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
         else:
-            landed = self._land_sorted(row, keys[0], at[0], sizes[0], body) if len(keys) == 1 else None
+            landed = self._land_selected(row, keys, at, sizes, body, depth)
         if landed is not None and row not in landed.body.free:
             return landed
         hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
@@ -107,9 +107,7 @@ class IndexingRules:
             coordinates.append(index)
         replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
         hits = self.element(mask, tuple(coordinates), depth)
-        ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
-        unique = ids[0] if len(ids) == 1 else None
-        return _Landed(free, hits, self.algebra.substitute(body, replace), unique)
+        return _Landed(free, hits, self.algebra.substitute(body, replace), _compared(hits))
 
     def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
@@ -132,7 +130,25 @@ class IndexingRules:
         once = self.algebra.distinct(ids[0], slot)
         return _Landed([slot], self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
 
-    def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr) -> "_Landed | None":
+    def _land_selected(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> "_Landed | None":
+        """Keys of sorted rows, or of those of them that a mask selects: go through all of them instead."""
+        if len(keys) != 1:
+            return None
+        selected = next(iter(subexpressions(keys[0], lambda e: e.kind == "nonzero" and e.args[2] is row)), None)
+        if selected is None or row.kind != "var":
+            return self._land_sorted(row, keys[0], at[0], sizes[0], body, self.algebra.one)
+        mask, _, _, extent = selected.args
+        position = self.algebra.fresh((row, *at), extent)
+        if len(mask.shape) != 1 or position.kind != "var":
+            return None
+        key, body = (self.algebra.substitute(e, {selected: position}) for e in (keys[0], body))
+        if row in key.free | body.free:
+            return None
+        return self._land_sorted(position, key, at[0], sizes[0], body, self.element(mask, (position,), depth))
+
+    def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr) -> "_Landed | None":
         """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
         size, slot = 1, key
         if key.kind in ("div", "mod"):
@@ -150,7 +166,8 @@ class IndexingRules:
         terms = [(size, fresh), (1, at)] if key.kind == "mod" else [(size, at), (1, fresh)]
         position = self.algebra.linear(0, terms)
         source = self.algebra.inverse(slot.args[0], position) if permuted else position
-        return _Landed(free, self.algebra.one, self.algebra.substitute(body, {row: source}), None)
+        body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
+        return _Landed(free, hits, body, _compared(hits))
 
 
 class _Landed:
@@ -206,6 +223,12 @@ def _flattened_coordinates(key: Expr, size: Size) -> list[Expr] | None:
     strides = {atom: stride for stride, atom in key.args[1]}
     row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
     return coordinates if row_major and same_size(math.prod(mask.shape), size) else None
+
+
+def _compared(hits: Expr) -> Expr | None:
+    """What a comparison compares with a number."""
+    compared = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
+    return compared[0] if len(compared) == 1 else None
 
 
 def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:

@@ -34,7 +34,7 @@ from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name
 
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
-    "index_copy", "copy", "addcmul",
+    "index_copy", "copy", "addcmul", "scatter_reduce",
 ))  # fmt: skip
 
 

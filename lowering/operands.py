@@ -56,13 +56,27 @@ class Finder:
     ) -> Operand | None:
         """The same, or the node that gives all targets when it is multiplied by one number."""
         found = self.find(targets, columns, width, depth)
-        algebra = self._evaluator.algebra
-        numbers = {tuple(f.args[0] for f in t.args if f.kind == "const") if t.kind == "mul" else () for t in targets}
-        if found is None and len(numbers) == 1 and (number := numbers.pop()):
-            rests = tuple(algebra.mul(*(f for f in t.args if f.kind != "const")) for t in targets)
-            found = self.find(rests, columns, width, depth)
-            return found and replace(found, factor=number[0])
-        return found
+        if found is not None:
+            return found
+        numbers, rests = zip(*map(self._number_and_rest, targets), strict=True)
+        if len(set(numbers)) != 1 or numbers[0] is None:
+            return None
+        for held in (None, *self._numbers_beside(rests[0], columns[0], width, depth)):
+            multiples = rests if held is None else tuple(self._evaluator.algebra.mul(held, rest) for rest in rests)
+            if (found := self.find(multiples, columns, width, depth)) is not None:
+                return replace(found, factor=numbers[0] / (1 if held is None else held.args[0]))
+        return None
+
+    def _numbers_beside(self, rest: Expr, column: Expr, width: Size, depth: int) -> list[Expr]:
+        """Numbers, each of which some node holds multiplied by ``rest``."""
+        found: dict[Expr, None] = {}
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            for e in self._elements(value, column, width, depth) if isinstance(value, Value) else ():
+                number, other = self._number_and_rest(e)
+                if number and other is rest:
+                    found[self._evaluator.algebra.const(number)] = None
+        return list(found)
 
     def _search(
         self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, nodes: list[fx.Node] | None = None
@@ -89,6 +103,19 @@ class Finder:
             except Unroll:
                 continue
         return False
+
+    def _number_and_rest(self, e: Expr) -> tuple[float | None, Expr | None]:
+        """The number in a product, None where there is none, and the product without it."""
+        numbers = [f.args[0] for f in e.args if f.kind == "const"] if e.kind == "mul" else []
+        return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
+
+    def _elements(self, value: Value, column: Expr, width: Size, depth: int) -> Iterable[Expr]:
+        for token in self._token_indices(value.shape, width):
+            if len(value.shape) in (len(token), len(token) + 1):
+                try:
+                    yield self._evaluator.element(value, (*token, column)[: len(value.shape)], depth)
+                except Unroll:
+                    continue
 
     def _token_indices(self, shape: tuple[Size, ...], width: Size) -> Iterable[tuple[Expr, ...]]:
         """Token indices that fit ``[*tokens, width]``, or ``[*tokens]`` when width is 1, over any axes of the tokens."""

@@ -46,7 +46,7 @@ def _terms(e: Expr) -> tuple[Expr, ...]:
 
 
 def is_expert_term(e: Expr, feature: Expr) -> bool:
-    """A cheap look: two projections, chosen by a comparison beside them or by what their weights are indexed with."""
+    """A cheap look: two projections, chosen by a comparison, beside them or on the input, or by their weights' indices."""
     chosen = False
     binders: set[Expr] = set()
     while True:
@@ -61,7 +61,9 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
         e = e.args[1]
     sums = (_scaled_sum(term, feature) for term in _terms(e))
     down = next((s for s in sums if s is not None and s.args[1].has_dot), None)
-    return down is not None and (chosen or any(_chooses(f, binders) for f in _factors(down.args[1]) if feature in f.free))
+    if down is None or chosen:
+        return down is not None
+    return any(_chooses(f, binders) if feature in f.free else _compares(f) for f in _factors(down.args[1]))
 
 
 def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:

@@ -4,6 +4,7 @@ Many layers skip an expert that no token chose: ``if mask.any():``, ``if idx.num
 experts that were hit. Such a branch depends on data, and Dynamo stops there. Where what is skipped does nothing for an
 expert without tokens, the same function results without the branch:
 
+- slices by counts on the host become gathers, without a number on the host (``capture_splits``);
 - the syntax tree proves that the condition is false only where a mask is empty, that all it guards is set by, or adds
   to, rows that this mask selects, and that no other name is left changed (``capture_guards``, ``capture_hits``);
 - whoever traces the new code makes sure that nothing called inside has an effect on anything but tensors, and that of
@@ -27,8 +28,12 @@ from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import hit_loop, over_all_experts
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
+from moeblaze_ops.capture_split_body import ROWS
+from moeblaze_ops.capture_splits import Splits
 
-_HINTS = frozenset(("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount"))
+_HINTS = frozenset(
+    ("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy", "split")
+)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
 
@@ -101,8 +106,11 @@ def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
 
 def _may_hold_experts(code: CodeType) -> bool:
     """Whether it is worth to read the source: there is a loop, and something that asks a tensor for its size or elements."""
-    has_loop = opcode.opmap["FOR_ITER"] in code.co_code[::2]
-    return has_loop and bool(_HINTS & set(code.co_names)) and not code.co_filename.startswith(_TORCH)
+    comprehensions = (inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name.startswith("<"))
+    codes = (code, *comprehensions)
+    has_loop = any(opcode.opmap["FOR_ITER"] in c.co_code[::2] for c in codes)
+    has_hint = any(_HINTS & {*c.co_names} for c in codes)
+    return has_loop and has_hint and not code.co_filename.startswith(_TORCH)
 
 
 @dataclass
@@ -122,6 +130,7 @@ class _Rewriting:
     def __init__(self, code: CodeType, module_globals: dict[str, Any], refused: dict[int, str]):
         self.code, self.globals, self.refused = code, module_globals, refused
         self.guarded: list[_Guarded] = []
+        self.splits: dict[int, ast.For] = {}
 
     def function(self, function: ast.FunctionDef) -> None:
         nodes = list(ast.walk(function))
@@ -129,7 +138,14 @@ class _Rewriting:
         if scoped or _FORBIDDEN_NAMES & loaded(function):
             return
         local = frozenset(self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars)
+        splits = Splits(function, Reader(self.globals, local), self.refused, self.code.co_cellvars + self.code.co_freevars)
+        if not splits.rewrite():
+            return
+        self.splits = splits.loops
         function.body = self.block(function.body, Reader(self.globals, local), in_loop=False)
+        for loop in self.splits.values():
+            if any(loop.lineno < line <= (loop.end_lineno or loop.lineno) for line in self.refused):
+                splits.refuse(loop, "a branch in it has to stay")
 
     def escaping(self, function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         """Branches to keep after all: names that are set behind them are read elsewhere."""
@@ -216,11 +232,30 @@ class _Rewriting:
 
     def loop(self, loop: ast.For, reader: Reader) -> ast.For:
         names = stored(loop)
-        if not self.over_hits(loop, reader, names):
+        if id(loop) in self.splits:
+            self.over_groups(loop, reader, names)
+        elif not self.over_hits(loop, reader, names):
             loop.body = self.block(loop.body, reader.in_every_round(loop, names), in_loop=True)
         reader.forget(names)
         reader.forget_masks()
         return loop
+
+    def over_groups(self, loop: ast.For, reader: Reader, names: set[str]) -> None:
+        """Prove that a loop over groups of rows does nothing for one without rows: not all of them had a round before."""
+        inner = reader.inside(names)
+        first = inner.copy()
+        first.execute(loop.body[0])
+        try:
+            effects = prove_no_effect(loop.body, first.read(ast.Name(ROWS)).group, inner.copy(), may_continue=True)
+        except Unproven as unproven:
+            self.refused.setdefault(loop.lineno, f"the loop at line {loop.lineno} stays: {unproven}")
+            return
+        loop.body = self.block(loop.body, inner, in_loop=True)
+        targets = stored(loop.target)
+        effects.temporary |= targets
+        effects.read_first -= targets
+        what = "captured without numbers of tokens on the host: slices by them take the rows of one expert"
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects))
 
     def over_hits(self, loop: ast.For, reader: Reader, names: set[str]) -> bool:
         """Make a loop over hit experts one over all; False where it stays as it is."""

@@ -15,6 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moeblaze_ops import row_groups
+
+MODULE = "_moeblaze_row_groups"
+"""The name of ``row_groups`` in changed code."""
+
 _VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
 _CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max, sum))
 _COUNTED_AT = {
@@ -98,6 +103,8 @@ class Reader:
         if isinstance(e, ast.Attribute):
             owner = self.resolve(e.value)
             return getattr(owner, e.attr, None) if owner is not None else None
+        if isinstance(e, ast.Name) and e.id == MODULE:
+            return row_groups
         if isinstance(e, ast.Name) and e.id not in self._locals:
             return self._globals.get(e.id, getattr(builtins, e.id, None))
         return None
@@ -151,7 +158,7 @@ class Reader:
         function = self.resolve(call.func)
         if function is not None and isinstance(call.func, ast.Attribute):
             owner = self.resolve(call.func.value)
-            return (owner is torch or owner is F) and not call.func.attr.endswith("_")
+            return any(owner is pure for pure in (torch, F, row_groups)) and not call.func.attr.endswith("_")
         if isinstance(call.func, ast.Name):
             return any(function is builtin for builtin in _CALLS_BUILTIN)
         return isinstance(call.func, ast.Attribute) and hasattr(torch.Tensor, call.func.attr)
@@ -229,6 +236,11 @@ class Reader:
             return self._method(self.read(args[0]), "unbind", args[1:], options)
         if function in (torch.where, torch.nonzero) and len(args) == 1:
             return self._nonzero(self.read(args[0]), function is torch.where or _is_true(options.get("as_tuple")))
+        if function is row_groups.rows:
+            key = "row group", func.lineno
+            return Value(key, key, "rows")
+        if function is row_groups.take and len(args) == 3:
+            return self._unknown("rows", self.read(args[1]).group)
         if function in (torch.greater, torch.gt) and len(args) == 2:
             return self._compared(self.read(args[0]), ast.Gt(), args[1])
         if function in (torch.any, torch.sum) and args:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moeblaze_ops import row_groups
 from moeblaze_ops.capture_emptiness import Reader, without_views
 
 _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
@@ -20,13 +21,21 @@ class Unproven(Exception):
 
 @dataclass
 class Effects:
-    """What guarded statements do to names: ``temporary`` ones they set, ``read_first`` ones they read before that."""
+    """What guarded statements do to names: ``temporary`` ones they set, ``read_first`` ones they read before that.
+
+    ``certain``: temporary names that are set whatever conditions say.
+    """
 
     temporary: set[str] = field(default_factory=set)
     read_first: set[str] = field(default_factory=set)
+    certain: set[str] = field(default_factory=set)
 
     def loads(self, node: ast.AST) -> None:
-        self.read_first |= loaded(node) - self.temporary
+        self.read_first |= loaded(node) - self.certain
+
+    def sets(self, *names: str) -> None:
+        self.temporary.update(names)
+        self.certain.update(names)
 
 
 def loaded(node: ast.AST) -> set[str]:
@@ -131,7 +140,7 @@ class _Proof:
             raise Unproven(s, "an expression with an effect")
         if any(isinstance(n, ast.Call) and self.reader.resolve(n.func) is next for n in ast.walk(s)):
             raise Unproven(s, "an iterator is moved on")
-        self.effects.loads(s)
+        self.effects.loads(s.test if isinstance(s, ast.If) else s)
         match s:
             case ast.Pass() | ast.Expr(value=ast.Constant()):
                 return
@@ -141,19 +150,21 @@ class _Proof:
                 self.block(body, conditional)
                 return
             case ast.If(body=body, orelse=orelse):
-                self.block(body, True)
-                self.block(orelse, True)
+                before = set(self.effects.certain)
+                for branch in (body, orelse):
+                    self.block(branch, True)
+                    self.effects.certain = set(before)
                 return
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._updates(value, name):
                 self.reader.execute(s)
                 return
             case ast.Assign(targets=[ast.Name(id=name)]):
                 self.reader.execute(s)
-                self.effects.temporary.add(name)
+                self.effects.sets(name)
                 return
             case ast.Assign(targets=[ast.Tuple(elts=targets)]) if all(isinstance(t, ast.Name) for t in targets):
                 self.reader.execute(s)
-                self.effects.temporary |= {target.id for target in targets}
+                self.effects.sets(*(target.id for target in targets))
                 return
             case ast.Assign(targets=[ast.Subscript() as target]) | ast.AugAssign(target=ast.Subscript() as target):
                 if self._is_empty_part(target):
@@ -165,6 +176,11 @@ class _Proof:
             case ast.AugAssign(target=ast.Name(id=name)):
                 raise Unproven(s, f"{name} is changed")
             case ast.Expr(value=ast.Call() as call) if self._updates_in_place(call):
+                return
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr))) if (
+                name in self.effects.temporary and attr.endswith("_") and not attr.startswith("_")
+            ):
+                self.reader.execute(s)
                 return
         raise Unproven(s, f"a statement that may have an effect ({ast.unparse(s).partition(chr(10))[0]})")
 
@@ -186,9 +202,11 @@ class _Proof:
         return isinstance(e, ast.Name) and self.reader.read(e).group != self.group
 
     def _updates(self, value: ast.expr, name: str) -> bool:
-        """``name = name.index_add(0, rows, ...)`` or the same by ``torch.index_add``."""
+        """``name = name.index_add(0, rows, ...)``, or rows of a group put into it."""
         if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
             return False
+        if self.reader.resolve(value.func) is row_groups.put:
+            return isinstance(value.args[0], ast.Name) and value.args[0].id == name and self._in_group(value.args[2])
         if self.reader.resolve(value.func) is not None:
             return False
         return value.func.attr == "index_add" and self._adds_rows(value, value.func.value, name)
@@ -196,7 +214,7 @@ class _Proof:
     def _updates_in_place(self, call: ast.Call) -> bool:
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             return False
-        if call.func.attr in ("index_add_", "index_copy_"):
+        if call.func.attr in ("index_add_", "index_copy_", "scatter_add_", "scatter_reduce_"):
             return self._adds_rows(call, call.func.value, call.func.value.id)
         if call.func.attr == "index_put_" and call.args and isinstance(call.args[0], ast.Tuple) and call.args[0].elts:
             return self._is_accumulator(call.func.value) and self._in_group(call.args[0].elts[0], "rows", "mask")
@@ -208,4 +226,12 @@ class _Proof:
         arguments |= {keyword.arg: keyword.value for keyword in call.keywords}
         along_rows = isinstance(arguments.get("dim"), ast.Constant) and arguments["dim"].value == 0
         named = isinstance(base, ast.Name) and base.id == name and self._is_accumulator(base)
-        return along_rows and named and "index" in arguments and self._in_group(arguments["index"])
+        return along_rows and named and "index" in arguments and self._in_group(_before_expansion(arguments["index"]))
+
+
+def _before_expansion(e: ast.expr) -> ast.expr:
+    """What is empty wherever an expansion of it is."""
+    match e:
+        case ast.Call(func=ast.Attribute(value=inner, attr="expand" | "expand_as" | "repeat")):
+            return _before_expansion(inner)
+    return e

@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops import config, sources
-from moeblaze_ops.capture import Captures, Region
+from moeblaze_ops.capture import Captures
 from moeblaze_ops.lowering import inductor_api
 
 log = logging.getLogger(__name__)
@@ -332,10 +330,17 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
+    from moeblaze_ops.lowering import justification
     from moeblaze_ops.lowering.rewrite import rewrite_graph
 
     attempt = _attempt.get()
-    before = set(_nodes(gm)) if attempt is not None else set()
+    before = set(justification.all_nodes(gm)) if attempt is not None else set()
+    if attempt is not None and (writes := justification.writes_to_rows(gm)):
+        attempt.left = f"{', '.join(writes)} would write to a copy of rows"
+        raise NotJustified(attempt.left)
+    if attempt is not None and justification.groups_that_overlap(gm):
+        attempt.left = "rows would be in groups that are no counts of ids"
+        raise NotJustified(attempt.left)
     try:
         report = rewrite_graph(gm)
     except Exception as error:
@@ -349,48 +354,13 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt.captures and attempt.captures.done and inductor_api.ends_in_break(gm):
         attempt.left = _BREAK
         raise NotJustified(attempt.left)
-    if sources := _data_dependent_shapes(gm):
+    if sources := justification.data_dependent_shapes(gm):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
-    if attempt.captures and (effects := _unjustified_effects(gm, before, attempt.captures.regions)):
+    if attempt.captures and (effects := justification.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
         raise NotJustified(attempt.left)
     return report
-
-
-def _unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: list[Region]) -> list[str]:
-    """The captured nodes from ``regions`` that are still there and do more than give a value, each with its line."""
-    from moeblaze_ops.lowering.effects import has_effect
-
-    def inside(node: fx.Node) -> bool:
-        return any(region.holds(*place) for place in inductor_api.places(node) for region in regions)
-
-    nodes = [node for node in _nodes(gm) if node in captured and has_effect(node) and inside(node)]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
-
-
-def _data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
-    """The ops that make tensors of a size that only the data tell, each once with its line."""
-
-    def depends_on_data(node: fx.Node) -> bool:
-        value = node.meta.get("example_value")
-        tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
-        return any(free_unbacked_symbols(tensor) for tensor in tensors)
-
-    nodes = _nodes(gm)
-    dependent = {node for node in nodes if depends_on_data(node)}
-    sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
-
-
-def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    """All nodes, those of bodies of higher-order operators included."""
-    return [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
-
-
-def _line(node: fx.Node) -> str:
-    stack = inductor_api.places(node)
-    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else "source unknown"
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]

@@ -387,23 +387,8 @@ def collects_in_an_expression(self, x, weights, ids):
     return out * len(seen)
 
 
-def sort_and_split(self, x, weights, ids):
-    """DeepSeek's moe_infer: the counts are numbers on the host, and the rows of an expert a slice."""
-    top_k = ids.shape[1]
-    counts = torch.bincount(ids.view(-1), minlength=len(self.experts)).tolist()
-    order = ids.view(-1).argsort()
-    rows, outputs, start = x[order // top_k], [], 0
-    for e, count in enumerate(counts):
-        if count == 0:
-            continue
-        outputs.append(self.experts[e](rows[start : start + count]))
-        start += count
-    y = torch.zeros_like(rows).index_copy(0, order, torch.cat(outputs))
-    return (y.view(x.shape[0], top_k, -1) * weights.unsqueeze(-1)).sum(1)
-
-
 NEAR_MISSES = (
     else_branch, bias_to_all_rows, counts_experts, counts_on_the_module, breaks, reads_the_count, other_mask, more_than_two,
     any_of_indices, keeps_the_last, changes_the_mask, collects, hit_counted, hit_more_than_once, hit_then_break, hit_as_number,
-    sort_and_split, next_of_an_iterator,
+    next_of_an_iterator,
 )  # fmt: skip

@@ -1,0 +1,71 @@
+"""Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from moeblaze_ops import row_groups
+from moeblaze_ops.lowering.effects import has_effect, writes_beside
+from moeblaze_ops.lowering.inductor_api import places
+from moeblaze_ops.lowering.running_counts import without_running_counts
+
+
+def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Sequence[Any]) -> list[str]:
+    """The captured nodes from ``regions`` that are still there and do more than give a value, each with its line."""
+
+    def inside(node: fx.Node) -> bool:
+        return any(region.holds(*place) for place in places(node) for region in regions)
+
+    nodes = [node for node in all_nodes(gm) if node in captured and has_effect(node) and inside(node)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+
+
+def writes_to_rows(gm: fx.GraphModule) -> list[str]:
+    """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
+    writes = [node for graph in _graphs(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in writes))
+
+
+def groups_that_overlap(gm: fx.GraphModule) -> bool:
+    """Whether slices by numbers on the host, which may overlap or stand in any order, became groups of rows, which do not."""
+
+    def searches(node: fx.Node) -> bool:
+        return node.target is torch.searchsorted and _is_of_row_groups(node, "rows")
+
+    return any(without_running_counts(graph, searches) for graph in _graphs(gm))
+
+
+def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:
+    return any(file == row_groups.__file__ and function in functions for file, _, function in places(node)[-1:])
+
+
+def data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
+    """The ops that make tensors of a size that only the data tell, each once with its line."""
+
+    def depends_on_data(node: fx.Node) -> bool:
+        value = node.meta.get("example_value")
+        tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
+        return any(free_unbacked_symbols(tensor) for tensor in tensors)
+
+    nodes = all_nodes(gm)
+    dependent = {node for node in nodes if depends_on_data(node)}
+    sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
+
+
+def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """All nodes, those of bodies of higher-order operators included."""
+    return [node for graph in _graphs(gm) for node in graph.nodes]
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
+    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _line(node: fx.Node) -> str:
+    stack = places(node)
+    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else "source unknown"

@@ -1,0 +1,430 @@
+"""Loops over rows that were sorted by expert and split by counts on the host, as loops over groups of rows.
+
+    sizes = torch.bincount(ids, minlength=E).tolist()           sizes = torch.bincount(ids, minlength=E)
+    start = 0                                                   ends = sizes.cumsum(0)
+    for e, size in enumerate(sizes):                            for e in range(E):
+        end = start + size                                          rows = row_groups.rows(ends, e, x)
+        if size == 0:                                               if rows.numel() == 0:
+            continue                                                    continue
+        parts.append(experts[e](x[start:end]))                      out = row_groups.put(out, experts[e](x[rows]), rows)
+        start = end
+    out = torch.cat(parts)
+
+Both are the same function for sizes that are not negative. That they are counts, and of what the rows were sorted by, is
+proven in the graph; without that, the function is compiled as it was.
+"""
+
+import ast
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moeblaze_ops.capture_emptiness import Reader
+from moeblaze_ops.capture_guards import Unproven, loaded, stored
+from moeblaze_ops.capture_hosts import Host, host, hosts_of, made_by_bincount, numbers_on_device
+from moeblaze_ops.capture_split_body import END, LIKE, MODULE, ROWS, SIZE, START, Round, located, name_of, row_groups_call
+
+_ENDS, _GROUP, _SPLIT = "_moeblaze_ends", "_moeblaze_group", "_moeblaze_split"
+_CATS = (torch.cat, torch.concat, torch.concatenate)
+
+
+class Splits:
+    """One pass over one function, whose tree it changes; loops whose lines are in ``refused`` stay.
+
+    After ``rewrite``, ``loops`` holds the loops that are changed, by the identity of their nodes.
+    """
+
+    def __init__(self, function: ast.FunctionDef, reader: Reader, refused: dict[int, str], cells: Sequence[str]):
+        self.function, self.reader, self.refused, self.cells = function, reader, refused, cells
+        self.loops: dict[int, ast.For] = {}
+        self._numbers: dict[str, ast.Assign] = {}  # names whose numbers stay on the device now, and where they are set
+        self._own: set[int] = set()  # nodes that read them as a tensor
+
+    def rewrite(self) -> bool:
+        """Whether the tree is whole; otherwise there are more refused lines now, and it has to be made again."""
+        before = len(self.refused)
+        if not any(name.startswith("_moeblaze") for name in loaded(self.function) | stored(self.function)):
+            self._block(self.function.body, [], [])
+            self._check_numbers()
+        if self.loops:
+            documented = ast.get_docstring(self.function, clean=False) is not None
+            place = self.function.body[0]
+            name = ast.Import([ast.alias("moeblaze_ops.row_groups", MODULE)])
+            self.function.body.insert(int(documented), located(name, place))
+        return len(self.refused) == before
+
+    def refuse(self, loop: ast.stmt, reason: object) -> None:
+        self.refused.setdefault(loop.lineno, f"the loop at line {loop.lineno} stays: {reason}")
+
+    def _block(self, block: list[ast.stmt], above: list[ast.stmt], below: list[ast.stmt]) -> None:
+        block[:] = [part for statement in block for part in _one_by_one(statement)]
+        for statement in list(block):
+            at = block.index(statement)
+            before, after = [*above, *block[:at]], [*block[at + 1 :], *below]
+            if statement.lineno in self.refused:
+                continue
+            match statement:
+                case ast.For():
+                    block[at : at + 1] = self._loop(statement, before, after)
+                case ast.Assign(targets=[ast.Name()], value=ast.ListComp(generators=[_])) if _SplitLoop(
+                    self, statement, before, after
+                ).counts():
+                    start, loop, *rest = _as_loop(statement, self.cells)
+                    changed = self._loop(loop, [*before, start], after)
+                    if changed == [loop]:
+                        self.refuse(statement, "it may do something else as a loop")
+                    self._own |= {id(node) for kept in rest for node in ast.walk(kept)}
+                    block[at : at + 1] = [start, *changed, *rest]
+                case ast.If() | ast.With():
+                    for inner in (statement.body, getattr(statement, "orelse", [])):
+                        self._block(inner, before, after)
+
+    def _loop(self, loop: ast.For, above: list[ast.stmt], below: list[ast.stmt]) -> list[ast.stmt]:
+        split = _SplitLoop(self, loop, above, below)
+        if not split.counts() or loop.orelse:
+            return [loop]
+        try:
+            return split.changed()
+        except Unproven as unproven:
+            self.refuse(loop, unproven)
+            return [loop]
+
+    def keep_on_device(self, name: str, found: Host) -> None:
+        """Make a statement that copied numbers to the host, or split by them, one that leaves all as it was."""
+        held = self.own(found.rows) if found.rows is not None else row_groups_call("kept", self.own(found.tensor))
+        found.statement.value = located(held, found.statement)
+        self._numbers[name] = found.statement
+
+    def own(self, node: ast.expr) -> ast.expr:
+        """A copy of ``node`` that may read numbers where they are."""
+        node = copy.deepcopy(node)
+        self._own |= {id(inner) for inner in ast.walk(node)}
+        return node
+
+    def reads_rows(self, loop: ast.For, names: set[str]) -> None:
+        """In a changed loop what was split by numbers is whole."""
+        self._own |= {id(node) for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id in names}
+
+    def _check_numbers(self) -> None:
+        """Nothing else reads numbers that are no longer on the host."""
+        functions = (n for n in ast.walk(self.function) if isinstance(n, ast.FunctionDef | ast.Lambda) and n is not self.function)
+        nested = {id(node) for function in functions for node in ast.walk(function)}
+        for node in ast.walk(self.function):
+            if isinstance(node, ast.Name) and node.id in self._numbers and id(node) not in self._own:
+                at = self._numbers[node.id]
+                later = node is not at.targets[0] and node.lineno > (at.end_lineno or at.lineno)
+                if later or id(node) in nested:
+                    for loop in self.loops.values():
+                        self.refuse(loop, f"{node.id} is also read at line {node.lineno}")
+
+
+class _SplitLoop:
+    """A loop that may be one over groups of rows."""
+
+    def __init__(self, splits: Splits, loop: ast.stmt, above: Sequence[ast.stmt], below: Sequence[ast.stmt]):
+        self.splits, self.loop, self.above, self.below = splits, loop, above, below
+        self.resolve = splits.reader.resolve
+        self.hosts = hosts_of(above, self.resolve)
+        self.tensor: ast.expr | None = None  # the numbers of all groups
+        self.indices: set[str] = set()
+        self.number: str | None = None  # the loop's name for one of the numbers
+        self.parts: dict[str, ast.expr] = {}  # the loop's names for slices, and of what
+        self.split: list[ast.stmt] = []
+        self.whole: set[str] = set()  # names of tuples of slices that the loop goes over
+        self.others: list[ast.expr] = []
+        self.counted: list[ast.Call] = []
+
+    def counts(self) -> bool:
+        """Whether numbers on the host have a part in it."""
+        if loaded(self.loop) & self.hosts.keys():
+            return True
+        calls = [node for node in ast.walk(getattr(self.loop, "iter", ast.Pass())) if isinstance(node, ast.Call)]
+        return any(host(self.loop, call, self.hosts, self.resolve) is not None for call in calls)
+
+    def changed(self) -> list[ast.stmt]:
+        """What takes the place of the loop.
+
+        Raises:
+            Unproven: it may be another function.
+        """
+        loop = copy.deepcopy(self.loop)
+        loop.target, loop.iter = self._header(loop.target, loop.iter)
+        used = {name: self.hosts[name] for name in sorted(loaded(loop) & self.hosts.keys())}
+        for name, found in used.items():
+            self._counted_by(found.tensor if found.rows is not None or found.from_zero else ast.Name(name, ast.Load()))
+        from_zero = {found.from_zero for found in used.values() if found.rows is None}
+        if self.tensor is None or len(from_zero) > 1:
+            raise Unproven(loop, "several lists of numbers")
+        split = self.parts or any(found.rows is not None for found in used.values())
+        kinds = [END] if True in from_zero else [SIZE] if split else [SIZE, END]
+        failed: list[Unproven] = []
+        for kind in kinds:
+            trial = copy.deepcopy(loop)
+            try:
+                round_ = self._round(trial, kind, used, True in from_zero)
+            except Unproven as unproven:
+                failed.append(unproven)
+                continue
+            self._check_after(round_)
+            return self._statements(trial, round_, kind, used)
+        raise failed[0]
+
+    # The header.
+
+    def _header(self, target: ast.expr, iterated: ast.expr) -> tuple[ast.expr, ast.expr]:
+        """The target and what is iterated, with numbers of groups in the place of their sizes."""
+        match target, iterated:
+            case ast.Tuple(elts=[ast.Name(id=index), inner]), ast.Call(args=[over], keywords=[]) if (
+                self._calls(iterated, enumerate)
+            ):
+                self.indices.add(index)
+                target.elts[1], iterated.args[0] = self._header(inner, over)
+            case ast.Tuple(elts=targets), ast.Call(args=overs) if self._calls(iterated, zip):
+                if len(targets) != len(overs):
+                    raise Unproven(iterated, "a zip of something else")
+                pairs = [self._header(inner, over) for inner, over in zip(targets, overs, strict=True)]
+                target.elts, iterated.args = map(list, zip(*pairs, strict=True))
+            case ast.Name(id=index), ast.Call(args=[size], keywords=[]) if self._calls(iterated, range):
+                self.indices.add(index)
+                match size:
+                    case ast.Call(args=[of], keywords=[]) if self._calls(size, len) and self._numbers(of) is not None:
+                        self._counted_by(self._numbers(of))
+                        return target, self._groups(iterated)
+            case ast.Name(id=name), _ if (tensor := self._numbers(iterated)) is not None:
+                self._counted_by(tensor)
+                self.number = name
+                return located(ast.Name(_GROUP, ast.Store()), target), self._groups(iterated)
+            case ast.Name(id=name), _ if (rows := self._split_rows(iterated)) is not None:
+                self.parts[name] = rows
+                return located(ast.Name(_GROUP, ast.Store()), target), self._groups(iterated)
+            case _:
+                self.others.append(iterated)
+        return target, iterated
+
+    def _calls(self, e: ast.expr, function: object) -> bool:
+        return isinstance(e, ast.Call) and self.resolve(e.func) is function
+
+    def _numbers(self, e: ast.expr) -> ast.expr | None:
+        return numbers_on_device(e, self.hosts, self.resolve)
+
+    def _split_rows(self, e: ast.expr) -> ast.expr | None:
+        """What the iterated parts are of."""
+        if isinstance(e, ast.Name):
+            found, rows = self.hosts.get(e.id), e
+        else:
+            found = host(self.loop, e, self.hosts, self.resolve)
+            rows = ast.Name(f"{_SPLIT}_{len(self.split)}", ast.Load())
+        if found is None or found.rows is None:
+            return None
+        if rows is not e:
+            self.split.append(ast.Assign([ast.Name(rows.id, ast.Store())], copy.deepcopy(found.rows)))
+        else:
+            self.whole.add(e.id)
+        self._counted_by(found.tensor)
+        return rows
+
+    def _counted_by(self, tensor: ast.expr) -> None:
+        if self.tensor is not None and ast.dump(self.tensor) != ast.dump(tensor):
+            raise Unproven(self.loop, "several lists of numbers")
+        self.tensor = tensor
+
+    def _groups(self, place: ast.expr) -> ast.expr:
+        call = located(ast.Call(name_of("range"), [name_of(_ENDS)], []), place)
+        if self.resolve(call.func) is not range or self.resolve(name_of("len")) is not len:
+            raise Unproven(place, "range or len is another function here")
+        self.counted.append(call)
+        return call
+
+    def _num_groups(self, loop: ast.For) -> ast.expr:
+        """How many groups there are: as many as numbers, or as experts where the data say how many numbers there are."""
+        if made_by_bincount(self.tensor, self.above):
+            for of in (*self.others, *self._indexed(loop)):
+                return ast.Call(name_of("len"), [self.splits.own(of)], [])
+        return ast.Subscript(ast.Attribute(name_of(_ENDS), "shape", ast.Load()), ast.Constant(0), ast.Load())
+
+    def _indexed(self, loop: ast.For) -> Iterator[ast.expr]:
+        """What a round takes its own item of."""
+        for node in ast.walk(loop):
+            match node:
+                case ast.Subscript(value=of, slice=ast.Name(id=index)) if index in self.indices and _is_path(of):
+                    if not loaded(of) & stored(loop):
+                        yield of
+
+    # The body.
+
+    def _round(self, loop: ast.For, kind: tuple, used: dict[str, Host], from_zero: bool) -> Round:
+        """Go through a round of ``loop`` and change its body."""
+        set_inside = set().union(*(stored(s) for s in loop.body))
+        running = frozenset(name for name in set_inside if _last_value(self.above, name, _is_zero))
+        lists = {name for name in _appended_to(loop) if _last_value(self.above, name, _is_empty_list)}
+        round_ = Round(
+            resolve=self.resolve,
+            indices=frozenset(self.indices - set_inside),
+            numbers={name: kind for name, found in used.items() if found.rows is None},
+            from_zero=from_zero,
+            parts={name: name_of(name) for name, found in used.items() if found.rows is not None},
+            lists=lists,
+            values=dict.fromkeys(running, START) | ({self.number: kind} if self.number else {}),
+            running=running,
+        )
+        if from_zero and self.number:
+            raise Unproven(loop, "a list of bounds has one more than there are groups")
+        heads = [
+            located(ast.Assign([ast.Name(name, ast.Store())], round_.taken_from(rows, loop)), loop)
+            for name, rows in self.parts.items()
+        ]
+        body = round_.block(loop.body, certain=True)
+        round_.finish(loop)
+        loop.body = heads + body
+        return round_
+
+    def _check_after(self, round_: Round) -> None:
+        gone = set(round_.values)
+        for statement in self.below:
+            if isinstance(statement, ast.Assign) and len(gone & stored(statement)):
+                gone -= stored(statement) - loaded(statement)
+            if names := gone & loaded(statement):
+                raise Unproven(statement, f"{', '.join(sorted(names))} is read after the loop")
+        for name in round_.appended:
+            _as_tensor(self, name)
+
+    def _statements(self, loop: ast.For, round_: Round, kind: tuple, used: dict[str, Host]) -> list[ast.stmt]:
+        set_inside = stored(loop)
+        fixed = [of for of in round_.taken if isinstance(of, ast.Name) and of.id not in set_inside]
+        index = _GROUP if self.counted else next(iter(round_.indices), None)
+        if not fixed or index is None:
+            raise Unproven(loop, "it takes no rows of one tensor")
+        size = self._num_groups(loop)
+        for node in ast.walk(loop.iter):
+            match node:
+                case ast.Call(args=[ast.Name(id=name)]) if name == _ENDS:
+                    node.args = [located(copy.deepcopy(size), loop)]
+        for name in self._copied({*used, *self.whole, *loaded(self.tensor)}):
+            self.splits.keep_on_device(name, self.hosts[name])
+        self.splits.reads_rows(loop, self.whole | {name for name, found in used.items() if found.rows is not None})
+        ends = self.splits.own(self.tensor)
+        if kind is SIZE:
+            ends = ast.Call(ast.Attribute(ends, "cumsum", ast.Load()), [ast.Constant(0)], [])
+        rows = row_groups_call("rows", name_of(_ENDS), name_of(index), name_of(LIKE))
+        loop.body.insert(0, ast.Assign([ast.Name(ROWS, ast.Store())], rows))
+        before = [
+            *self.split,
+            ast.Assign([ast.Name(LIKE, ast.Store())], self.splits.own(fixed[0])),
+            ast.Assign([ast.Name(_ENDS, ast.Store())], ends),
+        ]
+        self.splits.loops[id(loop)] = loop
+        return [located(statement, self.loop) for statement in (*before, loop)]
+
+    def _copied(self, names: set[str]) -> set[str]:
+        """Those of ``names`` that were copied to the host, and what they were computed from there."""
+        found: set[str] = set()
+        while new := (names & self.hosts.keys()) - found:
+            found |= new
+            names = set().union(*(loaded(self.hosts[name].tensor) for name in new))
+        return found
+
+
+def _one_by_one(s: ast.stmt) -> list[ast.stmt]:
+    """``a, b = 0, []`` as two statements."""
+    match s:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(names) == len(values):
+            if all(isinstance(name, ast.Name) for name in names) and not stored(s) & loaded(s) and len(stored(s)) == len(names):
+                return [ast.copy_location(ast.Assign([n], v), s) for n, v in zip(names, values, strict=True)]
+    return [s]
+
+
+def _is_path(e: ast.expr) -> bool:
+    return isinstance(e, ast.Name) or (isinstance(e, ast.Attribute) and _is_path(e.value))
+
+
+def _is_zero(e: ast.expr) -> bool:
+    return isinstance(e, ast.Constant) and type(e.value) is int and e.value == 0
+
+
+def _is_empty_list(e: ast.expr) -> bool:
+    return isinstance(e, ast.List) and not e.elts
+
+
+def _last_value(above: Sequence[ast.stmt], name: str, accept) -> ast.Assign | None:
+    """The statement that set a name last, where it gives it a value of a kind and nothing reads it since."""
+    for statement in reversed(above):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                return statement if accept(value) else None
+        if name in stored(statement) | loaded(statement):
+            return None
+    return None
+
+
+def _appended_to(loop: ast.For) -> Iterator[str]:
+    for node in ast.walk(loop):
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"))):
+                yield name
+
+
+def _as_tensor(split: _SplitLoop, name: str) -> None:
+    """Make a list of results, one of each group, the tensor that they are concatenated to.
+
+    Raises:
+        Unproven: it is read in another way.
+    """
+    start = _last_value(split.above, name, _is_empty_list)
+    start.value = ast.copy_location(ast.Constant(None), start)
+    joined = _Joined(name, split.resolve)
+    for statement in split.below:
+        joined.visit(statement)
+        if isinstance(statement, ast.Assign) and name in stored(statement):
+            break
+
+
+class _Joined(ast.NodeTransformer):
+    def __init__(self, name: str, resolve):
+        self.name, self.resolve = name, resolve
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node:
+            case ast.Call(func=func, args=[ast.Name(id=name), *along], keywords=keywords) if name == self.name:
+                dims = [*along, *(k.value for k in keywords if k.arg in ("dim", "axis"))]
+                if self.resolve(func) in _CATS and len(dims) == len(along) + len(keywords) <= 1 and all(map(_is_zero, dims)):
+                    return node.args[0]
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        # With no part at all, of no tokens, torch.cat would raise.
+        match node.test:
+            case (
+                ast.Name(id=name)
+                | ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)])
+                | ast.Compare(
+                    left=ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)]),
+                    ops=[ast.Gt() | ast.NotEq()],
+                    comparators=[ast.Constant(value=0)],
+                )
+            ) if name == self.name:
+                return self.visit(node.body)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id == self.name and isinstance(node.ctx, ast.Load):
+            raise Unproven(node, f"{self.name} is more than what is concatenated")
+        return node
+
+
+def _as_loop(statement: ast.Assign, cells: Sequence[str]) -> list[ast.stmt]:
+    """``name = [f(i) for i in it if test(i)]`` as a loop that appends to a list.
+
+    Raises:
+        Unproven: it is another kind of comprehension.
+    """
+    comprehension, name = statement.value, statement.targets[0].id
+    generator = comprehension.generators[0]
+    append = ast.Call(ast.Attribute(name_of(name), "append", ast.Load()), [comprehension.elt], [])
+    skips = [ast.If(ast.UnaryOp(ast.Not(), test), [ast.Continue()], []) for test in generator.ifs]
+    loop = ast.For(generator.target, generator.iter, [*skips, ast.Expr(append)], [])
+    start = ast.Assign([ast.Name(name, ast.Store())], ast.List([], ast.Load()))
+    # What the comprehension shares with the function stays in cells, as in the code that it takes the place of.
+    shared = ast.Lambda(ast.arguments([], [], None, [], [], None, []), ast.Tuple([name_of(c) for c in cells], ast.Load()))
+    kept = [ast.If(ast.Constant(False), [ast.Expr(shared)], [])] if cells else []
+    return [located(s, statement) for s in (start, loop, *kept)]

@@ -1,0 +1,50 @@
+"""Rows that stand in groups, one behind another, without any number on the host.
+
+What ``capture_splits`` puts in the place of slices such as ``x[start:end]``, and of the concatenation of what became of
+them. Dynamo traces these functions; they only run as they are where a graph breaks.
+"""
+
+import torch
+from torch import Tensor
+
+
+def kept(numbers: Tensor) -> Tensor:
+    """``numbers`` as they are now, where a copy to the host would have kept them."""
+    return numbers.clone()
+
+
+def rows(ends: Tensor, group: int, like: Tensor) -> Tensor:
+    """The rows from ``ends[group - 1]``, 0 for the first group, to ``ends[group]``, of those that ``like`` has.
+
+    Args:
+        ends: where each group ends, never falling. Shape [E], integer.
+        group: a number from 0 on.
+        like: its first axis is that of the rows.
+
+    Returns:
+        Positions in rising order, int64.
+    """
+    group_of_row = torch.searchsorted(ends, torch.arange(like.shape[0], dtype=ends.dtype, device=ends.device), right=True)
+    return torch.where(group_of_row == group)[0]
+
+
+def take(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """A copy of some rows of ``x``.
+
+    Raises:
+        ValueError: ``x`` has other rows than ``like``, from which ``rows`` are.
+    """
+    if x.shape[0] != like.shape[0]:
+        raise ValueError(f"row_groups: x must have {like.shape[0]} rows, got {x.shape[0]}")
+    return x[rows]
+
+
+def put(out: Tensor | None, part: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """``out``, zeros at first, with ``part`` at some rows; parts of all groups give their concatenation.
+
+    Raises:
+        ValueError: ``part`` has another number of rows.
+    """
+    if out is None:
+        out = part.new_zeros(like.shape[:1] + part.shape[1:])
+    return out.index_copy(0, rows, part)

@@ -1,0 +1,95 @@
+"""Routing weights on the experts' input, beside numbers and activations that keep them inside."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests import moe_zoo as zoo
+from tests.rewrite_harness import check_against_eager
+
+T = 12
+
+
+class Layer(nn.Module):
+    """``scaled(x, weights)`` is what the layer makes of its input and of its routing weights."""
+
+    def __init__(self, scaled, experts, activation=F.silu):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = zoo.Router()
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(zoo.D, zoo.FF, bias=False), "down": nn.Linear(zoo.FF, zoo.D, bias=False)})
+            for _ in range(zoo.E)
+        )
+        self.scaled, self.run, self.act = scaled, experts, activation
+
+    def forward(self, x):
+        weights, ids = self.router(x)
+        return self.run(self, *self.scaled(x, weights), ids)
+
+
+def dense(layer, x, weights, ids):
+    """Every expert on every token, times scores that are zero for most."""
+    scores = torch.zeros(x.shape[0], zoo.E, dtype=x.dtype).scatter(1, ids, weights)
+    rows = x.unsqueeze(0).expand(zoo.E, -1, -1) * scores.t().unsqueeze(-1)
+    up, down = (torch.stack([expert[name].weight for expert in layer.experts]) for name in ("up", "down"))
+    return (layer.act(rows @ up.transpose(1, 2)) @ down.transpose(1, 2)).sum(0)
+
+
+def dense_twin(layer, x, weights, ids):
+    """The same where the input of the other experts is not zero."""
+    scores = torch.zeros(x.shape[0], zoo.E, dtype=x.dtype).scatter(1, ids, weights) + 0.5
+    rows = x.unsqueeze(0).expand(zoo.E, -1, -1) * scores.t().unsqueeze(-1)
+    up, down = (torch.stack([expert[name].weight for expert in layer.experts]) for name in ("up", "down"))
+    return (layer.act(rows @ up.transpose(1, 2)) @ down.transpose(1, 2)).sum(0)
+
+
+def sorted_rows(layer, x, weights, ids):
+    order = ids.flatten().argsort()
+    token = order // zoo.K
+    offs = torch.bincount(ids.flatten(), minlength=zoo.E).cumsum(0).int()
+    rows = x[token] * weights.reshape(-1)[order].unsqueeze(-1)
+    up, down = (torch.stack([expert[name].weight for expert in layer.experts]) for name in ("up", "down"))
+    h = layer.act(zoo.grouped_mm_fallback(rows, up.transpose(1, 2), offs))
+    return torch.zeros_like(x).index_add(0, token, zoo.grouped_mm_fallback(h, down.transpose(1, 2), offs))
+
+
+def plain(x, weights):
+    return x, weights
+
+
+def written_over(x, weights):
+    """The weights without the number are gone."""
+    return x * 1.25, weights.mul_(2.5)
+
+
+def both_kept(x, weights):
+    return x * 1.25, weights * 2.5
+
+
+def differently(x, weights):
+    """One of a token's experts has another number."""
+    weights[:, 0] *= 2.5
+    return x * 1.25, weights
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.silu], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("scaled", [plain, written_over, both_kept], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("experts", [dense, sorted_rows], ids=lambda f: f.__name__)
+def test_rewritten(experts, scaled, activation):
+    layer = Layer(scaled, experts, activation).double()
+    rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
+    assert len(rewriting.rewritten) == 1
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.silu], ids=lambda f: f.__name__)
+def test_scores_of_all_experts_are_no_choice(activation):
+    layer = Layer(written_over, dense_twin, activation).double()
+    rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
+    assert not rewriting.rewritten
+
+
+def test_one_number_for_some_slots():
+    layer = Layer(differently, sorted_rows).double()
+    check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
