@@ -15,12 +15,11 @@ def find_base(
 ) -> fx.Node | None:
     """The node whose elements are ``others``, the terms of ``value`` that are no experts.
 
-    It is one that ``value`` adds to, and holds that at ``root`` if nothing before it writes to the sum.
+    It is one that ``value`` adds to, and that still holds them at ``root``: not the buffer that the sum is written to.
     """
-    written = view.aliases(view.writes[root]) if root in view.writes else []
     for base in _addends(value):
         node = base.node
-        kept = view.value(node) is base and (view.value_at(node, view.position[root]) is base or node in written)
+        kept = node not in view.writes and view.value(node) is base and view.value_at(node, view.position[root]) is base
         if kept and base.dtype == value.dtype and Counter(terms(base)) == Counter(others):
             return node
     return None

@@ -210,7 +210,7 @@ def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
 @form("cat", "concat", "concatenate")
 def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
     d = axis(tensor(xs[0]), dim)
-    if all(x.shape[d] == 1 for x in xs):
+    if d < len(xs[0].shape) - 1 and all(x.shape[d] == 1 for x in xs):  # slots of ids and weights stay one tensor
         return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
     return view.make("cat", tuple(map(tensor, xs)), d)
 

@@ -123,12 +123,13 @@ class IndexingRules:
         coordinates = (*at[:dim], slot, *at[dim:])
         hits = self.element(slots, coordinates, depth)
         ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
-        if len(ids) != 1 or slot not in ids[0].free:
+        if len(ids) != 1 or not slot.free <= ids[0].free:
             return None
         replace = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
         replace |= {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
-        once = self.algebra.distinct(ids[0], slot)
-        return _Landed([slot], self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
+        free = [slot] if slot.kind == "var" else []
+        once = self.algebra.mul(*(self.algebra.distinct(ids[0], var) for var in free))
+        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
 
     def _land_selected(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int

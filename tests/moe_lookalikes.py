@@ -272,7 +272,7 @@ def experts_read_the_buffer(self, x, weights, ids):
 @_lookalike("DISTINCT_EXPERTS")
 def rows_of_slots_that_may_repeat(self, x, weights, ids):
     """A token with two slots of one expert has one row, and two weights."""
-    ids = torch.stack([ids[:, 0], (ids[:, 0] + 1) % len(self.experts)], dim=-1)
+    ids = (ids + 1) % len(self.experts)
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
         mask = ids == e

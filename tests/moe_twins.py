@@ -54,6 +54,7 @@ TWINS = {
     "sorted_rows": ("self.w1, self.v1, self.w2)", "self.w1, self.v1, self.w2.flip(0))"),
     "sorted_llama4": ("weights.flatten()[order, None]", "weights.flatten()[:, None]"),
     "loop_flat_mask": ("out[mask] +=", "out[mask] ="),
+    "loop_joined_slots": ("expert(x[token])", "expert(x[token.flip(0)])"),
     "loop_slots": (".nonzero().flatten()", ".nonzero().flatten().flip(0)"),
     "dense_buffer": ("= expert(x)", "= expert(x).cumsum(0)"),
     "dense_cat": ("scatter_(1, ids, weights)", "scatter_(1, ids, weights).cumsum(1)"),

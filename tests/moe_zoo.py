@@ -27,6 +27,7 @@ from tests.zoo_loops import (
     loop_deepseek,
     loop_dense_scores,
     loop_flat_mask,
+    loop_joined_slots,
     loop_litgpt,
     loop_minimind,
     loop_mistral,
@@ -89,6 +90,7 @@ LOOPS = (
     loop_switch,
     loop_flat_mask,
     loop_slots,
+    loop_joined_slots,
 )
 BATCHED = (dense_modules, dense_then_gather, dense_then_index, dense_buffer, dense_cat)
 SEPARATE = (*MASKED, *LOOPS, *BATCHED)

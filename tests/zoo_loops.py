@@ -99,6 +99,18 @@ def loop_flat_mask(self, x, weights, ids):
     return out
 
 
+def loop_joined_slots(self, x, weights, ids):
+    """Phi-MoE: a tensor of each slot, put together."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    weights, ids = (torch.cat(t.split(1, dim=-1), dim=-1) for t in (weights, ids))
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out.view(shape)
+
+
 def loop_slots(self, x, weights, ids):
     """minimind: rows of tokens beside rows of slots."""
     shape = x.shape
