@@ -5,8 +5,8 @@
 
 with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Rows come whole or a
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
-up, a tile of columns after the other. Where the rows come in parts, ``out`` is added to, at tokens with rows. Both are bound by memory: a program of the sum takes one stretch of D of a few
-tokens, with up to UNROLL row loads in flight.
+up, a tile of columns after the other. Where the rows come in parts, ``out`` is added to, at tokens with rows. Both are
+bound by memory: a program of the sum takes one stretch of D of a few tokens, with up to UNROLL row loads in flight.
 """
 
 import triton

@@ -72,7 +72,7 @@ def _forward_cpu(*args) -> Tensor:
     return cpu.expert_mlp(*args[:-1])
 
 
-def _forward_launcher():
+def forward_launcher():
     from moeblaze_ops.kernels.expert_mlp import launch_expert_mlp
 
     def launch(*args) -> Tensor:
@@ -261,16 +261,16 @@ def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
     return _run("expert_mlp_ranged_backward", _cpu(), args, ([], []))
 
 
-def _backward_gpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run("expert_mlp_ranged_backward", _gpu(), args, ([], []))
+def backward_launcher():
+    return lambda *args: _run("expert_mlp_ranged_backward", _gpu(), args, ([], []))
 
 
 def _backward_add_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
     return _run("expert_mlp_ranged_backward_add", _cpu(), args[:-2], args[-2:])
 
 
-def _backward_add_gpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run("expert_mlp_ranged_backward_add", _gpu(), args[:-2], args[-2:])
+def _backward_add_launcher():
+    return lambda *args: _run("expert_mlp_ranged_backward_add", _gpu(), args[:-2], args[-2:])
 
 
 def _backward_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -313,7 +313,7 @@ expert_mlp_ranged_backward = register_op(
     f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs) -> (Tensor, Tensor, Tensor[])",
     fake=_backward_fake,
     cpu=_backward_cpu,
-    launcher=lambda: _backward_gpu,
+    launcher=backward_launcher,
     flops=_backward_flops,
     inline=False,
 )
@@ -336,7 +336,7 @@ expert_mlp_ranged_backward_add = register_op(
     f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs, Tensor(a!)[] dw_up, Tensor(b!)[] dw_down) -> (Tensor, Tensor, Tensor[])",
     fake=_backward_add_fake,
     cpu=_backward_add_cpu,
-    launcher=lambda: _backward_add_gpu,
+    launcher=_backward_add_launcher,
     flops=_backward_flops,
     inline=False,
 )
@@ -353,7 +353,7 @@ expert_mlp_ranged = register_op(
     f"({_ARGUMENTS}) -> Tensor",
     fake=_fake,
     cpu=_forward_cpu,
-    launcher=_forward_launcher,
+    launcher=forward_launcher,
     backward=_gradient,
     setup_context=_setup_context,
     autocast=(0, 1, 2, 3, 4),

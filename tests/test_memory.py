@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import moeblaze_ops
-from moeblaze_ops import config, memory
+from moeblaze_ops import config, expert_mlp_ranged, memory
 from moeblaze_ops.chunks import transient_bytes
 from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.memory import LayerSizes, memory_estimate
+from moeblaze_ops.row_ranges import range_sizes, row_ranges
 
 LAUNCHERS = {
     "dispatch": "dispatch",
@@ -31,6 +32,10 @@ LAUNCHERS = {
     "expert_weight_grad_add": "weight_grad",
     "expert_bias_grad": "bias_grad",
     "expert_bias_grad_add": "bias_grad",
+}
+RANGED_LAUNCHERS = {
+    "expert_mlp_ranged": expert_mlp_ranged.forward_launcher,
+    "expert_mlp_ranged_backward": expert_mlp_ranged.backward_launcher,
 }
 
 # T, D, F, E, K: proportions of layers in use, small.
@@ -64,6 +69,8 @@ def launchers_on_cpu(monkeypatch):
         for name, file in LAUNCHERS.items():
             launcher = getattr(importlib.import_module(f"moeblaze_ops.kernels.{file}"), f"launch_{name}")
             library.impl(name, launcher, "CPU", allow_override=True)
+        for name, launcher in RANGED_LAUNCHERS.items():
+            library.impl(name, launcher(), "CPU", allow_override=True)
         yield
 
 
@@ -213,23 +220,46 @@ def test_compiled_backward_has_one_buffer_for_h_and_its_gradient():
 @pytest.mark.parametrize("name", FULL_SIZE)
 @pytest.mark.parametrize("keep", ["preactivation", "input"])
 def test_a_step_of_full_size_stays_in_bounds(name, keep, launchers_on_cpu):
-    """Memory that nobody writes costs the CPU nothing."""
     (T, D, F, E, K), most = FULL_SIZE[name]
+    estimate = memory_estimate(T, D, F, E, K, keep=keep, device="cpu")
+    peak = full_size_peak(name, keep)
+    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.05)
+    if keep == "input":
+        assert peak <= most * 2**20
+
+
+def full_size_peak(name, keep):
+    """What a step allocates at most; memory that nobody writes costs the CPU nothing."""
+    T, D, F, E, K = FULL_SIZE[name][0]
 
     def leaf(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, requires_grad=True)
 
     x, weights, w_up, w_down = leaf(T, D), leaf(T, K, dtype=torch.float32), leaf(E, 2 * F, D), leaf(E, D, F)
     experts, dout = torch.empty(T, K, dtype=torch.int32), torch.empty(T, D, dtype=torch.bfloat16)
-    estimate = memory_estimate(T, D, F, E, K, keep=keep, device="cpu")
 
     def step():
         moeblaze_ops.moe(x, weights, experts, w_up, w_down, keep=keep).backward(dout)
 
-    _, _, peak = allocated(step)
-    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.05)
-    if keep == "input":
-        assert peak <= most * 2**20
+    return allocated(step)[2]
+
+
+# A limit for layers of full size, and the ranges of rows that it makes.
+LIMIT = 240 << 20
+RANGES = {"fine": 4, "finest": 1, "mid": 6, "wide": 5, "coarse": 10}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_limited_step_of_full_size_takes_little_more_than_its_results(name, launchers_on_cpu, monkeypatch):
+    monkeypatch.setattr(config, "max_layer_transient_bytes", LIMIT)
+    (T, D, F, E, K), _ = FULL_SIZE[name]
+    sizes = range_sizes(D, F, E, torch.bfloat16, gated=True)
+    assert len(row_ranges(T * K, E, sizes, LIMIT)) == RANGES[name]
+    estimate = memory_estimate(T, D, F, E, K, keep="input", device="cpu")
+    peak = full_size_peak(name, "input")
+    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.01)
+    results = 2 * 2 * T * D + 2 * 3 * E * F * D
+    assert peak <= results + (256 << 20)
 
 
 def test_the_bound_that_auto_plans_with_never_falls(monkeypatch):
