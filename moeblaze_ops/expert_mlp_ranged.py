@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ops import config, cpu
+from moeblaze_ops import cpu
 from moeblaze_ops.expert_mlp import ARGUMENTS, mlp_flops, setup_context, split_groups
 from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.library import register_op
-from moeblaze_ops.row_ranges import RangeSizes, range_sizes, routing_bytes, row_ranges
+from moeblaze_ops.row_ranges import RangeSizes, capped, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import check_expert_mlp, check_expert_mlp_backward, require
 from moeblaze_ops.weights import up_shape
 
@@ -74,10 +74,15 @@ def _forward_cpu(*args) -> Tensor:
 
 def forward_launcher():
     from moeblaze_ops.kernels.expert_mlp import launch_expert_mlp
+    from moeblaze_ops.kernels.launch import size_hint
 
     def launch(*args) -> Tensor:
         _check("expert_mlp_ranged", *args)
-        return launch_expert_mlp(*args[:-1])
+        x_TD, w_up, *rest, max_bytes = args
+        E, G, F, D = up_shape(w_up)
+        sizes = range_sizes(D, F, E, x_TD.dtype, G == 2)
+        num_rows = size_hint(args[6].shape[0])
+        return launch_expert_mlp(x_TD, w_up, *rest, capped(sizes.forward_column_bytes(max_bytes, num_rows)))
 
     return launch
 
@@ -180,7 +185,7 @@ class _Backward:
         if self.on_output is not None:
             self.dweights_TK += dweights_TK
         del dweights_TK
-        column_bytes = sizes.column_bytes(limit, rows)
+        column_bytes = capped(sizes.column_bytes(limit, rows))
         if sizes.takes_down_last(rows):
             self._add_x(dh_NGF, part, column_bytes)
             self._add_up(dh_NGF, part)
@@ -200,8 +205,6 @@ class _Backward:
             self.dx_TD = torch.empty_like(self.x_TD, memory_format=torch.contiguous_format)
         x_or_none = None if self.on_input is None else self.x_TD
         dscale_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK
-        if config.max_transient_bytes is not None:
-            column_bytes = min(column_bytes, config.max_transient_bytes)
         given, into = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *part.routing), (self.dx_TD, dscale_TK)
         self.device.expert_up_backward_part(*given, *into, not is_first, column_bytes)
 
@@ -345,7 +348,7 @@ expert_mlp_ranged_backward_add = register_op(
 Args:
     dw_up, dw_down: what is added to, in the form of the weights and their dtype or fp32; empty for gradients that are
         returned.
-    Others: as for ``expert_mlp_ranged_backward``.
+    Others: as for ``expert_mlp_ranged_backward``. Eager only, like all that ``accumulate_grad`` sets up.
 """
 
 expert_mlp_ranged = register_op(

@@ -94,7 +94,8 @@ def moe(
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
 
-    x_TD = x.reshape(-1, x.shape[-1])
+    # Autograd adds up gradients of x in place unless they are views: 2-d tokens stay what they are.
+    x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     weights_TK = weights.reshape(-1, weights.shape[-1])
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")

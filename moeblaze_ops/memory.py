@@ -27,7 +27,7 @@ import torch
 from moeblaze_ops import config
 from moeblaze_ops.chunks import token_ranges
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, choose_column_ranges
-from moeblaze_ops.row_ranges import choose_parts, range_sizes, routing_bytes, row_ranges
+from moeblaze_ops.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import require, schedule_rows
 
 log = logging.getLogger(__name__)
@@ -123,10 +123,10 @@ def memory_estimate(
     return _estimate(T, sizes, keep, compiled)
 
 
-def _rows_bytes(N: int, sizes: LayerSizes, most: int | None = None) -> int:
-    """Bytes of the rows of a projection to the model width that exist at the same time; ``most`` limits them too."""
-    number, limits = sizes.dtype.itemsize, [limit for limit in (most, config.max_transient_bytes) if limit is not None]
-    widest, *_ = choose_column_ranges(N, sizes.D, number, min(limits, default=None))
+def _rows_bytes(N: int, sizes: LayerSizes, limit: int | None = None) -> int:
+    """Bytes of the rows of a projection to the model width that exist at the same time."""
+    number = sizes.dtype.itemsize
+    widest, *_ = choose_column_ranges(N, sizes.D, number, config.max_transient_bytes if limit is None else limit)
     return number * N * len(widest)
 
 
@@ -157,13 +157,15 @@ def _chunked_estimate(T: int, sizes: LayerSizes, chunk_tokens: int) -> MemoryEst
 
 def _ranged_estimate(T: int, sizes: LayerSizes, limit: int) -> MemoryEstimate:
     N, E = T * sizes.K, sizes.E
-    size_of = _buffers(T, sizes) | {"rows": _rows_bytes(N, sizes), "routing of a range": routing_bytes(N, E)}
-    of_rows, limit = range_sizes(sizes.D, sizes.F, E, sizes.dtype, sizes.gated), limit - size_of["routing of a range"]
-    first, *others = row_ranges(N, E, of_rows, limit + size_of["routing of a range"])
+    of_rows = range_sizes(sizes.D, sizes.F, E, sizes.dtype, sizes.gated)
+    first, *others = row_ranges(N, E, of_rows, limit)
+    size_of = _buffers(T, sizes) | {"routing of a range": routing_bytes(N, E)}
+    size_of["rows"] = _rows_bytes(N, sizes, capped(of_rows.forward_column_bytes(limit, N)))
     for name, rows in (("first", first), ("other", others[0] if others else range(0))):
         of_range = {part: size_of[part] * len(rows) // N for part in ("h", "a")}
         of_range["partials"] = (size_of["partials"] - size_of["weights"]) * len(rows) // N
-        of_range["rows"] = _rows_bytes(len(rows), sizes, of_rows.column_bytes(limit, rows)) if rows else 0
+        column_bytes = capped(of_rows.column_bytes(limit - size_of["routing of a range"], rows))
+        of_range["rows"] = _rows_bytes(len(rows), sizes, column_bytes) if rows else 0
         size_of |= {f"{name} {part}": size for part, size in of_range.items()}
     kept = _kept(sizes, "input")
     return _summed(size_of, kept, kept, _ranged_steps(sizes, bool(others)))
@@ -261,7 +263,7 @@ def _chunked_steps(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
 def _router_step(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
     if not sizes.router:
         return {}
-    return {"router": ("x", "w_down", "x", "w_up", "x", "x", "router", "logits", "logits")}
+    return {"router": ("x", "w_down", "x", "w_up", "x", "router", "logits", "logits")}
 
 
 @dataclass(frozen=True)

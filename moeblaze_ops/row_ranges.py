@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeblaze_ops import config
 from moeblaze_ops.chunks import layer_limit, tokens_per_chunk
 from moeblaze_ops.validation import ROW_BLOCK, schedule_rows
 
@@ -60,6 +61,10 @@ class RangeSizes:
         """Whether the gradient of the down weights is the last one to be taken in a range, or the first one."""
         return rows.start == 0 and self._allocates_both
 
+    def forward_column_bytes(self, limit: int, num_rows: int) -> int:
+        """What forward has left, beside the activation, until it takes more than backward will."""
+        return max(1, limit + self.dw_up + self.dw_down - self.wa * num_rows)
+
     def column_bytes(self, limit: int, rows: range) -> int:
         """What is left in a range for the rows that are summed to the gradient of x."""
         if self.takes_down_last(rows):
@@ -81,6 +86,11 @@ def range_sizes(D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_
         dw_up=number * E * G * F * D if has_dw_up else 0,
         dw_down=number * E * F * D if has_dw_down else 0,
     )
+
+
+def capped(column_bytes: int) -> int:
+    """Bytes of the rows from which the output or the gradient of x is summed, under ``config.max_transient_bytes`` too."""
+    return column_bytes if config.max_transient_bytes is None else min(column_bytes, config.max_transient_bytes)
 
 
 def routing_bytes(num_slots: int, E: int) -> int:

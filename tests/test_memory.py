@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import moeblaze_ops
-from moeblaze_ops import config, expert_mlp_ranged, memory
+from moeblaze_ops import config, expert_mlp_ranged, memory, row_ranges
 from moeblaze_ops.chunks import transient_bytes
 from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.memory import LayerSizes, memory_estimate
-from moeblaze_ops.row_ranges import range_sizes, row_ranges
+from moeblaze_ops.row_ranges import range_sizes
 
 LAUNCHERS = {
     "dispatch": "dispatch",
@@ -142,11 +142,12 @@ def test_estimate_knows_ranges_of_columns(keep, limit, widths, launchers_on_cpu,
     assert_estimate_matches("wide", keep, "swiglu", False, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("shape", "chunks"), [("fine", 2), ("few_experts", 3), ("few_experts", 4), ("wide", 2)])
+@pytest.mark.parametrize(("shape", "chunks"), [("fine", 2), ("few_experts", 3), ("wide", 2)])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("router", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_estimate_knows_chunks_of_tokens(shape, chunks, activation, router, dtype, launchers_on_cpu, monkeypatch):
+    monkeypatch.setattr(row_ranges, "MOST_RANGES", 0)
     T, D, F, _, K = SHAPES[shape]
     chunk_tokens = -(-T // chunks // 1024) * 1024
     limit = chunk_tokens * transient_bytes(D, F, K, dtype, activation == "swiglu")
@@ -167,6 +168,10 @@ MEASURED_LAYERS = {name: sizes[1:] for name, (sizes, _) in FULL_SIZE.items()} | 
 }
 
 
+_IN_PLACE = "measured before the gradients of 2-d tokens were added up in place: measure memory_scaling_h200.json again"
+MEASURED_BEFORE = {"conf1-8388608-input": pytest.mark.xfail(strict=True, reason=_IN_PLACE)}
+
+
 def measured_rows():
     """What was measured on an H200 of layers of ours, with their router."""
     for file in ("memory_h200.json", "memory_scaling_h200.json"):
@@ -175,7 +180,8 @@ def measured_rows():
         for row in json.loads((RESULTS / file).read_text())["measurements"]:
             keep, _, suffix = row["contender"].partition("+")
             if keep in ("preactivation", "input") and not row["failure"]:
-                yield pytest.param(row, keep, bool(suffix), id=f"{row['shape']}-{row['T']}-{row['contender']}")
+                name = f"{row['shape']}-{row['T']}-{row['contender']}"
+                yield pytest.param(row, keep, bool(suffix), id=name, marks=MEASURED_BEFORE.get(name, ()))
 
 
 @pytest.mark.parametrize(("row", "keep", "compiled"), list(measured_rows()))
@@ -254,7 +260,7 @@ def test_a_limited_step_of_full_size_takes_little_more_than_its_results(name, la
     monkeypatch.setattr(config, "max_layer_transient_bytes", LIMIT)
     (T, D, F, E, K), _ = FULL_SIZE[name]
     sizes = range_sizes(D, F, E, torch.bfloat16, gated=True)
-    assert len(row_ranges(T * K, E, sizes, LIMIT)) == RANGES[name]
+    assert len(row_ranges.row_ranges(T * K, E, sizes, LIMIT)) == RANGES[name]
     estimate = memory_estimate(T, D, F, E, K, keep="input", device="cpu")
     peak = full_size_peak(name, "input")
     assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.01)
