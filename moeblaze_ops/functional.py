@@ -57,15 +57,16 @@ def moe(
         keep: what backward finds in memory, besides x, the weights and the routing. ``"preactivation"``: what the
             activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"input"``: nothing more; backward repeats the
             up projection (and nothing else), and a layer that would allocate more than
-            ``config.max_layer_transient_bytes`` goes through chunks of tokens: only x, the output and their gradients
-            grow with T then. ``"auto"``: the first of the two that fits the memory that is free, see
-            ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept, in chunks as with
-            ``"input"``.
+            ``config.max_layer_transient_bytes`` goes through ranges of rows in backward, or through chunks of tokens:
+            only x, the output and their gradients grow with T then. ``"auto"``: the first of the two that fits the
+            memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept,
+            and chunks are taken where they are with ``"input"``.
 
     Returns:
         Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
-        and every gradient under the values of ``keep``, as long as no chunks are taken: those change the order of the sums
-        that are weight gradients, in fp32 and rounded once.
+        and every gradient under the values of ``keep``, as long as the layer is taken as a whole. Chunks of tokens change
+        the order of the sums that are weight gradients, in fp32 and rounded once. Ranges of rows round where they meet:
+        gradients of x once for each range that a token's experts are in, and those of the experts that are cut.
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
