@@ -12,6 +12,7 @@ import moeblaze_ops
 from moeblaze_ops import config, cpu, expert_mlp_ranged, row_ranges
 from moeblaze_ops.activations import ACTIVATIONS
 from moeblaze_ops.row_ranges import MOST_RANGES, RangeSizes, choose_parts, range_sizes, tokens_in_ranges
+from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
 
 ops = torch.ops.moeblaze
@@ -350,3 +351,18 @@ def test_a_compiled_layer_has_one_graph_for_each_way(monkeypatch):
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), module(x))
     assert graphs == [["expert_mlp.default"], ["expert_mlp_ranged.default"], ["expert_mlp_chunked.default"]]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_generated_code_has_the_kernels_of_forward_and_calls_backward(monkeypatch, dynamic):
+    monkeypatch.setattr(config, "max_layer_transient_bytes", 1 << 20)
+    torch.manual_seed(15)
+    module = moeblaze_ops.MoE(64, 32, 64, 2, keep="input")
+    torch._dynamo.reset()
+    sources = []
+    x = torch.randn(3000, 64, requires_grad=True)
+    torch.compile(module, backend=shadow_backend(sources), fullgraph=True, dynamic=dynamic)(x).sum().backward()
+    forward, backward = sources
+    assert {"_expert_up_kernel", "_expert_down_kernel", "_combine_kernel"} <= set(launches(forward))
+    assert "torch.ops.moeblaze" not in forward
+    assert "torch.ops.moeblaze.expert_mlp_ranged_backward.default(" in backward
