@@ -16,12 +16,9 @@ marked as fresh are written all the same.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.gluon_api import (
-    aggregate,
     copy_rows,
     copy_rows_arrive,
     fence_async_shared,
@@ -33,6 +30,7 @@ from moeblaze_ops.kernels.gluon_api import (
     tma_store_wait,
 )
 from moeblaze_ops.kernels.hopper_configs import WeightGradPlan, weight_grad_tile
+from moeblaze_ops.kernels.hopper_expert_order import ExpertTiles, order_experts
 from moeblaze_ops.kernels.hopper_gather import row_layout, row_starts
 from moeblaze_ops.kernels.hopper_launch import describe, launch_persistent, needs_wide_offsets, part_views
 from moeblaze_ops.kernels.hopper_tiles import (
@@ -45,56 +43,6 @@ from moeblaze_ops.kernels.hopper_tiles import (
 
 ADD_COLUMNS = gl.constexpr(32)
 """Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
-
-
-@triton.jit
-def _order_experts_kernel(offsets_ptr, order_ptr, num_experts, BLOCK_E: tl.constexpr):
-    """``order[i]`` is the expert with the i-th most rows; of two with as many, the lower one first."""
-    expert = tl.program_id(0)
-    load = tl.load(offsets_ptr + expert + 1) - tl.load(offsets_ptr + expert)
-    rank = 0
-    for start in range(0, num_experts, BLOCK_E):
-        others = start + tl.arange(0, BLOCK_E)
-        exists = others < num_experts
-        first = tl.load(offsets_ptr + others, mask=exists, other=0)
-        loads = tl.load(offsets_ptr + others + 1, mask=exists, other=0) - first
-        is_before = exists & ((loads > load) | ((loads == load) & (others < expert)))
-        rank += tl.sum(is_before.to(tl.int32), 0)
-    tl.store(order_ptr + rank, expert)
-
-
-@aggregate
-class ExpertTiles:
-    """Output tiles, those of the most loaded expert first."""
-
-    order_ptr: gl.tensor
-    offsets_ptr: gl.tensor
-    num_experts: gl.tensor
-    BLOCKS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, order_ptr, offsets_ptr, num_experts, BLOCKS):
-        self.order_ptr = order_ptr
-        self.offsets_ptr = offsets_ptr
-        self.num_experts = num_experts
-        self.BLOCKS = gl.constexpr(BLOCKS)
-
-    @gluon.jit
-    def rounds(self):
-        return gl.cdiv(self.num_experts * self.BLOCKS, gl.num_programs(0))
-
-    @gluon.jit
-    def locate(self, turn):
-        """``(expert, tile within it, first row, end of rows, whether there is such a tile)``, forth and back."""
-        forth = gl.program_id(0)
-        place = gl.where(turn % 2 == 0, forth, gl.num_programs(0) - 1 - forth)
-        index = turn * gl.num_programs(0) + place
-        exists = index < self.num_experts * self.BLOCKS
-        index = gl.where(exists, index, 0)
-        expert = gl.load(self.order_ptr + index // self.BLOCKS)
-        first = gl.load(self.offsets_ptr + expert)
-        end = gl.load(self.offsets_ptr + expert + 1)
-        return expert, index % self.BLOCKS, first, gl.where(exists, end, first), exists
 
 
 @gluon.jit
@@ -423,9 +371,3 @@ def hopper_weight_grad(
         num_experts,
         plan,
     )
-
-
-def order_experts(offsets_E1: Tensor, order_E: Tensor) -> None:
-    """Writes the experts, most rows first. Shape [E], int32."""
-    num_experts = order_E.shape[0]
-    _order_experts_kernel[(num_experts,)](offsets_E1, order_E, num_experts, BLOCK_E=256, num_warps=1)
