@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -127,7 +128,7 @@ def test_expert_mlp_chunked_opcheck(case, weight_on, requires_grad):
 def test_expert_mlp_chunked_compiles_once_for_several_numbers_of_chunks():
     torch.manual_seed(7)
     layer = make_layer()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         return ops.expert_mlp_chunked(x_TD, layer.w_up, [], layer.w_down, [], weights_TK, experts_TK, 5, 16, "swiglu", False)
@@ -330,7 +331,7 @@ def test_inference_takes_chunks_whatever_is_kept(monkeypatch):
 def test_a_compiled_layer_has_one_graph_on_each_side_of_the_limit(monkeypatch):
     module, _ = make_moe()
     monkeypatch.setattr(config, "max_layer_transient_bytes", 1)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     for num_tokens in (1030, 4000, 2049, 900, 40, 3000, 1024):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -172,7 +173,7 @@ def test_expert_mlp_ranged_opcheck(case, weight_on, requires_grad):
 def test_expert_mlp_ranged_compiles_once_for_several_numbers_of_ranges():
     torch.manual_seed(9)
     layer = make_layer()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         routing = ops.dispatch(experts_TK, 5)
