@@ -1,16 +1,20 @@
 """What MoE layers keep for backward and take at their peak, measured on a GPU and beside the estimate.
 
     python benchmarks/bench_memory.py --shapes fine coarse conf3 --json memory.json
+    python benchmarks/bench_memory.py --contenders preactivation+compile input+compile limited+compile --json limited.json
     python benchmarks/bench_memory.py --scaling --json scaling.json --plot scaling.png
 
 kept: bytes allocated after forward beyond what was allocated before it and beyond the output. peak: highest allocation
-over forward and backward beyond what was allocated before. ``--scaling`` is conf1 over 8 thousand to 8 million tokens.
+over forward and backward beyond what was allocated before, and beyond the results: output, x gradient and weight gradients.
+``limited`` is keep="input" with ``config.max_layer_transient_bytes`` set to ``--limit`` MiB; its memory may exceed the results
+by 256 MiB, and its time that of ``preactivation`` by 25%. ``--scaling`` is conf1 over 8 thousand to 8 million tokens.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -19,6 +23,7 @@ from torch import nn
 import moeblaze_ops
 from bench_layer import MIB, SHAPES, GroupedMoE, Shape, event_time, memory
 from environment import command, describe
+from moeblaze_ops import config
 from moeblaze_ops.memory import memory_estimate
 
 SCALING_TOKENS = [2**exponent for exponent in (13, 15, 17, 19, 21, 23)]
@@ -42,6 +47,8 @@ class Measurement:
     estimated_kept_mib: float | None = None
     estimated_peak_mib: float | None = None
     peak_step: str | None = None
+    beyond_results_mib: float | None = None
+    limit_mib: int | None = None
     step_ms: float | None = None
     failure: str | None = None
 
@@ -62,14 +69,38 @@ CONTENDERS: dict[str, Callable[[Shape], nn.Module]] = {
     "input": ours("input"),
     "preactivation+compile": lambda shape: torch.compile(ours("preactivation")(shape)),
     "input+compile": lambda shape: torch.compile(ours("input")(shape)),
+    "limited": ours("input"),
+    "limited+compile": lambda shape: torch.compile(ours("input")(shape)),
 }
 
 
-def measure(name: str, shape: Shape, contender: str) -> Measurement:
+def results_bytes(layer: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of the output, the gradient of x, and those of the parameters."""
+    return 2 * x.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
+
+
+def measure(name: str, shape: Shape, contender: str, limit_mib: int) -> Measurement:
     row = Measurement(name, shape.T, contender)
     keep = contender.removesuffix("+compile")
+    if keep == "limited":
+        row.limit_mib = limit_mib
+        with limited_to(limit_mib * MIB):
+            return _measured(row, shape, contender, "input")
+    return _measured(row, shape, contender, keep)
+
+
+@contextlib.contextmanager
+def limited_to(num_bytes: int) -> Iterator[None]:
+    before, config.max_layer_transient_bytes = config.max_layer_transient_bytes, num_bytes
+    try:
+        yield
+    finally:
+        config.max_layer_transient_bytes = before
+
+
+def _measured(row: Measurement, shape: Shape, contender: str, keep: str) -> Measurement:
     if keep in ("preactivation", "input"):
-        options = {"gated": shape.activation == "swiglu", "router": True, "compiled": keep != contender}
+        options = {"gated": shape.activation == "swiglu", "router": True, "compiled": contender.endswith("+compile")}
         estimate = memory_estimate(shape.T, shape.D, shape.F, shape.E, shape.K, keep=keep, **options)
         row.estimated_kept_mib, row.estimated_peak_mib = estimate.kept / MIB, estimate.peak / MIB
         row.peak_step = estimate.peak_step
@@ -80,6 +111,7 @@ def measure(name: str, shape: Shape, contender: str) -> Measurement:
         dout = torch.randn_like(x)
         layer(x).backward(dout)
         row.kept_mib, row.peak_mib = memory(layer, x, dout)
+        row.beyond_results_mib = row.peak_mib - results_bytes(layer, x) / MIB
 
         def step() -> None:
             layer.zero_grad(set_to_none=True)
@@ -95,7 +127,7 @@ def measure(name: str, shape: Shape, contender: str) -> Measurement:
 def print_table(rows: list[Measurement]) -> None:
     print(
         f"{'shape':12} {'T':>8} {'contender':22} {'kept':>9} {'estimate':>9} {'ratio':>6} {'peak':>9} {'estimate':>9}"
-        f" {'ratio':>6} {'f+b ms':>9}  step at the estimated peak"
+        f" {'ratio':>6} {'- results':>9} {'f+b ms':>9}  step at the estimated peak"
     )
     for row in rows:
         head = f"{row.shape:12} {row.T:8} {row.contender:22}"
@@ -104,7 +136,7 @@ def print_table(rows: list[Measurement]) -> None:
             continue
         print(
             f"{head} {_compared(row.kept_mib, row.estimated_kept_mib)} {_compared(row.peak_mib, row.estimated_peak_mib)}"
-            f" {row.step_ms:9.3f}  {row.peak_step or ''}"
+            f" {row.beyond_results_mib:9.1f} {row.step_ms:9.3f}  {row.peak_step or ''}"
         )
 
 
@@ -140,6 +172,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["fine", "finest", "wide", "mid", "coarse"], choices=SHAPES)
     parser.add_argument("--scaling", action="store_true", help="conf1 over the token counts instead of the shapes")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--limit", type=int, default=240, help="MiB beside the results that `limited` may allocate")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     parser.add_argument("--plot", help="draw bytes against tokens to this file")
     arguments = parser.parse_args()
@@ -152,7 +185,7 @@ def main() -> None:
     for name, shape in shapes:
         measured = []
         for contender in arguments.contenders:
-            measured.append(measure(name, shape, contender))
+            measured.append(measure(name, shape, contender, arguments.limit))
             torch.cuda.empty_cache()
         print_table(measured)
         rows += measured

@@ -6,8 +6,9 @@
 
 with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Rows come whole or a
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
-up, a tile of columns after the other. Both are bound by memory: a program of the sum takes one stretch of D of a few
-tokens, or of many where a product reuses its right side for them, with up to UNROLL row loads in flight.
+up, a tile of columns after the other. Where the rows come in parts, ``out`` is added to, at tokens with rows. Both are
+bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a product reuses its right
+side for them, with up to UNROLL row loads in flight.
 """
 
 import triton
@@ -44,6 +45,7 @@ def _combine_kernel(
     HAS_PRODUCT: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_C: tl.constexpr,
+    ADD: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -56,12 +58,14 @@ def _combine_kernel(
     token_in = tokens < T
     col_in = cols < D
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    has_rows = tokens < 0
     for first in range(0, TOP_K, UNROLL):
         for step in tl.static_range(UNROLL):
             k = first + step
             used = tokens < tl.where(k < TOP_K, T, 0)
             position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
             used = position >= 0
+            has_rows |= used
             row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
             row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
             if HAS_WEIGHTS:
@@ -79,6 +83,9 @@ def _combine_kernel(
             product = multiply_add(left, right, product, ALLOW_TF32)
         total += product
     out_tile = out_ptr + tokens[:, None] * stride_out_t + cols[None, :]  # [BLOCK_T, BLOCK_D]
+    if ADD:
+        token_in = has_rows
+        total += tl.load(out_tile, mask=token_in[:, None] & col_in[None, :], other=0.0).to(tl.float32)
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
 
 
@@ -113,7 +120,7 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
-def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
+def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) -> None:
     """Writes the weighted sum of each token's rows, in token order, plus a product if there is one.
 
     Args:
@@ -122,6 +129,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
         positions_TK: row of each slot, -1 for none, int32, contiguous.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
         product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing.
+        add: add to the output instead, rounding once; a token without rows keeps what it has.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
@@ -152,6 +160,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
         HAS_PRODUCT=product is not None,
         ALLOW_TF32=allows_tf32(),
         EVEN_C=is_multiple(num_channels, block_c),
+        ADD=add,
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_T=config.rows,
         BLOCK_C=block_c,

@@ -97,7 +97,9 @@ def _expert_down_kernel(
     tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=(rows < end_row)[:, None] & col_in[None, :])
 
 
-def launch_expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation):
+def launch_expert_down(
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, max_bytes=None
+):
     """The experts' outputs summed over each token's slots, in token order.
 
     Args:
@@ -108,6 +110,7 @@ def launch_expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
         activation: a name in ``ACTIVATION_IDS``.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:
         out_TD: shape [T, D], h's dtype, contiguous. fp32 sums; two runs agree bit for bit.
@@ -122,7 +125,7 @@ def launch_expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets
     config = choose_expert_rows(
         operands(h_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(h_NGF)
     )
-    for first, y_ND in row_chunks(h_NGF, num_rows, D):
+    for first, y_ND in row_chunks(h_NGF, num_rows, D, max_bytes):
         columns = first, y_ND.shape[1]
         w_part, b_part = w.narrow(2, *columns), [b.narrow(1, *columns) for b in b_down]
         if on_hopper:

@@ -223,10 +223,10 @@ def _bias_dots_kernel(
     tl.store(dots_ptr + rows, tl.sum(products, axis=1), mask=row_in)
 
 
-@triton.jit(do_not_specialize=["N"])
-def _dweights_kernel(partials_ptr, positions_ptr, dweights_ptr, N, num_partials, BLOCK_N: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots", "N"])
+def _dweights_kernel(partials_ptr, positions_ptr, dweights_ptr, num_slots, N, num_partials, BLOCK_N: tl.constexpr):
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot_in = slots < N
+    slot_in = slots < num_slots
     position = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
     partials = partials_ptr + position
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -257,7 +257,8 @@ def launch_expert_down_backward(
         w_down: a list of one weight of shape [E, F, D], dout's dtype, any strides.
         b_down: a list of one bias of shape [E, D], or an empty list.
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; or those of a range of rows, with
+            positions of -1 for all other slots.
         activation: a name in ``ACTIVATION_IDS``.
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
 
@@ -285,12 +286,14 @@ def launch_expert_down_backward(
     if b_down:
         _launch_bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
     dweights_TK = weights_TK.new_empty(positions_TK.shape)
+    num_slots = positions_TK.shape[0] * top_k
     launch(
         _dweights_kernel,
-        ceil_div(num_rows, 256),
+        ceil_div(num_slots, 256),
         partials_CN,
         positions_TK,
         dweights_TK,
+        num_slots,
         num_rows,
         partials_CN.shape[0],
         BLOCK_N=256,

@@ -29,6 +29,7 @@ def launch_expert_mlp(
     blocks_B2,
     activation,
     weight_on_input,
+    max_bytes=None,
 ):
     """The experts' outputs summed over each token's slots, in token order.
 
@@ -39,6 +40,7 @@ def launch_expert_mlp(
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
         activation: a name in ``ACTIVATION_IDS``; "identity" for ungated weights only.
         weight_on_input: the weights scale an expert's input instead of its output.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:
         out_TD: shape [T, D], x's dtype, contiguous. fp32 sums; two runs agree bit for bit.
@@ -46,7 +48,7 @@ def launch_expert_mlp(
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)
     h_NGF, a_NF = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, activation, store_h=activation == _IDENTITY)
-    return launch_expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)
+    return launch_expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation, max_bytes)
 
 
 def launch_expert_mlp_backward(

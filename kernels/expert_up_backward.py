@@ -123,28 +123,57 @@ def launch_expert_up_backward(
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
         (an empty fp32 [0, K] without weights); both contiguous. fp32 sums; two runs agree bit for bit.
     """
+    (T, top_k), weighted = positions_TK.shape, weights_TK is not None
+    dx_TD = dh_NGF.new_empty((T, w_up[0].shape[3]))
+    dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, dx_TD, dweights_TK, router=router)
+    return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
+
+
+def launch_expert_up_backward_part(
+    dh_NGF,
+    x_TD,
+    w_up,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    dx_TD,
+    dweights_TK,
+    add=False,
+    max_bytes=None,
+    router=None,
+) -> None:
+    """``launch_expert_up_backward`` into tensors that exist, of all rows or some.
+
+    Args:
+        dx_TD: written, or with ``add`` added to and rounded once; a token without rows keeps what it has then. Contiguous.
+        dweights_TK: added to where weights scaled the input. Shape [T, K], fp32, contiguous.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
+        router: dlogits_TE and w_router_ED, or None.
+        Others: as for ``launch_expert_up_backward``, positions -1 for slots whose rows are not among these.
+    """
     num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
     num_rows = dh_NGF.shape[0]
-    (T, top_k), weighted = positions_TK.shape, weights_TK is not None
-    dx_TD = dh_NGF.new_empty((T, D))
-    dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
     config = choose_expert_rows(
         operands(dh_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(dh_NGF)
     )
-    for first, dx_ND in row_chunks(dh_NGF, num_rows, D):
+    for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
         columns = first, dx_ND.shape[1]
         w_part = [w.narrow(3, *columns) for w in w_up]
         if on_hopper:
             hopper_ops.up_backward_rows(dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         else:
             _launch_portable(config, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
-        product = None if dlogits_TE is None else (dlogits_TE, w_router_ED.narrow(1, *columns))
-        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product)
-        if weighted:
+        product = None if router is None else (router[0], router[1].narrow(1, *columns))
+        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, add)
+        if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK)
-    return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
 
 def _launch_portable(config, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:

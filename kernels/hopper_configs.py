@@ -108,7 +108,8 @@ class GatherPlan:
 class WeightGradPlan:
     """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs.
 
-    They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there.
+    They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there, but for experts
+    that are marked as fresh where there are such marks.
     """
 
     tile: Tile
@@ -120,6 +121,7 @@ class WeightGradPlan:
     gathered_is_a: bool
     store_n: int
     accumulate: bool = False
+    has_fresh: bool = False
     load_warps: int = 2
     copy_warps: int = 2
     registers: int = REGISTERS

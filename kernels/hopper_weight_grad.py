@@ -11,16 +11,14 @@ expert with the most rows to the one with the fewest, back and forth over the pr
 at about the same time however skewed the routing is.
 
 To accumulate, a consumer reads, adds and writes its tile of dW straight from the layout of its accumulator: eight
-bytes a thread and row of fp32, a whole sector for four threads. TMA could only add after rounding to dW's type.
+bytes a thread and row of fp32, a whole sector for four threads. TMA could only add after rounding to dW's type. Experts
+marked as fresh are written all the same.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.gluon_api import (
-    aggregate,
     copy_rows,
     copy_rows_arrive,
     fence_async_shared,
@@ -32,6 +30,7 @@ from moeblaze_ops.kernels.gluon_api import (
     tma_store_wait,
 )
 from moeblaze_ops.kernels.hopper_configs import WeightGradPlan, weight_grad_tile
+from moeblaze_ops.kernels.hopper_expert_order import ExpertTiles, order_experts
 from moeblaze_ops.kernels.hopper_gather import row_layout, row_starts
 from moeblaze_ops.kernels.hopper_launch import describe, launch_persistent, needs_wide_offsets, part_views
 from moeblaze_ops.kernels.hopper_tiles import (
@@ -44,56 +43,6 @@ from moeblaze_ops.kernels.hopper_tiles import (
 
 ADD_COLUMNS = gl.constexpr(32)
 """Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
-
-
-@triton.jit
-def _order_experts_kernel(offsets_ptr, order_ptr, num_experts, BLOCK_E: tl.constexpr):
-    """``order[i]`` is the expert with the i-th most rows; of two with as many, the lower one first."""
-    expert = tl.program_id(0)
-    load = tl.load(offsets_ptr + expert + 1) - tl.load(offsets_ptr + expert)
-    rank = 0
-    for start in range(0, num_experts, BLOCK_E):
-        others = start + tl.arange(0, BLOCK_E)
-        exists = others < num_experts
-        first = tl.load(offsets_ptr + others, mask=exists, other=0)
-        loads = tl.load(offsets_ptr + others + 1, mask=exists, other=0) - first
-        is_before = exists & ((loads > load) | ((loads == load) & (others < expert)))
-        rank += tl.sum(is_before.to(tl.int32), 0)
-    tl.store(order_ptr + rank, expert)
-
-
-@aggregate
-class ExpertTiles:
-    """Output tiles, those of the most loaded expert first."""
-
-    order_ptr: gl.tensor
-    offsets_ptr: gl.tensor
-    num_experts: gl.tensor
-    BLOCKS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, order_ptr, offsets_ptr, num_experts, BLOCKS):
-        self.order_ptr = order_ptr
-        self.offsets_ptr = offsets_ptr
-        self.num_experts = num_experts
-        self.BLOCKS = gl.constexpr(BLOCKS)
-
-    @gluon.jit
-    def rounds(self):
-        return gl.cdiv(self.num_experts * self.BLOCKS, gl.num_programs(0))
-
-    @gluon.jit
-    def locate(self, turn):
-        """``(expert, tile within it, first row, end of rows, whether there is such a tile)``, forth and back."""
-        forth = gl.program_id(0)
-        place = gl.where(turn % 2 == 0, forth, gl.num_programs(0) - 1 - forth)
-        index = turn * gl.num_programs(0) + place
-        exists = index < self.num_experts * self.BLOCKS
-        index = gl.where(exists, index, 0)
-        expert = gl.load(self.order_ptr + index // self.BLOCKS)
-        first = gl.load(self.offsets_ptr + expert)
-        end = gl.load(self.offsets_ptr + expert + 1)
-        return expert, index % self.BLOCKS, first, gl.where(exists, end, first), exists
 
 
 @gluon.jit
@@ -258,41 +207,59 @@ def _add(values, dw_ptr, row_offsets, rows_inside, column, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _consume(HALF: gl.constexpr, ring, tiles, dw, stride_dw_e8, stride_dw_m8, staging, PLAN: gl.constexpr):
+def _write_tile(staged, accumulator, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Hands a half tile to TMA, in one piece or two."""
+    half_m: gl.constexpr = PLAN.tile.half_m
+    store_n: gl.constexpr = PLAN.store_n
+    if store_n == PLAN.tile.block_n:
+        _store(staged, accumulator, dw_descs, part, expert, row, column, PLAN)
+    else:
+        pairs = gl.permute(gl.reshape(accumulator, [half_m, 2, store_n]), (0, 2, 1))
+        left, right = gl.split(pairs)
+        _store(staged, left, dw_descs, part, expert, row, column, PLAN)
+        _store(staged, right, dw_descs, part, expert, row, column + store_n, PLAN)
+
+
+@gluon.jit
+def _add_tile(accumulator, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN: gl.constexpr):
+    """Adds a half tile to dW."""
+    rows = row + gl.arange(0, PLAN.tile.half_m, gl.SliceLayout(1, accumulator_layout(PLAN)))
+    offsets = expert.to(gl.int64) * stride_dw_e8 * 8 + rows.to(gl.int64) * stride_dw_m8 * 8
+    dw_ptr = dw_ptrs[0]
+    if PLAN.parts == 2:
+        dw_ptr = gl.where(part == 0, dw_ptrs[0], dw_ptrs[1])
+    _add(accumulator, dw_ptr, offsets, rows < PLAN.m, column, PLAN)
+
+
+@gluon.jit
+def _consume(
+    HALF: gl.constexpr, ring, tiles, dw_descs, dw_ptrs, stride_dw_e8, stride_dw_m8, fresh_ptr, staging, PLAN: gl.constexpr
+):
     half_m: gl.constexpr = PLAN.tile.half_m
     block_n: gl.constexpr = PLAN.tile.block_n
-    store_n: gl.constexpr = PLAN.store_n
-    layout: gl.constexpr = accumulator_layout(PLAN)
     step = 0
     next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(0)
     for turn in range(tiles.rounds()):
         expert = next_expert
-        exists = next_exists
+        is_written = next_exists
         part, row_block, column_block = _split_tile(next_tile, PLAN)
         num_steps = gl.cdiv(next_end - next_first, PLAN.tile.block_k)
         next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(turn + 1)
-        accumulator = gl.zeros([half_m, block_n], gl.float32, layout)
+        if PLAN.has_fresh:
+            is_written = is_written & (gl.load(fresh_ptr + expert) != 0)
+        accumulator = gl.zeros([half_m, block_n], gl.float32, accumulator_layout(PLAN))
         accumulator, step = multiply(ring, step, num_steps, accumulator, HALF, PLAN)
         row = row_block * PLAN.tile.block_m + HALF * half_m
         column = column_block * block_n
-        if PLAN.accumulate:
+        if PLAN.accumulate and not PLAN.has_fresh:
             if num_steps > 0:
-                rows = row + gl.arange(0, half_m, gl.SliceLayout(1, layout))
-                offsets = expert.to(gl.int64) * stride_dw_e8 * 8 + rows.to(gl.int64) * stride_dw_m8 * 8
-                dw_ptr = dw[0]
-                if PLAN.parts == 2:
-                    dw_ptr = gl.where(part == 0, dw[0], dw[1])
-                _add(accumulator, dw_ptr, offsets, rows < PLAN.m, column, PLAN)
-        elif exists:
-            staged = staging.index(HALF)
-            if store_n == block_n:
-                _store(staged, accumulator, dw, part, expert, row, column, PLAN)
-            else:
-                pairs = gl.permute(gl.reshape(accumulator, [half_m, 2, store_n]), (0, 2, 1))
-                left, right = gl.split(pairs)
-                _store(staged, left, dw, part, expert, row, column, PLAN)
-                _store(staged, right, dw, part, expert, row, column + store_n, PLAN)
-    if not PLAN.accumulate:
+                _add_tile(accumulator, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
+        elif is_written:
+            _write_tile(staging.index(HALF), accumulator, dw_descs, part, expert, row, column, PLAN)
+        elif PLAN.has_fresh:
+            if num_steps > 0:
+                _add_tile(accumulator, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
+    if PLAN.has_fresh or not PLAN.accumulate:
         tma_store_wait(0)
 
 
@@ -303,10 +270,12 @@ def _weight_grad_kernel(
     slots_ptr,
     grouped_desc,
     grouped_ptr,
-    first_dw,
-    last_dw,
+    first_dw_desc,
+    last_dw_desc,
+    dw_ptrs,
     stride_dw_e8,
     stride_dw_m8,
+    fresh_ptr,
     order_ptr,
     offsets_ptr,
     num_experts,
@@ -317,13 +286,13 @@ def _weight_grad_kernel(
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
     staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
     tiles = ExpertTiles(order_ptr, offsets_ptr, gl.to_tensor(num_experts), PLAN.blocks)
-    dw = (first_dw, last_dw)
+    dw_descs = (first_dw_desc, last_dw_desc)
     stride_e8 = gl.to_tensor(stride_dw_e8)
     stride_m8 = gl.to_tensor(stride_dw_m8)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), ring, tiles, dw, stride_e8, stride_m8, staging, PLAN)),
-            (_consume, (gl.constexpr(1), ring, tiles, dw, stride_e8, stride_m8, staging, PLAN)),
+            (_consume, (gl.constexpr(0), ring, tiles, dw_descs, dw_ptrs, stride_e8, stride_m8, fresh_ptr, staging, PLAN)),
+            (_consume, (gl.constexpr(1), ring, tiles, dw_descs, dw_ptrs, stride_e8, stride_m8, fresh_ptr, staging, PLAN)),
             (_produce_grouped, (ring, tiles, grouped_desc, PLAN)),
             (_produce_gathered, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN)),
         ],
@@ -340,6 +309,7 @@ def hopper_weight_grad(
     offsets_E1: Tensor,
     top_k: int,
     accumulate: bool = False,
+    fresh_E: Tensor | None = None,
 ) -> None:
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
@@ -351,13 +321,15 @@ def hopper_weight_grad(
             equal strides.
         slots_N, offsets_E1: as ``dispatch`` gives them.
         accumulate: add to dW, where an expert without rows keeps what it has, instead of writing; it gets zeros then.
+        fresh_E: to accumulate, the experts that are written all the same, marked by another number than 0, int32; dW is
+            of gathered's dtype then.
 
     Accumulates in fp32; two runs agree bit for bit.
     """
     parts = tuple(dw) if dw[0].ndim == 3 else part_views(dw)
     num_experts, num_f, num_d = parts[0].shape
     if gathered_TD.shape[0] == 0:
-        if not accumulate:
+        if not accumulate or fresh_E is not None:
             for part in parts:
                 part.zero_()
         return
@@ -373,9 +345,11 @@ def hopper_weight_grad(
         gathered_is_a=gathered_is_a,
         store_n=tile.block_n // 2,
         accumulate=accumulate,
+        has_fresh=fresh_E is not None,
     )
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
-    written = stored if accumulate else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
+    is_described = plan.has_fresh or not accumulate
+    described = [describe(view, 1, tile.half_m, plan.store_n) for view in stored] if is_described else stored
     order_E = torch.empty(num_experts, dtype=torch.int32, device=offsets_E1.device)
     order_experts(offsets_E1, order_E)
     launch_persistent(
@@ -386,18 +360,14 @@ def hopper_weight_grad(
         slots_N,
         describe(grouped_NGF.transpose(0, 1), 1, tile.block_k, plan.grouped_block),
         grouped_NGF,
-        written[0],
-        written[-1],
+        described[0],
+        described[-1],
+        tuple(stored),
         stored[0].stride(0) // 8,
         stored[0].stride(1) // 8,
+        offsets_E1 if fresh_E is None else fresh_E,
         order_E,
         offsets_E1,
         num_experts,
         plan,
     )
-
-
-def order_experts(offsets_E1: Tensor, order_E: Tensor) -> None:
-    """Writes the experts, most rows first. Shape [E], int32."""
-    num_experts = order_E.shape[0]
-    _order_experts_kernel[(num_experts,)](offsets_E1, order_E, num_experts, BLOCK_E=256, num_warps=1)

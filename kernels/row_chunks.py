@@ -13,22 +13,24 @@ from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.kernels.launch import size_hint, static_size
 
 
-def row_chunks(like: Tensor, num_rows, D) -> Iterator[tuple[int, Tensor]]:
+def row_chunks(like: Tensor, num_rows, D, max_bytes: int | None = None) -> Iterator[tuple[int, Tensor]]:
     """Ranges that cover D columns, each with a buffer for that part of the rows.
 
     Args:
         like: gives the dtype and the device.
         num_rows: N; of a symbolic one the hint decides how many ranges there are, without a guard.
         D: columns; a symbolic number of them is not cut.
+        max_bytes: of the buffer, unless COLUMN_UNIT columns take more; None for ``config.max_transient_bytes``.
 
     Yields:
         The first column of a range and rows_ND: shape [N, columns of the range], contiguous, uninitialised. All share
-        one buffer of at most ``config.max_transient_bytes`` (see there).
+        one buffer.
     """
     if static_size(D) is None:
         yield 0, like.new_empty((num_rows, D))
         return
-    ranges = choose_column_ranges(size_hint(num_rows), D, like.element_size(), config.max_transient_bytes)
+    max_bytes = config.max_transient_bytes if max_bytes is None else max_bytes
+    ranges = choose_column_ranges(size_hint(num_rows), D, like.element_size(), max_bytes)
     widest = len(ranges[0])
     rows_ND = like.new_empty((num_rows, widest))
     for columns in ranges:

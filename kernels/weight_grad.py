@@ -8,7 +8,8 @@ of its rows; full blocks need no masks, and the last partial one is peeled off. 
 Inf or NaN of the next expert's rows cannot leak in. An expert without rows gets zeros.
 
 The same kernel adds to gradients that exist, of any float dtype: the program that owns a tile sums its rows in fp32, adds
-what the tile held and rounds once. An expert without rows keeps what it has.
+what the tile held and rounds once. An expert without rows keeps what it has. Where the rows come in parts, experts that
+begin in a part can be marked as fresh: their tiles are written, not added to.
 """
 
 import torch
@@ -76,6 +77,7 @@ def _expert_weight_grad_kernel(
     weights_ptr,
     slots_ptr,
     offsets_ptr,
+    fresh_ptr,
     dw_ptr,
     F,
     D,
@@ -97,6 +99,7 @@ def _expert_weight_grad_kernel(
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    HAS_FRESH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -175,23 +178,26 @@ def _expert_weight_grad_kernel(
     dw_rows = dw_ptr + cols_f.to(tl.int64)[:, None] * stride_dw_f
     f_in = (cols_f < F)[:, None]
     if ACCUMULATE:
+        is_fresh = False
+        if HAS_FRESH:
+            is_fresh = tl.load(fresh_ptr + expert) != 0
         # Half by half: what dW held would not fit in registers beside the whole tile.
         left, right = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         half_d = d_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-        if first < end:
-            _add_tile(left, dw_rows, half_d, f_in, D, stride_dw_d)
-            _add_tile(right, dw_rows, half_d + BLOCK_N // 2, f_in, D, stride_dw_d)
+        if is_fresh | (first < end):
+            _add_tile(left, dw_rows, half_d, f_in, D, stride_dw_d, is_fresh)
+            _add_tile(right, dw_rows, half_d + BLOCK_N // 2, f_in, D, stride_dw_d, is_fresh)
     else:
         dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d  # [BLOCK_M, BLOCK_N]
         tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=f_in & (cols_d < D)[None, :])
 
 
 @triton.jit
-def _add_tile(values, dw_rows, cols_d, rows_in, D, stride_dw_d):
-    """``values`` plus what dW holds there, back to dW."""
+def _add_tile(values, dw_rows, cols_d, rows_in, D, stride_dw_d, is_fresh):
+    """``values`` plus what dW holds there, unless it is fresh, back to dW."""
     dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d
     tile_in = rows_in & (cols_d < D)[None, :]
-    sums = values + tl.load(dw_tile, mask=tile_in, other=0.0).to(tl.float32)
+    sums = values + tl.load(dw_tile, mask=tile_in & (is_fresh == 0), other=0.0).to(tl.float32)
     tl.store(dw_tile, sums.to(dw_rows.dtype.element_ty), mask=tile_in)
 
 
@@ -215,35 +221,39 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
     return gradients
 
 
-def launch_expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k):
+def launch_expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, fresh_E=None):
     """Adds the gradients of expert weights to ``dw``, tensors in the storage form of those weights.
 
     Args:
         dw: as ``like`` of ``launch_expert_weight_grad``, in the dtype of gathered or fp32.
+        fresh_E: experts whose gradient is written instead, zeros without rows, are marked by another number than 0; int32,
+            contiguous, or None. With it dw is of the dtype of gathered.
         Others: as for ``launch_expert_weight_grad``.
 
     Sums over rows in fp32, adds what is there and rounds once; an expert without rows keeps what it has. Every element has
     one writer: two runs agree bit for bit.
     """
-    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate=True)
+    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate=True, fresh_E=fresh_E)
 
 
-def _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate) -> None:
+def _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E=None) -> None:
     """Fills ``dw``, or adds to it, with the Hopper kernel or the portable one."""
     weighted = weights_TK is not None
     hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": dw, "weight_on_input": weighted}
     stored_alike = all(part.stride() == dw[0].stride() for part in dw[1:])
     if why_portable("expert_weight_grad", **hopper_operands) is None and (stored_alike or not accumulate):
         second = dw[1] if len(dw) == 2 else None
-        hopper_ops.weight_grad(gathered_TD, grouped_NGF, slots_N, offsets_E1, top_k, accumulate, dw[0], second)
+        hopper_ops.weight_grad(gathered_TD, grouped_NGF, slots_N, offsets_E1, top_k, accumulate, dw[0], second, fresh_E)
         return
     for first_g, part in enumerate(dw):
         part_EGFD = part.unsqueeze(1) if part.dim() == 3 else part
         grouped = grouped_NGF.narrow(1, first_g, part_EGFD.shape[1])
-        _launch_portable(gathered_TD, grouped, part_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate)
+        _launch_portable(gathered_TD, grouped, part_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E)
 
 
-def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate) -> None:
+def _launch_portable(
+    gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E
+) -> None:
     num_experts, G, F, D = dw_EGFD.shape
     config = choose_weight_grad(operands(gathered_TD), static_size(F), static_size(D), capability(gathered_TD))
     launch(
@@ -254,6 +264,7 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
         weights_TK,
         slots_N,
         offsets_E1,
+        fresh_E,
         dw_EGFD,
         F,
         D,
@@ -268,6 +279,7 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
         EVEN_F=is_multiple(F, config.block_m),
         EVEN_D=is_multiple(D, config.block_n),
         ACCUMULATE=accumulate,
+        HAS_FRESH=fresh_E is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -15,12 +15,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 import moeblaze_ops.dispatch
 import moeblaze_ops.expert_mlp
 import moeblaze_ops.expert_mlp_chunked
+import moeblaze_ops.expert_mlp_ranged
 import moeblaze_ops.experts_down
 import moeblaze_ops.experts_up
 import moeblaze_ops.routing  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.activations import is_gated
-from moeblaze_ops.chunks import tokens_per_chunk
 from moeblaze_ops.lowering.edits import Edits, Inserter
 from moeblaze_ops.lowering.expressions import same_size, size_of
 from moeblaze_ops.lowering.inductor_api import counters, places
@@ -32,6 +32,7 @@ from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.values import fake_of, target_name
 from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.row_ranges import choose_parts
 from moeblaze_ops.validation import require
 
 log = logging.getLogger("moeblaze")
@@ -195,12 +196,16 @@ def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
     keeps_input = _keeps_input(match, fake_of(x_TD))
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
-    if keeps_input and (chunk_tokens := _chunk_tokens(match, fake_of(x_TD))) is not None:
-        chunked = (x_TD, *parameters, experts_TK, match.E, chunk_tokens, *settings)
+    parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
+    if parts == "chunks":
+        chunked = (x_TD, *parameters, experts_TK, match.E, size, *settings)
         out = insert.call(_ops.expert_mlp_chunked.default, *chunked)
         return _in_result_dtype(insert, match, out), f"expert_mlp_chunked({match.activation})"
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
-    if keeps_input:
+    if parts == "ranges":
+        out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
+        return _in_result_dtype(insert, match, out), f"expert_mlp_ranged({match.activation})"
+    if parts == "whole":
         out = insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings)
         return _in_result_dtype(insert, match, out), f"expert_mlp({match.activation})"
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
@@ -236,15 +241,15 @@ def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
     return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=True) == "input"
 
 
-def _chunk_tokens(match: MoEMatch, x_TD: torch.Tensor) -> int | None:
-    """Tokens of a chunk if there are more than that, as ``moe`` decides it: a symbolic T gets a guard on the limit's side.
+def _parts(match: MoEMatch, x_TD: torch.Tensor) -> tuple[str, int]:
+    """How the layer goes through its tokens, as ``moe`` decides it: a symbolic T gets a guard on the limit's side.
 
-    None for a T that depends on data, about which nothing can be guarded.
+    As a whole for a T that depends on data, about which nothing can be guarded.
     """
     if free_unbacked_symbols(x_TD):
-        return None
-    limit = tokens_per_chunk(match.D, match.F, match.K, match.dtype, is_gated(match.activation), x_TD.device)
-    return limit if x_TD.shape[0] > limit else None
+        return "whole", 0
+    gated = is_gated(match.activation)
+    return choose_parts(x_TD.shape[0], match.D, match.F, match.E, match.K, match.dtype, gated, x_TD.device)
 
 
 def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:

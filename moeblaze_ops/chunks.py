@@ -20,7 +20,7 @@ _PARTIAL_COLUMNS = 128
 """Columns of F behind one partial sum of the routing weights' gradient."""
 _ROUTING_BYTES = 24
 """Bytes of a slot in the routing, in what makes it, and in its weight's gradient."""
-_NO_LIMIT = 1 << 40
+_NO_LIMIT = 1 << 60
 
 
 def tokens_per_chunk(D: int, F: int, K: int, dtype: torch.dtype, gated: bool, device: torch.device) -> int:
@@ -34,22 +34,30 @@ def tokens_per_chunk(D: int, F: int, K: int, dtype: torch.dtype, gated: bool, de
         dtype: of x and the weights. gated: the activation has a gate and an up half.
         device: where the layer runs; without a limit in the configuration, it sets it.
     """
-    return _tokens_per_chunk(D, F, K, dtype, gated, device.type, device.index, config.max_layer_transient_bytes)
+    return _tokens_per_chunk(D, F, K, dtype, gated, layer_limit(device))
 
 
-def _tokens_per_chunk(
-    D: int, F: int, K: int, dtype: torch.dtype, gated: bool, device_type: str, device_index: int | None, limit: int | None
-) -> int:
+def _tokens_per_chunk(D: int, F: int, K: int, dtype: torch.dtype, gated: bool, limit: int) -> int:
     """As a function of constants alone, so that a graph with a symbolic T can compare with a number."""
-    if limit is None:
-        if device_type != "cuda" or not torch.cuda.is_available():
-            return _NO_LIMIT
-        limit = torch.cuda.get_device_properties(device_index).total_memory // _DEVICE_SHARE
     return max(1, limit // transient_bytes(D, F, K, dtype, gated) // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+def layer_limit(device: torch.device) -> int:
+    """Bytes that an expert layer on ``device`` may allocate besides its results, by the configuration or by default."""
+    return _layer_limit(device.type, device.index, config.max_layer_transient_bytes)
+
+
+def _layer_limit(device_type: str, device_index: int | None, limit: int | None) -> int:
+    if limit is not None:
+        return limit
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return _NO_LIMIT
+    return torch.cuda.get_device_properties(device_index).total_memory // _DEVICE_SHARE
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
 _tokens_per_chunk._dynamo_marked_constant = True
+_layer_limit._dynamo_marked_constant = True
 
 
 def transient_bytes(D: int, F: int, K: int, dtype: torch.dtype, gated: bool) -> int:

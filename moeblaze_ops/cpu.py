@@ -31,6 +31,12 @@ def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return slots_N, offsets_E1.int(), positions_N.view(experts_TK.shape).int(), blocks_B2
 
 
+def schedule(totals_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Where each expert's rows begin, and the schedule of row blocks, from how many rows each has."""
+    offsets_E1 = torch.cat([totals_E.new_zeros(1), totals_E.cumsum(0)]).int()
+    return offsets_E1, _block_schedule(offsets_E1, num_rows, totals_E.shape[0])
+
+
 def _block_schedule(offsets_E1: Tensor, num_slots: int, num_experts: int) -> Tensor:
     blocks_E = (offsets_E1.diff() + ROW_BLOCK - 1) // ROW_BLOCK
     experts = torch.repeat_interleave(torch.arange(num_experts), blocks_E)
@@ -171,12 +177,45 @@ def expert_up_backward(
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    T, K = positions_TK.shape
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
-    if dlogits_TE is None:
-        dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=_sum_dtype(dh_NGF))
-    else:
-        dx_TD = dlogits_TE.to(_sum_dtype(dh_NGF)) @ w_router_ED.to(_sum_dtype(dh_NGF))
+    dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
+    if dlogits_TE is not None:
+        dx_TD += dlogits_TE.to(dx_TD.dtype) @ w_router_ED.to(dx_TD.dtype)
+    return dx_TD.to(dh_NGF.dtype), dweights_TK
+
+
+def expert_up_backward_part(
+    dh_NGF: Tensor,
+    x_TD: Tensor | None,
+    w_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    dx_TD: Tensor,
+    dweights_TK: Tensor,
+    add: bool,
+    max_bytes: int,
+) -> None:
+    """``expert_up_backward`` of some of the rows: dx is written or added to, entries of dweights are written."""
+    sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
+    dx_TD.copy_(sums_TD.add_(dx_TD) if add else sums_TD)
+
+
+def _up_backward_sums(
+    dh_NGF: Tensor,
+    x_TD: Tensor | None,
+    w_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    dweights_TK: Tensor,
+) -> Tensor:
+    """The gradient of the tokens in the dtype of sums; fills what the rows give of dweights."""
+    T, K = positions_TK.shape
+    dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=_sum_dtype(dh_NGF))
     halves = up_halves(w_up)
     for expert, rows in _segments(offsets_E1):
         dx_rows = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
@@ -186,7 +225,7 @@ def expert_up_backward(
             dweights_TK.view(-1)[slots_N[rows].long()] = dscale.to(dweights_TK.dtype)
             dx_rows = dx_rows * _row_weights(weights_TK, slots_N[rows])
         dx_TD.index_add_(0, tokens, dx_rows)
-    return dx_TD.to(dh_NGF.dtype), dweights_TK
+    return dx_TD
 
 
 def expert_weight_grad(
@@ -220,9 +259,13 @@ def expert_weight_grad_add(
     slots_N: Tensor,
     offsets_E1: Tensor,
     top_k: int,
+    fresh_E: Tensor | None = None,
 ) -> None:
     halves = dw if dw[0].dim() == 3 else up_halves(dw)
     tokens_N = slots_N // top_k
+    for expert in [] if fresh_E is None else fresh_E.nonzero().view(-1).tolist():
+        for half in halves:
+            half[expert].zero_()
     for expert, rows in _segments(offsets_E1):
         gathered_rows = gathered_TD.index_select(0, tokens_N[rows]).to(_sum_dtype(gathered_TD))
         scale = _row_weights(weights_TK, slots_N[rows])

@@ -13,7 +13,7 @@ from moeblaze_ops.joining import num_joined, split_as_given
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_expert_mlp, check_expert_mlp_backward
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, Tensor slots_N,"
     " Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2, str activation, bool weight_on_input"
 )
@@ -39,7 +39,7 @@ def _expert_mlp_launcher():
     return launch
 
 
-def _expert_mlp_setup_context(ctx, inputs, output) -> None:
+def setup_context(ctx, inputs, output) -> None:
     x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = inputs
     ctx.set_materialize_grads(False)
     ctx.activation, ctx.weight_on_input = activation, weight_on_input
@@ -132,7 +132,7 @@ def _expert_mlp_backward_launcher():
     return launch
 
 
-def _mlp_flops(x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, slots_shape, *args, **kwargs) -> int:
+def mlp_flops(x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, slots_shape, *args, **kwargs) -> int:
     _, F, D = w_down_shapes[0]
     per_slot = sum(2 * G * F * D for _, G, F, D in w_up_shapes) + 2 * F * D
     return slots_shape[0] * per_slot
@@ -140,11 +140,11 @@ def _mlp_flops(x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, slots
 
 expert_mlp_backward = register_op(
     "expert_mlp_backward",
-    f"(Tensor dout_TD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor dout_TD, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     fake=_expert_mlp_backward_fake,
     cpu=_expert_mlp_backward_cpu,
     launcher=_expert_mlp_backward_launcher,
-    flops=lambda dout_shape, *args, **kwargs: _mlp_flops(*args, **kwargs),
+    flops=lambda dout_shape, *args, **kwargs: mlp_flops(*args, **kwargs),
 )
 """``expert_down_backward`` on an h that is computed here and overwritten with its gradient.
 
@@ -155,14 +155,14 @@ Returns:
 
 expert_mlp = register_op(
     "expert_mlp",
-    f"({_ARGUMENTS}) -> Tensor",
+    f"({ARGUMENTS}) -> Tensor",
     fake=_expert_mlp_fake,
     cpu=_expert_mlp_cpu,
     launcher=_expert_mlp_launcher,
     backward=_expert_mlp_gradient,
-    setup_context=_expert_mlp_setup_context,
+    setup_context=setup_context,
     autocast=(0, 1, 2, 3, 4),
-    flops=_mlp_flops,
+    flops=mlp_flops,
 )
 """``expert_up`` and ``expert_down`` in one, for which backward needs x and the routing but no pre-activation.
 

@@ -60,7 +60,7 @@ def _gradient(ctx, dout_TD):
     needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
     needs = [needs_x, *(any(group) for group in needs_groups)]
     num_experts = ctx.settings[0]
-    buffers = _buffers(groups, needs[1:], num_experts)
+    buffers = gradient_buffers(groups, needs[1:], num_experts)
     if any(buffers):
         sums = GradientSums(groups, needs[1:], buffers)
         routed = (dout_TD, x_TD, groups, weights_TK, experts_TK, *ctx.settings)
@@ -73,10 +73,10 @@ def _gradient(ctx, dout_TD):
     wanted = [need and buffer is None for need, buffer in zip(needs[1:], buffers, strict=True)]
     dx_TD = dx_TD if needs_x else None
     dweights_TK = None if weights_TK is None else dweights_TK
-    return dx_TD, *_as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
+    return dx_TD, *as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
 
 
-def _buffers(groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list[Tensor] | None]:
+def gradient_buffers(groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list[Tensor] | None]:
     """What the gradients of w_up and w_down are added to, if ``accumulate_grad`` says so and no experts are stored apart."""
     if any(are_apart(group, num_experts) for group in groups):
         return [None] * len(groups)
@@ -84,7 +84,7 @@ def _buffers(groups: list[list[Tensor]], needs: list[bool], num_experts: int) ->
     return [w_up, None, w_down, None]
 
 
-def _as_given(gradients: list[Tensor], groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list]:
+def as_given(gradients: list[Tensor], groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list]:
     """The gradients of each group of parameters, None for those that need none."""
     result, start = [], 0
     for group, need in zip(groups, needs, strict=True):

@@ -6,13 +6,14 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops import weights as storage
 from moeblaze_ops.activations import ACTIVATIONS, is_gated
-from moeblaze_ops.chunks import tokens_per_chunk
 from moeblaze_ops.dispatch import dispatch
 from moeblaze_ops.expert_mlp import expert_mlp
 from moeblaze_ops.expert_mlp_chunked import expert_mlp_chunked
+from moeblaze_ops.expert_mlp_ranged import expert_mlp_ranged
 from moeblaze_ops.experts_down import expert_down
 from moeblaze_ops.experts_up import expert_up
 from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.row_ranges import choose_parts
 from moeblaze_ops.validation import require
 from moeblaze_ops.weights import up_shape
 
@@ -56,15 +57,16 @@ def moe(
         keep: what backward finds in memory, besides x, the weights and the routing. ``"preactivation"``: what the
             activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"input"``: nothing more; backward repeats the
             up projection (and nothing else), and a layer that would allocate more than
-            ``config.max_layer_transient_bytes`` goes through chunks of tokens: only x, the output and their gradients
-            grow with T then. ``"auto"``: the first of the two that fits the memory that is free, see
-            ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept, in chunks as with
-            ``"input"``.
+            ``config.max_layer_transient_bytes`` goes through ranges of rows in backward, or through chunks of tokens:
+            only x, the output and their gradients grow with T then. ``"auto"``: the first of the two that fits the
+            memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept,
+            and chunks are taken where they are with ``"input"``.
 
     Returns:
         Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
-        and every gradient under the values of ``keep``, as long as no chunks are taken: those change the order of the sums
-        that are weight gradients, in fp32 and rounded once.
+        and every gradient under the values of ``keep``, as long as the layer is taken as a whole. Chunks of tokens change
+        the order of the sums that are weight gradients, in fp32 and rounded once. Ranges of rows round where they meet:
+        gradients of x once for each range that a token's experts are in, and those of the experts that are cut.
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
@@ -93,17 +95,13 @@ def moe(
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
 
-    x_TD = x.reshape(-1, x.shape[-1])
+    # Autograd adds up gradients of x in place unless they are views: 2-d tokens stay what they are.
+    x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     weights_TK = weights.reshape(-1, weights.shape[-1])
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
     if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
-        chunk_tokens = _chunk_tokens(x_TD, weights_TK, w_up_list)
-        if x_TD.shape[0] > chunk_tokens:
-            out_TD = expert_mlp_chunked(x_TD, *parameters, weights_TK, experts_TK, num_experts, chunk_tokens, *settings)
-        else:
-            out_TD = expert_mlp(x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts), *settings)
-        return out_TD.view(x.shape)
+        return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = dispatch(experts_TK, num_experts)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
@@ -119,9 +117,22 @@ def _resolved(keep: str, x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -
     return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=torch.compiler.is_compiling())
 
 
-def _chunk_tokens(x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -> int:
-    _, G, F, D = up_shape(w_up)
-    return tokens_per_chunk(D, F, weights_TK.shape[1], x_TD.dtype, G == 2, x_TD.device)
+def _in_parts(
+    x_TD: Tensor,
+    parameters: tuple[list[Tensor], ...],
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    num_experts: int,
+    settings: tuple[str, bool],
+) -> Tensor:
+    """The layer in one op that keeps x, which goes in parts where it would allocate more than the limit."""
+    _, G, F, D = up_shape(parameters[0])
+    T, K = x_TD.shape[0], weights_TK.shape[1]
+    parts, size = choose_parts(T, D, F, num_experts, K, x_TD.dtype, G == 2, x_TD.device)
+    if parts == "chunks":
+        return expert_mlp_chunked(x_TD, *parameters, weights_TK, experts_TK, num_experts, size, *settings)
+    routed = (x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts), *settings)
+    return expert_mlp(*routed) if parts == "whole" else expert_mlp_ranged(*routed, size)
 
 
 def _up_storage(

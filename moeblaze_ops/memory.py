@@ -9,8 +9,9 @@ number and i = 4 those of an index, backward finds in memory, besides x and the 
 
 and the peak is the largest sum of what is alive during one op (``_steps``). The rows from which the output and the
 gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D. With keep="input" and more tokens
-than ``chunks.tokens_per_chunk``, what grows with N but is not kept is that of one chunk (``_chunked_steps``). Sizes are
-those that tensors ask for: an allocator rounds each up, to 512 bytes on CUDA.
+than ``chunks.tokens_per_chunk``, what backward holds besides its results is that of one range of rows (``_ranged_steps``),
+or what grows with N but is not kept that of one chunk of tokens (``_chunked_steps``). Sizes are those that tensors ask
+for: an allocator rounds each up, to 512 bytes on CUDA.
 """
 
 import bisect
@@ -24,8 +25,9 @@ from dataclasses import dataclass
 import torch
 
 from moeblaze_ops import config
-from moeblaze_ops.chunks import token_ranges, tokens_per_chunk
+from moeblaze_ops.chunks import token_ranges
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, choose_column_ranges
+from moeblaze_ops.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import require, schedule_rows
 
 log = logging.getLogger(__name__)
@@ -112,16 +114,19 @@ def memory_estimate(
     choices = KEEP[:2]
     require(keep in choices, "memory_estimate", "keep", f"be {' or '.join(choices)}", repr(keep))
     sizes = LayerSizes(D, F, E, K, dtype, gated, bias, router)
-    chunk_tokens = tokens_per_chunk(D, F, K, dtype, gated, torch.device("cuda" if device is None else device))
-    if keep == "input" and chunk_tokens < T:
-        return _chunked_estimate(T, sizes, chunk_tokens)
+    with torch.enable_grad():
+        parts, size = choose_parts(T, D, F, E, K, dtype, gated, torch.device("cuda" if device is None else device))
+    if keep == "input" and parts == "ranges":
+        return _ranged_estimate(T, sizes, size)
+    if keep == "input" and parts == "chunks":
+        return _chunked_estimate(T, sizes, size)
     return _estimate(T, sizes, keep, compiled)
 
 
-def _rows_bytes(N: int, sizes: LayerSizes) -> int:
+def _rows_bytes(N: int, sizes: LayerSizes, limit: int | None = None) -> int:
     """Bytes of the rows of a projection to the model width that exist at the same time."""
     number = sizes.dtype.itemsize
-    widest, *_ = choose_column_ranges(N, sizes.D, number, config.max_transient_bytes)
+    widest, *_ = choose_column_ranges(N, sizes.D, number, config.max_transient_bytes if limit is None else limit)
     return number * N * len(widest)
 
 
@@ -148,6 +153,22 @@ def _chunked_estimate(T: int, sizes: LayerSizes, chunk_tokens: int) -> MemoryEst
     size_of |= {f"sum of {name}": size_of[name] * max(1, 4 // sizes.dtype.itemsize) for name in ("w_up", "w_down")}
     kept = tuple(name for name in _kept(sizes, "input") if name != "routing")
     return _summed(size_of, kept, kept, _chunked_steps(sizes))
+
+
+def _ranged_estimate(T: int, sizes: LayerSizes, limit: int) -> MemoryEstimate:
+    N, E = T * sizes.K, sizes.E
+    of_rows = range_sizes(sizes.D, sizes.F, E, sizes.dtype, sizes.gated)
+    first, *others = row_ranges(N, E, of_rows, limit)
+    size_of = _buffers(T, sizes) | {"routing of a range": routing_bytes(N, E)}
+    size_of["rows"] = _rows_bytes(N, sizes, capped(of_rows.forward_column_bytes(limit, N)))
+    for name, rows in (("first", first), ("other", others[0] if others else range(0))):
+        of_range = {part: size_of[part] * len(rows) // N for part in ("h", "a")}
+        of_range["partials"] = (size_of["partials"] - size_of["weights"]) * len(rows) // N
+        column_bytes = capped(of_rows.column_bytes(limit - size_of["routing of a range"], rows))
+        of_range["rows"] = _rows_bytes(len(rows), sizes, column_bytes) if rows else 0
+        size_of |= {f"{name} {part}": size for part, size in of_range.items()}
+    kept = _kept(sizes, "input")
+    return _summed(size_of, kept, kept, _ranged_steps(sizes, bool(others)))
 
 
 def _summed(
@@ -204,6 +225,25 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
     return steps | _router_step(sizes)
 
 
+def _ranged_steps(sizes: LayerSizes, has_others: bool) -> dict[str, tuple[str, ...]]:
+    """As ``_steps`` for the first range of rows, which is there before the weight gradients are, and for any other one."""
+    out = ("x", "weights", "routing of a range")
+    steps = {
+        "expert_up": ("a",),
+        "expert_down": ("a", "rows", "x"),
+        "expert_mlp_backward": (*out, "first h", "first a", "first partials"),
+        "expert_up_backward": (*out, "first h", "first a", "first rows", "x"),
+        "gradient of w_up": (*out, "first h", "first a", "x", "w_up"),
+        "gradient of w_down": (*out, "first a", "x", "w_up", "w_down"),
+    }
+    results = (*out, "x", "w_up", "w_down")
+    others = {
+        "expert_mlp_backward, other range": (*results, "other h", "other a", "other partials"),
+        "expert_up_backward, other range": (*results, "other h", "other rows"),
+    }
+    return steps | (others if has_others else {}) | _router_step(sizes)
+
+
 def _chunked_steps(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
     """As ``_steps`` for one chunk after another: the results are there as a whole, and the sums of weight gradients."""
     results = ("x", "x", "weights", "sum of w_up", "sum of w_down")
@@ -223,7 +263,7 @@ def _chunked_steps(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
 def _router_step(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
     if not sizes.router:
         return {}
-    return {"router": ("x", "w_down", "x", "w_up", "x", "x", "router", "logits", "logits")}
+    return {"router": ("x", "w_down", "x", "w_up", "x", "router", "logits", "logits")}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Layers that go through their tokens in chunks on a GPU: bits, numerics and memory."""
+"""Layers that go through their tokens in chunks, or in backward through ranges of rows, on a GPU: bits, numerics and memory."""
 
 import pytest
 import torch
 
 import moeblaze_ops
-from moeblaze_ops import config
+from moeblaze_ops import config, row_ranges
 from moeblaze_ops.chunks import transient_bytes
 from tests.layers import make_layer
 
@@ -53,6 +53,30 @@ def test_chunks_change_the_order_of_weight_gradient_sums_only(shape, options, ho
             assert (one.float() - other.float()).norm() <= 4e-3 * one.float().norm(), name
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"bias": True, "activation": "relu2"}], ids=["gated", "ungated_bias"])
+@pytest.mark.parametrize("hopper", ["auto", "off"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ranges_round_where_they_meet_only(shape, options, hopper, compiled, monkeypatch):
+    monkeypatch.setattr(config, "hopper", hopper)
+    monkeypatch.setattr(row_ranges, "MOST_RANGES", 1000)
+    module, x = make_module(shape, **options)
+    dout = torch.randn_like(x)
+    steps = []
+    for limit in (1 << 40, 8 << 20, 8 << 20):
+        monkeypatch.setattr(config, "max_layer_transient_bytes", limit)
+        torch._dynamo.reset()
+        steps.append(train_step(torch.compile(module, fullgraph=True) if compiled else module, module, x, dout))
+    whole, ranged, again = steps
+    assert all(torch.equal(a, b) for a, b in zip(ranged, again, strict=True))
+    names = ["out", "x", *(name for name, _ in module.named_parameters())]
+    for name, one, other in zip(names, whole, ranged, strict=True):
+        if name == "out":
+            assert torch.equal(one, other)
+        # Roundings of a sum at each of up to K or so ranges that it comes from, 2**-9 of its size each.
+        assert (one.float() - other.float()).norm() <= 8e-3 * one.float().norm(), name
+
+
 @pytest.mark.parametrize("case", ["one_token", "zero_tokens", "empty_expert", "all_to_one_expert", "unused_slots", "ragged_tail"])
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,11 +114,34 @@ def test_opcheck():
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_transients_stay_below_the_limit(shape, activation, monkeypatch):
     """Beyond the results and the fp32 sums of weight gradients, a step takes what its limit says, and at most 4 MiB."""
+    monkeypatch.setattr(row_ranges, "MOST_RANGES", 0)
     T, D, F, E, K = SHAPES[shape]
     gated = activation == "swiglu"
-    chunk_tokens = 2048
-    limit = chunk_tokens * transient_bytes(D, F, K, torch.bfloat16, gated)
+    limit = 2048 * transient_bytes(D, F, K, torch.bfloat16, gated)
     monkeypatch.setattr(config, "max_layer_transient_bytes", limit)
+    peak, results, num_weights = peak_and_results(shape, activation)
+    assert peak <= results + max(4 * num_weights + limit, (4 + 2) * num_weights) + (4 << 20)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("limit", [8 << 20, 16 << 20])
+def test_ranges_of_rows_stay_below_the_limit(shape, activation, limit, monkeypatch):
+    """Beyond the results, weight gradients among them, a step takes what its limit says, and at most 4 MiB."""
+    monkeypatch.setattr(row_ranges, "MOST_RANGES", 1000)
+    monkeypatch.setattr(config, "max_layer_transient_bytes", limit)
+    T, D, F, E, K = SHAPES[shape]
+    parts = row_ranges.choose_parts(T, D, F, E, K, torch.bfloat16, activation == "swiglu", torch.device("cuda"))
+    if parts != ("ranges", limit):
+        pytest.skip("more activation than weights")
+    peak, results, num_weights = peak_and_results(shape, activation)
+    assert peak <= results + 2 * num_weights + limit + (4 << 20)
+
+
+def peak_and_results(shape, activation):
+    """Bytes that a step allocates, those of its results but for the weights' gradients, and the number of weights."""
+    T, D, F, E, K = SHAPES[shape]
+    gated = activation == "swiglu"
     torch.manual_seed(0)
     x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     experts = torch.rand(T, E, device="cuda").topk(K).indices
@@ -115,9 +162,7 @@ def test_transients_stay_below_the_limit(shape, activation, monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = torch.cuda.max_memory_allocated() - before
-    num_weights = w_up.numel() + w_down.numel()
-    results = 2 * 2 * x.numel() + 4 * weights.numel()
-    assert peak <= results + max(4 * num_weights + limit, (4 + 2) * num_weights) + (4 << 20)
+    return peak, 2 * 2 * x.numel() + 4 * weights.numel(), w_up.numel() + w_down.numel()
 
 
 def test_inference_takes_the_memory_of_a_chunk(monkeypatch):

@@ -307,6 +307,38 @@ def test_adding_weight_grad_matches_reference(problem, which, sums):
         assert_close(results[0][e], before[e].float() + added)
 
 
+@pytest.mark.parametrize("which", ["up", "down"])
+def test_fresh_experts_are_written_and_others_added_to(problem, which):
+    """Those marked as fresh hold NaN before; of the others, those without rows keep it."""
+    from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
+
+    routing = route(problem)
+    gathered_TD = random(problem, problem.num_tokens, problem.num_d)
+    grouped_NGF = grouped(problem, routing, problem.parts if which == "up" else 1, problem.num_f)
+    args = (routing.slots_N, routing.offsets_E1, problem.top_k)
+    written = up_weights(problem, nan_like) if which == "up" else [down_weight(problem, nan_like)]
+    hopper_weight_grad(gathered_TD, grouped_NGF, written, *args)
+    start = up_weights(problem) if which == "up" else [down_weight(problem)]
+    added = [part.clone() for part in start]
+    for part in added:
+        for e, rows in enumerate(routing.rows):
+            if rows.start == rows.stop:
+                part[e] = float("nan")
+    hopper_weight_grad(gathered_TD, grouped_NGF, added, *args, accumulate=True)
+    for first in (0, 1):
+        fresh_E = (torch.arange(len(routing.rows), device="cuda") % 2 == first).int()
+        dw = [part.clone() for part in start]
+        for part in dw:
+            for e, rows in enumerate(routing.rows):
+                if fresh_E[e] or rows.start == rows.stop:
+                    part[e] = float("nan")
+        hopper_weight_grad(gathered_TD, grouped_NGF, dw, *args, accumulate=True, fresh_E=fresh_E)
+        for got, new, summed in zip(dw, written, added, strict=True):
+            for e in range(len(routing.rows)):
+                expected = new[e] if fresh_E[e] else summed[e]
+                assert torch.equal(got[e].nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def test_weight_grad_isolates_experts(problem):
     """Inf and NaN in one expert's rows, of either operand, reach no other expert."""
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad

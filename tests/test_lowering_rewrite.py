@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ops import config, memory
+from moeblaze_ops import config, memory, row_ranges
 from moeblaze_ops.lowering.rewrite import rewrite_graph
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager, compiled, rewrite_of
@@ -311,6 +311,24 @@ def test_more_tokens_than_a_chunk(chunks_of_1024, monkeypatch, name, num_tokens)
     assert _chunked(backend) == (num_tokens > 1024)
     (found,) = backend.rewritten
     assert found.became == f"expert_mlp{'_chunked' if num_tokens > 1024 else ''}({found.activation})"
+
+
+@pytest.mark.parametrize("name", _CHUNKED)
+def test_ranges_of_rows_in_backward(fp64, monkeypatch, name):
+    """As ``moe`` chooses them; without gradients there is no backward that could go through ranges."""
+    monkeypatch.setattr(config, "keep", "input")
+    monkeypatch.setattr(config, "max_layer_transient_bytes", 600_000)
+    layer, num_tokens = _stacked(name), 1500
+    monkeypatch.setattr(row_ranges, "tokens_in_ranges", lambda *sizes: num_tokens)
+    became = []
+    for tokens in (num_tokens, num_tokens + 1):
+        (found,) = check_against_eager(layer, torch.randn(tokens, zoo.D)).rewritten
+        became.append(found.became.partition("(")[0])
+    assert became == ["expert_mlp_ranged", "expert_mlp_chunked"]
+    run, backend = compiled(layer)
+    with torch.no_grad():
+        run(torch.randn(num_tokens, zoo.D))
+    assert _chunked(backend)
 
 
 def test_more_tokens_than_a_chunk_for_separate_experts(chunks_of_1024, monkeypatch):

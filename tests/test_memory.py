@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import moeblaze_ops
-from moeblaze_ops import config, memory
+from moeblaze_ops import config, expert_mlp_ranged, memory, row_ranges
 from moeblaze_ops.chunks import transient_bytes
 from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.memory import LayerSizes, memory_estimate
+from moeblaze_ops.row_ranges import range_sizes
 
 LAUNCHERS = {
     "dispatch": "dispatch",
@@ -31,6 +32,10 @@ LAUNCHERS = {
     "expert_weight_grad_add": "weight_grad",
     "expert_bias_grad": "bias_grad",
     "expert_bias_grad_add": "bias_grad",
+}
+RANGED_LAUNCHERS = {
+    "expert_mlp_ranged": expert_mlp_ranged.forward_launcher,
+    "expert_mlp_ranged_backward": expert_mlp_ranged.backward_launcher,
 }
 
 # T, D, F, E, K: proportions of layers in use, small.
@@ -64,6 +69,8 @@ def launchers_on_cpu(monkeypatch):
         for name, file in LAUNCHERS.items():
             launcher = getattr(importlib.import_module(f"moeblaze_ops.kernels.{file}"), f"launch_{name}")
             library.impl(name, launcher, "CPU", allow_override=True)
+        for name, launcher in RANGED_LAUNCHERS.items():
+            library.impl(name, launcher(), "CPU", allow_override=True)
         yield
 
 
@@ -135,11 +142,12 @@ def test_estimate_knows_ranges_of_columns(keep, limit, widths, launchers_on_cpu,
     assert_estimate_matches("wide", keep, "swiglu", False, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("shape", "chunks"), [("fine", 2), ("few_experts", 3), ("few_experts", 4), ("wide", 2)])
+@pytest.mark.parametrize(("shape", "chunks"), [("fine", 2), ("few_experts", 3), ("wide", 2)])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("router", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_estimate_knows_chunks_of_tokens(shape, chunks, activation, router, dtype, launchers_on_cpu, monkeypatch):
+    monkeypatch.setattr(row_ranges, "MOST_RANGES", 0)
     T, D, F, _, K = SHAPES[shape]
     chunk_tokens = -(-T // chunks // 1024) * 1024
     limit = chunk_tokens * transient_bytes(D, F, K, dtype, activation == "swiglu")
@@ -160,6 +168,10 @@ MEASURED_LAYERS = {name: sizes[1:] for name, (sizes, _) in FULL_SIZE.items()} | 
 }
 
 
+_IN_PLACE = "measured before the gradients of 2-d tokens were added up in place: measure memory_scaling_h200.json again"
+MEASURED_BEFORE = {"conf1-8388608-input": pytest.mark.xfail(strict=True, reason=_IN_PLACE)}
+
+
 def measured_rows():
     """What was measured on an H200 of layers of ours, with their router."""
     for file in ("memory_h200.json", "memory_scaling_h200.json"):
@@ -168,7 +180,8 @@ def measured_rows():
         for row in json.loads((RESULTS / file).read_text())["measurements"]:
             keep, _, suffix = row["contender"].partition("+")
             if keep in ("preactivation", "input") and not row["failure"]:
-                yield pytest.param(row, keep, bool(suffix), id=f"{row['shape']}-{row['T']}-{row['contender']}")
+                name = f"{row['shape']}-{row['T']}-{row['contender']}"
+                yield pytest.param(row, keep, bool(suffix), id=name, marks=MEASURED_BEFORE.get(name, ()))
 
 
 @pytest.mark.parametrize(("row", "keep", "compiled"), list(measured_rows()))
@@ -213,23 +226,46 @@ def test_compiled_backward_has_one_buffer_for_h_and_its_gradient():
 @pytest.mark.parametrize("name", FULL_SIZE)
 @pytest.mark.parametrize("keep", ["preactivation", "input"])
 def test_a_step_of_full_size_stays_in_bounds(name, keep, launchers_on_cpu):
-    """Memory that nobody writes costs the CPU nothing."""
     (T, D, F, E, K), most = FULL_SIZE[name]
+    estimate = memory_estimate(T, D, F, E, K, keep=keep, device="cpu")
+    peak = full_size_peak(name, keep)
+    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.05)
+    if keep == "input":
+        assert peak <= most * 2**20
+
+
+def full_size_peak(name, keep):
+    """What a step allocates at most; memory that nobody writes costs the CPU nothing."""
+    T, D, F, E, K = FULL_SIZE[name][0]
 
     def leaf(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, requires_grad=True)
 
     x, weights, w_up, w_down = leaf(T, D), leaf(T, K, dtype=torch.float32), leaf(E, 2 * F, D), leaf(E, D, F)
     experts, dout = torch.empty(T, K, dtype=torch.int32), torch.empty(T, D, dtype=torch.bfloat16)
-    estimate = memory_estimate(T, D, F, E, K, keep=keep, device="cpu")
 
     def step():
         moeblaze_ops.moe(x, weights, experts, w_up, w_down, keep=keep).backward(dout)
 
-    _, _, peak = allocated(step)
-    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.05)
-    if keep == "input":
-        assert peak <= most * 2**20
+    return allocated(step)[2]
+
+
+# A limit for layers of full size, and the ranges of rows that it makes.
+LIMIT = 240 << 20
+RANGES = {"fine": 4, "finest": 1, "mid": 6, "wide": 5, "coarse": 10}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_limited_step_of_full_size_takes_little_more_than_its_results(name, launchers_on_cpu, monkeypatch):
+    monkeypatch.setattr(config, "max_layer_transient_bytes", LIMIT)
+    (T, D, F, E, K), _ = FULL_SIZE[name]
+    sizes = range_sizes(D, F, E, torch.bfloat16, gated=True)
+    assert len(row_ranges.row_ranges(T * K, E, sizes, LIMIT)) == RANGES[name]
+    estimate = memory_estimate(T, D, F, E, K, keep="input", device="cpu")
+    peak = full_size_peak(name, "input")
+    assert peak + estimate.buffers["weights"] == pytest.approx(estimate.peak, rel=0.01)
+    results = 2 * 2 * T * D + 2 * 3 * E * F * D
+    assert peak <= results + (256 << 20)
 
 
 def test_the_bound_that_auto_plans_with_never_falls(monkeypatch):
