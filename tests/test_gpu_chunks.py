@@ -46,7 +46,8 @@ def test_chunks_change_the_order_of_weight_gradient_sums_only(shape, options, ho
     assert all(torch.equal(a, b) for a, b in zip(chunked, again, strict=True))
     names = ["out", "x", *(name for name, _ in module.named_parameters())]
     for name, one, other in zip(names, whole, chunked, strict=True):
-        if name in ("out", "x") and ON_HOPPER:
+        # Compiled, the router's part of the gradient of x is rounded with the experts' where they are one op.
+        if ON_HOPPER and (name == "out" or (name == "x" and not compiled)):
             assert torch.equal(one, other), name
         else:
             # Sums that agree to many more bits, rounded once.
