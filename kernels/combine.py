@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moeblaze_ops.kernels.configs import choose_combine, choose_combine_product, choose_row_dot
-from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, static_size
+from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
 from moeblaze_ops.kernels.tiles import load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
@@ -137,7 +137,10 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
     D = rows_ND.shape[1]
     left_TC, right_CD = product or (None, None)
     num_channels = 0 if product is None else left_TC.shape[1]
-    config = choose_combine(static_size(D)) if product is None else choose_combine_product(static_size(D))
+    if product is None:
+        config = choose_combine(static_size(D))
+    else:
+        config = choose_combine_product(operands(rows_ND), static_size(D))
     block_c = 64 if static_size(num_channels) is None or num_channels > 32 else 32
     launch(
         _combine_kernel,

@@ -174,9 +174,9 @@ def choose_combine(columns: int | None) -> TileConfig:
     return TileConfig(512 // columns, columns, 2)
 
 
-def choose_combine_product(columns: int | None) -> TileConfig:
+def choose_combine_product(operands: Operands, columns: int | None) -> TileConfig:
     """Tile of the gather-sum with a product in it: tokens enough that its right side is read from cache a few times only."""
-    return TileConfig(64, _clip(128, columns, 16), 8)
+    return TileConfig(64, _clip(128, columns, 16), 8) if operands.tensor_cores else TileConfig(16, _clip(64, columns, 16), 4)
 
 
 def choose_row_dot(D: int | None) -> TileConfig:

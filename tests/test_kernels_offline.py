@@ -95,9 +95,13 @@ def test_tf32_kernels_compile_without_spills(capability):
 
 def expected_tensor_core(launch, capability):
     """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
-    if "BLOCK_K" not in launch.arguments:
+    if "BLOCK_K" in launch.arguments:
+        rows = launch.arguments["BLOCK_M"]
+    elif launch.arguments.get("HAS_PRODUCT"):
+        rows = launch.arguments["BLOCK_T"]
+    else:
         return None
-    return {9: "wgmma", 10: "tcgen05"}.get(capability[0], "mma") if launch.arguments["BLOCK_M"] >= 64 else "mma"
+    return {9: "wgmma", 10: "tcgen05"}.get(capability[0], "mma") if rows >= 64 else "mma"
 
 
 def specialised(parameter, value):
