@@ -5,8 +5,8 @@ For row r of expert e, with token t(r) and routing weight s(r):
     dA'[r] = dout[t(r)] @ W[e]^T      a[r] = act(h[r])       partials[c, r] = sum over column block c of dA'[r] a[r]
     dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
 
-The consumers hand dA', rounded, to two or four epilogue warps, which work in strips of 4 rows a warp. What a strip needs from
-memory is asked for ahead of it, across tiles: h a strip ahead, into registers (shared memory is the ring's), the
+The consumers hand dA', rounded, to two, four or eight epilogue warps, which work in strips of 4 rows a warp. What a strip
+needs from memory is asked for ahead of it, across tiles: h a strip ahead, into registers (shared memory is the ring's), the
 weights two, by way of the slots. The partial sums are stored for each column block, so no two programs add to the
 same number.
 """
