@@ -1,11 +1,14 @@
-"""What tests of several ops do alike: see which of ours run, and compile one graph for all numbers of tokens."""
+"""What tests of several ops do alike: take a step, see which of ours run, compile one graph for all numbers of tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.layers import Layer
 
 
 def is_ours(op: Callable) -> bool:
@@ -25,11 +28,25 @@ class OurOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def assert_one_graph_for_several_token_counts(run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def detach(value: Any) -> Any:
+    """An argument of an op, with every tensor in it detached."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return type(value)(map(detach, value)) if isinstance(value, list | tuple) else value
+
+
+def step(out: Tensor, layer: Layer, dout: Tensor) -> list[Tensor]:
+    """The output of a layer, and the gradients of its leaves."""
+    return [out, *torch.autograd.grad(out, layer.leaves, dout)]
+
+
+def assert_one_graph_for_several_token_counts(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor], token_counts: tuple[int, ...] = (6, 31, 200)
+) -> None:
     """``run(x_TD, weights_TK, experts_TK)`` of the sizes of ``make_layer()``: compiled once, with the bits of eager."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for num_tokens in (6, 31, 200):
+    for num_tokens in token_counts:
         x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)
         weights = torch.rand(num_tokens, 2, dtype=torch.float64)
         experts = torch.randint(0, 5, (num_tokens, 2))

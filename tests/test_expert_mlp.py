@@ -10,7 +10,7 @@ from moeblaze_ops import cpu
 from moeblaze_ops.activations import ACTIVATIONS
 from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
-from tests.op_harness import assert_one_graph_for_several_token_counts
+from tests.op_harness import assert_one_graph_for_several_token_counts, detach, step
 
 ops = torch.ops.moeblaze
 WEIGHT_ON = ("output", "input")
@@ -25,16 +25,6 @@ def arguments(layer, weight_on="output"):
 
 def backward_arguments(layer, weight_on="output"):
     return torch.randn_like(layer.x_TD).detach(), *detach(arguments(layer, weight_on))
-
-
-def detach(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return type(value)(detach(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def step(out, layer, dout):
-    return [out, *torch.autograd.grad(out, layer.leaves, dout)]
 
 
 def assert_equals_two_ops(layer, weight_on="output"):

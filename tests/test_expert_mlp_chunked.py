@@ -16,7 +16,7 @@ from moeblaze_ops.activations import ACTIVATIONS
 from moeblaze_ops.chunks import token_ranges, tokens_per_chunk, transient_bytes
 from tests.fakecuda import generated_code, launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
-from tests.op_harness import OurOps, assert_one_graph_for_several_token_counts
+from tests.op_harness import OurOps, assert_one_graph_for_several_token_counts, detach, step
 
 ops = torch.ops.moeblaze
 WEIGHT_ON = ("output", "input")
@@ -34,16 +34,6 @@ def arguments(layer, chunk_tokens, weight_on="output"):
 def whole_arguments(layer, weight_on="output"):
     x, *parameters, weights = arguments(layer, 1, weight_on)[:6]
     return x, *parameters, weights, *layer.routing, layer.activation, weight_on == "input"
-
-
-def detach(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return type(value)(detach(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def step(out, layer, dout):
-    return [out, *torch.autograd.grad(out, layer.leaves, dout)]
 
 
 def assert_equals_oracle(layer, chunk_tokens, weight_on="output"):

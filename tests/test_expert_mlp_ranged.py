@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +14,7 @@ from moeblaze_ops.activations import ACTIVATIONS
 from moeblaze_ops.row_ranges import MOST_RANGES, RangeSizes, choose_parts, range_sizes, tokens_in_ranges
 from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
+from tests.op_harness import assert_one_graph_for_several_token_counts, detach, step
 
 ops = torch.ops.moeblaze
 WEIGHT_ON = ("output", "input")
@@ -38,16 +38,6 @@ def arguments(layer, weight_on="output", max_bytes=PLENTY):
         layer.x_TD, layer.w_up, layer.b_up, layer.w_down, layer.b_down, layer.weights_TK, *layer.routing,
         layer.activation, weight_on == "input", max_bytes,
     )  # fmt: skip
-
-
-def detach(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return type(value)(detach(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def step(out, layer, dout):
-    return [out, *torch.autograd.grad(out, layer.leaves, dout)]
 
 
 def assert_equals_oracle(layer, weight_on="output"):
@@ -173,23 +163,12 @@ def test_expert_mlp_ranged_opcheck(case, weight_on, requires_grad):
 def test_expert_mlp_ranged_compiles_once_for_several_numbers_of_ranges():
     torch.manual_seed(9)
     layer = make_layer()
-    counter = CompileCounterWithBackend("aot_eager")
 
     def run(x_TD, weights_TK, experts_TK):
         routing = ops.dispatch(experts_TK, 5)
         return ops.expert_mlp_ranged(x_TD, layer.w_up, [], layer.w_down, [], weights_TK, *routing, "swiglu", False, 80000)
 
-    compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for num_tokens in (6, 131, 500):
-        x = torch.randn(num_tokens, 24, dtype=torch.float64, requires_grad=True)
-        weights = torch.rand(num_tokens, 2, dtype=torch.float64)
-        experts = torch.randint(0, 5, (num_tokens, 2))
-        for tensor in (x, weights, experts):
-            torch._dynamo.mark_dynamic(tensor, 0)
-        out, expected = compiled(x, weights, experts), run(x, weights, experts)
-        assert torch.equal(out, expected)
-        assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (out, expected)))
-    assert counter.frame_count == 1
+    assert_one_graph_for_several_token_counts(run, (6, 131, 500))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

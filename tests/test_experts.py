@@ -10,7 +10,7 @@ from torch.library import opcheck
 from moeblaze_ops import reference
 from moeblaze_ops.activations import ACTIVATIONS
 from tests.layers import ROUTINGS, STORAGES, make_layer
-from tests.op_harness import assert_one_graph_for_several_token_counts
+from tests.op_harness import assert_one_graph_for_several_token_counts, detach
 
 ops = torch.ops.moeblaze
 
@@ -207,12 +207,6 @@ def test_experts_opcheck(name, case, requires_grad):
     if name not in ("expert_up", "expert_up_weighted", "expert_down"):
         arguments = detach(arguments)
     opcheck(op.default, arguments)
-
-
-def detach(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return type(value)(detach(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def test_experts_opcheck_strided_tokens():
