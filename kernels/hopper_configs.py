@@ -189,9 +189,9 @@ def down_backward_tile(columns: int, contracted: int) -> Tile:
     return Tile(block_n=_block_n(columns), stages=4, lead=1)
 
 
-def down_backward_warps(contracted: int) -> tuple[int, int]:
-    """Epilogue warps of the down projection's backward, and registers a thread."""
-    if contracted <= _FAR_EPILOGUE_BOUND:
+def down_backward_warps(contracted: int, activation: str) -> tuple[int, int]:
+    """Epilogue warps of the down projection's backward, and registers a thread; one activation needs more than 96."""
+    if contracted <= _FAR_EPILOGUE_BOUND and activation != "swiglu_clamped":
         return 8, 96
     return (4, 128) if contracted <= _EPILOGUE_BOUND else (2, REGISTERS)
 

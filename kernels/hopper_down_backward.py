@@ -255,7 +255,7 @@ def hopper_down_backward(
         return
     num_columns = h_NGF.shape[2]
     tile = down_backward_tile(num_columns, dout_TD.shape[1])
-    epilogue_warps, registers = down_backward_warps(dout_TD.shape[1])
+    epilogue_warps, registers = down_backward_warps(dout_TD.shape[1], activation)
     weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
     plan = GatherPlan(
         tile=tile,
