@@ -5,7 +5,7 @@
 # make lint        ruff
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
-# ARGS goes to the example, or to pytest.
+# ARGS goes to the example, or to pytest: options, no names of tests.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,14 +19,25 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu sanitize lint clean
+.PHONY: demo test test-rewriting test-kernels test-rest test-gpu sanitize lint clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/train_moe_lm.py $(ARGS)
 
+# Three parts, two at a time.
 test: $(INSTALLED)
-	$(RUN) -m pytest -m "not gpu" --ignore=tests/interpreter $(ARGS)
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line test-rewriting test-kernels test-rest
+
+REWRITING := $(wildcard tests/test_capture*.py tests/test_fuzz.py tests/test_hf*.py tests/test_lowering*.py tests/test_modes.py)
+
+test-rewriting:
+	$(RUN) -m pytest -m "not gpu" $(REWRITING) $(ARGS)
+
+test-kernels:
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpreter $(ARGS)
+
+test-rest:
+	$(RUN) -m pytest -m "not gpu" --ignore=tests/interpreter $(REWRITING:%=--ignore=%) $(ARGS)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)
