@@ -166,6 +166,8 @@ class _SplitLoop:
             except Unproven as unproven:
                 failed.append(unproven)
                 continue
+            if not round_.taken:
+                return [self.loop]  # it asks which groups are empty, and takes no slices: a matter of ``capture_guards``
             self._check_after(round_)
             return self._statements(trial, round_, kind, used)
         raise failed[0]
