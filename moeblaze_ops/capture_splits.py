@@ -113,7 +113,7 @@ class Splits:
         for node in ast.walk(self.function):
             if isinstance(node, ast.Name) and node.id in self._numbers and id(node) not in self._own:
                 at = self._numbers[node.id]
-                later = node is not at.targets[0] and node.lineno > (at.end_lineno or at.lineno)
+                later = (node.lineno, node.col_offset) >= (at.end_lineno, at.end_col_offset)
                 if later or id(node) in nested:
                     for loop in self.loops.values():
                         self.refuse(loop, f"{node.id} is also read at line {node.lineno}")
