@@ -403,9 +403,24 @@ def behind_a_name_for_a_mode(self, x, weights, ids):
     return out * seen.sum()
 
 
+def fewer_rows_are_joined(self, x, weights, ids):
+    """Those of the last expert are missing, and how many there are is part of the result."""
+    order, token, scale = _sorted(self, x, weights, ids)
+    counts = (ids.flatten()[:, None] == torch.arange(len(self.experts) - 1)).sum(0).tolist()
+    rows, outputs, start = x[token], [], 0
+    for e, count in enumerate(counts):
+        end = start + count
+        if count == 0:
+            continue
+        outputs.append(self.experts[e](rows[start:end]) * scale[start:end])
+        start = end
+    y = torch.cat(outputs)
+    return torch.zeros_like(x).index_add(0, token[: len(y)], y) / len(y)
+
+
 NEAR_MISSES = (
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
     changes_the_counts, negative_sizes, reads_the_counts_later, last_start, one_expert_less,
-    sorted_on_the_same_line,
+    sorted_on_the_same_line, fewer_rows_are_joined,
 )  # fmt: skip
