@@ -15,11 +15,13 @@ def find_base(
 ) -> fx.Node | None:
     """The node whose elements are ``others``, the terms of ``value`` that are no experts.
 
-    It is one that ``value`` adds to, and that still holds them at ``root``: not the buffer that the sum is written to.
+    It is one that ``value`` adds to, and that holds them at ``root``, or will once the writes of the sum to it are gone.
     """
+    buffer = view.aliases(view.writes[root]) if root in view.writes else []
     for base in _addends(value):
         node = base.node
-        kept = node not in view.writes and view.value(node) is base and view.value_at(node, view.position[root]) is base
+        kept = view.value_at(node, view.position[root]) is base or node in buffer
+        kept = kept and node not in view.writes and view.value(node) is base
         if kept and base.dtype == value.dtype and Counter(terms(base)) == Counter(others):
             return node
     return None

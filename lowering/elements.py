@@ -131,7 +131,8 @@ class Evaluator(IndexingRules, GroupRules):
         return self._broadcast(value.args[0], value.shape, indices, depth)
 
     def _broadcast(self, x: Value, shape: tuple[Size, ...], indices: Indices, depth: int) -> Expr:
-        tail = indices[len(indices) - len(x.shape) :]
+        ones = (self.algebra.zero,) * (len(x.shape) - len(indices))  # leading axes that a write by subscript may have
+        tail = (*ones, *indices[max(0, len(indices) - len(x.shape)) :])
         own = tuple(self.algebra.zero if size == 1 else i for size, i in zip(x.shape, tail, strict=True))
         return self.element(x, own, depth)
 

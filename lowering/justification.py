@@ -31,12 +31,18 @@ def writes_to_rows(gm: fx.GraphModule) -> list[str]:
 
 
 def groups_that_overlap(gm: fx.GraphModule) -> bool:
-    """Whether slices by numbers on the host, which may overlap or stand in any order, became groups of rows, which do not."""
+    """Whether slices by numbers on the host, which may overlap or stand in any order, became groups of rows, which do not.
+
+    Or whether slices of some rows only were concatenated: what took their place has all rows.
+    """
 
     def searches(node: fx.Node) -> bool:
         return node.target is torch.searchsorted and _is_of_row_groups(node, "rows")
 
-    return any(without_running_counts(graph, searches) for graph in _graphs(gm))
+    def joined(graph: fx.Graph) -> bool:
+        return any(_is_of_row_groups(node, "put") for node in graph.nodes)
+
+    return any(without_running_counts(graph, searches, covering=joined(graph)) for graph in _graphs(gm))
 
 
 def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:

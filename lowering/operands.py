@@ -33,7 +33,8 @@ class Finder:
     ):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
-        self._nodes = sorted(dependencies(view, root), key=view.position.__getitem__, reverse=True)
+        nodes = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
+        self._nodes = sorted(nodes, key=view.position.__getitem__, reverse=True)
         self._found: dict[tuple, Operand | None] = {}
 
     def find(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:

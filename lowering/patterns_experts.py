@@ -4,6 +4,7 @@ A term is a product. Its one factor that depends on the feature of the output is
 how much of it a token gets and is left to `patterns_routing`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from moeblaze_ops.activations import IDENTITY
@@ -250,14 +251,14 @@ def _unscaled(
     """
     inverse = algebra.var(-4, 0, "r")
     once = [s for s in scale if s.kind in IDEMPOTENT]
-    powers = [s for s in scale if s.kind not in IDEMPOTENT]
+    scaling = [inverse, *(s for s in scale if s.kind not in IDEMPOTENT)]  # one of them twice where it is squared
 
     def cancel(e: Expr) -> Expr:
         if e.kind == "mul":
             factors = [cancel(f) for f in e.args]
-            scaled = inverse in factors and all(s in factors for s in scale)
-            while scaled and inverse in factors and all(s in factors for s in powers):
-                for gone in (inverse, *powers):
+            scaled = all(s in factors for s in once) and Counter(scaling) <= Counter(factors)
+            while scaled and Counter(scaling) <= Counter(factors):
+                for gone in scaling:
                     factors.remove(gone)
             return algebra.mul(*(f for f in factors if not (scaled and f in once)))
         if e.kind == "add":

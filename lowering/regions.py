@@ -32,7 +32,9 @@ def prove_region(
 ) -> Region:
     """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
     above = set().union(*(dependencies(view, n) for n in (*operands, *([base] if base else []))))
-    nodes = {n for n in dependencies(view, root, frozenset(above)) - above if n.op not in ("placeholder", "get_attr")}
+    # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
+    buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
+    nodes = {n for n in dependencies(view, root, frozenset(above - buffer)) - above if n.op not in ("placeholder", "get_attr")}
     computed = _computed(view, nodes)
     carriers = _carriers(view, root, nodes)
     _prove_writes(view, root, nodes, carriers)
@@ -42,6 +44,10 @@ def prove_region(
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, root)
     kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, [])}
+    if base in buffer:
+        between = [w for w in view.writes if view.position[base] < view.position[w] <= view.position[root]]
+        staying = [w for w in between if view.writes[w] in buffer and w not in nodes - kept]
+        prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
     ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
     return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
 

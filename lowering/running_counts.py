@@ -1,5 +1,9 @@
-"""Which ends of groups are running counts: they never fall, so that every row is in one group."""
+"""Which ends of groups are running counts: they never fall, so that no row is in two groups.
 
+Counts of all ids cover all rows, too: as many as there are ids, each of which is one of the numbers that are counted.
+"""
+
+import math
 from collections.abc import Callable
 
 from torch import fx
@@ -7,32 +11,60 @@ from torch import fx
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
 from moeblaze_ops.lowering.canonical import TABLE
+from moeblaze_ops.lowering.distinct import are_distinct
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr
-from moeblaze_ops.lowering.values import GraphView, Value
+from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.values import GraphView, Value, target_name
 
 
-def without_running_counts(graph: fx.Graph, searches: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes that search for a row's group among ends that may fall."""
+def without_running_counts(graph: fx.Graph, searches: Callable[[fx.Node], bool], *, covering: bool) -> list[fx.Node]:
+    """The nodes that search for a row's group among ends that may fall, or may leave rows out if ``covering``."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and searches(node)]
     if not nodes:
         return []
     view, evaluator = GraphView(graph, TABLE), Evaluator()
-    return [node for node in nodes if not _is_running_count(evaluator, view.value(node))]
+    return [node for node in nodes if not _is_running_count(evaluator, view.value(node), covering)]
 
 
-def _is_running_count(evaluator: Evaluator, found: Value) -> bool:
+def _is_running_count(evaluator: Evaluator, found: Value, covering: bool) -> bool:
     if found.op != "searched":
         return False
     ends = found.args[0]
     number = evaluator.algebra.var(0, ends.shape[0], "r")
     try:
         if ends.shape[0] == 1:
-            return _is_count(evaluator.element(ends, (evaluator.algebra.zero,)))
+            return not covering and _is_count(evaluator.element(ends, (evaluator.algebra.zero,)))
         end = evaluator.element(ends, (number,))
     except Unroll:
         return False
-    return end.kind == "prefix" and end.args[2] is number and _is_count(end.args[1])
+    if end.kind != "prefix" or end.args[2] is not number or not _is_count(end.args[1]):
+        return False
+    num_groups = None if _of_bincount(ends) else ends.shape[0]
+    return not covering or _counts_all(evaluator.algebra, *evaluator.algebra.open(end), num_groups, found.shape[0])
+
+
+def _of_bincount(ends: Value) -> bool:
+    """Whether there are as many numbers as the ids need, however large they are."""
+    while ends.op in ("prefix", "cast", "reshape"):
+        ends = ends.args[0]
+    return ends.op == "sum" and target_name(ends.node) == "bincount"
+
+
+def _counts_all(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size | None, num_rows: Size) -> bool:
+    """Whether ``counts`` of the numbers below ``num_groups``, of all if None, add up to ``num_rows``."""
+    axes: list[Expr] = []
+    while counts.kind == "sum":
+        axis, counts = algebra.open(counts)
+        axes.append(axis)
+    hits = [e for e in (counts.args if counts.kind == "mul" else (counts,)) if e.kind == "eq"]
+    keys = [side for hit in hits for side in hit.args if side is not number]
+    if len(hits) != 1 or len(keys) != 1 or not axes:
+        return False
+    once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
+    exact = counts is hits[0] or (counts is once and are_distinct(keys[0]))
+    bound = algebra.extent(keys[0])
+    known = num_groups is None or (isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups)
+    return exact and known and same_size(math.prod(axis.args[1] for axis in axes), num_rows)
 
 
 def _is_count(e: Expr) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import hit_loop, over_all_experts
@@ -138,12 +139,16 @@ class _Rewriting:
         if scoped or _FORBIDDEN_NAMES & loaded(function):
             return
         local = frozenset(self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars)
-        splits = Splits(function, Reader(self.globals, local), self.refused, self.code.co_cellvars + self.code.co_freevars)
+        reader = Reader(self.globals, local, sharing(function))
+        splits = Splits(function, reader.copy(), self.refused, self.code.co_cellvars + self.code.co_freevars)
         if not splits.rewrite():
             return
         self.splits = splits.loops
-        function.body = self.block(function.body, Reader(self.globals, local), in_loop=False)
+        function.body = self.block(function.body, reader, in_loop=False)
+        proven = {id(node) for guarded in self.guarded for node in guarded.nodes}
         for loop in self.splits.values():
+            if id(loop) not in proven:
+                splits.refuse(loop, "what is around it has to stay")
             if any(loop.lineno < line <= (loop.end_lineno or loop.lineno) for line in self.refused):
                 splits.refuse(loop, "a branch in it has to stay")
 

@@ -8,7 +8,7 @@ writing to rows never changes how many there are.
 import ast
 import builtins
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from moeblaze_ops import row_groups
+from moeblaze_ops.capture_aliases import shared_with
 
 MODULE = "_moeblaze_row_groups"
 """The name of ``row_groups`` in changed code."""
@@ -52,17 +53,19 @@ class Value:
 
 
 class Reader:
-    """Values of expressions, at one place of a function."""
+    """Values of expressions, at one place of a function. ``shared``: names that share memory, see `capture_aliases`."""
 
     _numbers = itertools.count()
 
-    def __init__(self, module_globals: dict[str, Any], local_names: frozenset[str]):
-        self._globals, self._locals = module_globals, local_names
+    def __init__(
+        self, module_globals: dict[str, Any], local_names: frozenset[str], shared: Mapping[str, frozenset[str]] | None = None
+    ):
+        self._globals, self._locals, self._shared = module_globals, local_names, shared or {}
         self.values: dict[str, Value] = {}
 
     def inside(self, stored: set[str]) -> "Reader":
         """The same knowledge where ``stored`` names may have any value."""
-        copy = Reader(self._globals, self._locals)
+        copy = Reader(self._globals, self._locals, self._shared)
         copy.values = {name: value for name, value in self.values.items() if name not in stored}
         return copy
 
@@ -78,7 +81,7 @@ class Reader:
                 case ast.Call():
                     written = list(self._written(node))
                 case ast.AugAssign(target=target) | ast.Subscript(value=target, ctx=ast.Store() | ast.Del()):
-                    written = [self.read(target).key]
+                    written = list(self._keys_behind(target))
                 case _:
                     written = []
             for key in written:
@@ -140,16 +143,22 @@ class Reader:
 
     def _notice_writes(self, e: ast.expr) -> None:
         for call in (node for node in ast.walk(e) if isinstance(node, ast.Call)):
-            for written in self._written(call):
+            for written in list(self._written(call)):
                 self.forget_masks(written)
 
     def _written(self, call: ast.Call) -> Iterator[Hashable]:
         """Keys of what a call may write to; None for anything."""
         if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_"):
-            yield self.read(call.func.value).key
+            yield from self._keys_behind(call.func.value)
         if not self.is_pure(call):
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-                yield None if isinstance(argument, ast.Starred) else self.read(argument).key
+                yield from [None] if isinstance(argument, ast.Starred) else self._keys_behind(argument)
+
+    def _keys_behind(self, e: ast.expr) -> Iterator[Hashable]:
+        """Keys of what a write to ``e`` may change."""
+        yield self.read(e).key
+        for name in shared_with(e, self._shared) & self.values.keys():
+            yield self.values[name].key
 
     def is_pure(self, call: ast.Call) -> bool:
         """Whether a call only makes a value."""

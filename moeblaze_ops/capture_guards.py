@@ -10,6 +10,8 @@ from moeblaze_ops import row_groups
 from moeblaze_ops.capture_emptiness import Reader, without_views
 
 _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
+_VALUES = frozenset(("sum", "mean", "unsqueeze", "squeeze", "view", "reshape", "expand", "flatten", "new_zeros", "new_empty"))
+"""Methods that only make a value, of the dtype of what they are called on, whatever that is."""
 
 
 class Unproven(Exception):
@@ -69,8 +71,8 @@ def prove_no_effect(statements: Sequence[ast.stmt], group: Hashable, reader: Rea
 def prove_adds_zero(statements: Sequence[ast.stmt], guarded: Sequence[ast.stmt], reader: Reader) -> set[str]:
     """Prove that ``statements`` only add zero times something to what ``guarded`` writes to.
 
-    Such branches keep parameters of experts without tokens in the graph. They call what ``guarded`` calls, or functions
-    that only make values.
+    Such branches keep parameters of experts without tokens in the graph. They call what ``guarded`` calls, too, whose
+    effects are seen there, or what only makes a value.
 
     Returns:
         The names they set beside.
@@ -78,13 +80,17 @@ def prove_adds_zero(statements: Sequence[ast.stmt], guarded: Sequence[ast.stmt],
     Raises:
         Unproven: there may be another effect.
     """
-    calls = {ast.unparse(n.func) for s in guarded for n in ast.walk(s) if isinstance(n, ast.Call)}
     sums = {name for s in guarded for name in _written_names(s)}
+    changed = set().union(*(stored(s) for s in (*statements, *guarded)))
+    calls = {ast.unparse(call.func) for s in guarded for call in _certain_calls(s) if not loaded(call.func) & changed}
     temporary: set[str] = set()
     for s in statements:
+        _prove_plain(s, reader)
         for call in (n for n in ast.walk(s) if isinstance(n, ast.Call)):
-            known = isinstance(call.func, ast.Attribute) and call.func.attr == "parameters" and not call.args
-            if not (known or reader.is_pure(call) or ast.unparse(call.func) in calls):
+            attr = call.func.attr if isinstance(call.func, ast.Attribute) else None
+            makes_value = attr in _VALUES or (attr == "parameters" and not call.args)
+            known = reader.is_pure(call) and (attr is None or reader.resolve(call.func) is not None)
+            if not (makes_value or known or ast.unparse(call.func) in calls):
                 raise Unproven(s, f"{ast.unparse(call.func)} may have an effect")
         match s:
             case ast.Pass():
@@ -101,6 +107,21 @@ def prove_adds_zero(statements: Sequence[ast.stmt], guarded: Sequence[ast.stmt],
             case _:
                 raise Unproven(s, "it is not zero times something that is added")
     return temporary
+
+
+def _prove_plain(s: ast.stmt, reader: Reader) -> None:
+    """No expression of a statement sets a name or moves an iterator on."""
+    if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(s)):
+        raise Unproven(s, "an expression with an effect")
+    if any(isinstance(n, ast.Call) and reader.resolve(n.func) is next for n in ast.walk(s)):
+        raise Unproven(s, "an iterator is moved on")
+
+
+def _certain_calls(s: ast.stmt) -> list[ast.Call]:
+    """Calls of a statement that always happen; none where a part of it may be passed over."""
+    nodes = list(ast.walk(s))
+    passes = ast.If | ast.IfExp | ast.BoolOp | ast.Lambda | ast.For | ast.While | ast.comprehension
+    return [] if any(isinstance(n, passes) for n in nodes) else [n for n in nodes if isinstance(n, ast.Call)]
 
 
 def _written_names(s: ast.stmt) -> set[str | None]:
@@ -136,10 +157,7 @@ class _Proof:
             self.statement(statement, conditional)
 
     def statement(self, s: ast.stmt, conditional: bool) -> None:
-        if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(s)):
-            raise Unproven(s, "an expression with an effect")
-        if any(isinstance(n, ast.Call) and self.reader.resolve(n.func) is next for n in ast.walk(s)):
-            raise Unproven(s, "an iterator is moved on")
+        _prove_plain(s, self.reader)
         self.effects.loads(s.test if isinstance(s, ast.If) else s)
         match s:
             case ast.Pass() | ast.Expr(value=ast.Constant()):

@@ -113,7 +113,7 @@ class Splits:
         for node in ast.walk(self.function):
             if isinstance(node, ast.Name) and node.id in self._numbers and id(node) not in self._own:
                 at = self._numbers[node.id]
-                later = node is not at.targets[0] and node.lineno > (at.end_lineno or at.lineno)
+                later = (node.lineno, node.col_offset) >= (at.end_lineno, at.end_col_offset)
                 if later or id(node) in nested:
                     for loop in self.loops.values():
                         self.refuse(loop, f"{node.id} is also read at line {node.lineno}")
@@ -166,6 +166,8 @@ class _SplitLoop:
             except Unproven as unproven:
                 failed.append(unproven)
                 continue
+            if not round_.taken:
+                return [self.loop]  # it asks which groups are empty, and takes no slices: a matter of ``capture_guards``
             self._check_after(round_)
             return self._statements(trial, round_, kind, used)
         raise failed[0]

@@ -206,7 +206,66 @@ def counts_the_others(self, x, weights, ids):
     return out * others
 
 
+def ids_change_through_a_view(self, x, weights, ids):
+    """The counts are those of before."""
+    ids, out = ids.clone(), torch.zeros_like(x)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+    first = ids[:, 0]
+    first.fill_(1)
+    for e, expert in enumerate(self.experts):
+        if counts[e] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def others_write_in_an_expression(self, x, weights, ids):
+    out, used = torch.zeros_like(x), torch.ones(())
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            now = used.sub_(0.25)  # noqa: F841
+    return out * used
+
+
+def others_set_a_name(self, x, weights, ids):
+    out, n = torch.zeros_like(x), 1
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            out[0, 0] += 0 * (n := 3)
+    return out * n
+
+
+def others_fill_a_set(self, x, weights, ids):
+    out, used = torch.zeros_like(x), set()
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            done = used.add(e)  # noqa: F841
+    return out * (1 + len(used))
+
+
+def others_widen_the_sum(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
+        else:
+            out = out + 0 * x.double()
+    return out
+
+
 NEAR_MISSES = (
     counts_of_the_next, counts_of_other_ids, counts_at_least_two, counts_are_weights, counts_change, counts_are_read,
-    adds_parameters, stores_a_zero_row, counts_the_others,
+    adds_parameters, stores_a_zero_row, counts_the_others, ids_change_through_a_view, others_write_in_an_expression,
+    others_set_a_name, others_fill_a_set, others_widen_the_sum,
 )  # fmt: skip

@@ -370,8 +370,57 @@ def one_expert_less(self, x, weights, ids):
     return out
 
 
+def sorted_on_the_same_line(self, x, weights, ids):
+    order, token, scale = _sorted(self, x, weights, ids)
+    counts = torch.nn.functional.one_hot(ids.flatten(), len(self.experts)).sum(0)
+    sizes = counts.tolist(); sizes.sort()  # noqa: E702
+    rows, out, start = x[token], torch.zeros_like(x), 0
+    for e, count in enumerate(sizes):
+        end = start + count
+        if count == 0:
+            continue
+        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
+        start = end
+    return out
+
+
+def behind_a_name_for_a_mode(self, x, weights, ids):
+    """What is around the loop is not gone into."""
+    order, token, scale = _sorted(self, x, weights, ids)
+    seen, start = torch.zeros_like(scale), 0
+    with torch.no_grad() as _mode:
+        for count in ids.flatten().bincount().tolist():
+            end = start + count
+            self.calls += 1
+            seen[start:end] += self.calls
+            start = end
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        rows, slot = torch.where(ids == e)
+        if rows.numel() == 0:
+            continue
+        out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, slot, None])
+    return out * seen.sum()
+
+
+def fewer_rows_are_joined(self, x, weights, ids):
+    """Those of the last expert are missing, and how many there are is part of the result."""
+    order, token, scale = _sorted(self, x, weights, ids)
+    counts = (ids.flatten()[:, None] == torch.arange(len(self.experts) - 1)).sum(0).tolist()
+    rows, outputs, start = x[token], [], 0
+    for e, count in enumerate(counts):
+        end = start + count
+        if count == 0:
+            continue
+        outputs.append(self.experts[e](rows[start:end]) * scale[start:end])
+        start = end
+    y = torch.cat(outputs)
+    return torch.zeros_like(x).index_add(0, token[: len(y)], y) / len(y)
+
+
 NEAR_MISSES = (
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
     changes_the_counts, negative_sizes, reads_the_counts_later, last_start, one_expert_less,
+    sorted_on_the_same_line, fewer_rows_are_joined,
 )  # fmt: skip

@@ -171,6 +171,12 @@ def test_explain_says_why_a_loop_stays():
     assert any("stays" in note and "count is more than the bound of a slice" in note for note in explanation.notes)
 
 
+def test_a_loop_that_is_not_proven_is_not_changed():
+    """Though another loop of the function is."""
+    result = captured(split.behind_a_name_for_a_mode.__code__, vars(split))
+    assert len(result.done) == 1 and any("what is around it has to stay" in line for line in result.left)
+
+
 def test_rows_of_groups():
     ends, x = torch.tensor([2, 2, 5]), torch.arange(6.0)
     assert [row_groups.rows(ends, e, x).tolist() for e in range(3)] == [[0, 1], [], [2, 3, 4]]

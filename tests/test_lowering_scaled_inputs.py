@@ -93,3 +93,22 @@ def test_scores_of_all_experts_are_no_choice(activation):
 def test_one_number_for_some_slots():
     layer = Layer(differently, sorted_rows).double()
     check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
+
+
+def test_a_weight_that_all_rows_share():
+    """A mean over the rows of one slot: the scale is taken out of no more factors than there are."""
+
+    def with_mean(g):
+        a = g * torch.sigmoid(g) * g
+        return a + a.mean()
+
+    check_against_eager(Layer(plain, sorted_rows_of_one_slot, with_mean), torch.randn(T, zoo.D))
+
+
+def sorted_rows_of_one_slot(layer, x, weights, ids):
+    ids, order = ids[:, 0].sort()
+    rows = x[order] * weights[:, :1][order]
+    offs = F.one_hot(ids, zoo.E).sum(0).cumsum(0).int()
+    up, down = (torch.stack([expert[name].weight for expert in layer.experts]) for name in ("up", "down"))
+    h = layer.act(zoo.grouped_mm_fallback(rows, up.transpose(1, 2), offs))
+    return torch.zeros_like(x).index_add(0, order, zoo.grouped_mm_fallback(h, down.transpose(1, 2), offs))

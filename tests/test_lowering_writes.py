@@ -243,3 +243,34 @@ def one_expert_broadcast(layer, x):
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_lookalikes_of_writes_and_sums(combine, num_tokens):
     check_against_eager(Stacked(combine), torch.randn(num_tokens, 8))
+
+
+def test_weights_of_one_slot_are_stored():
+    """A write by subscript is among the nodes that the result depends on, and holds no tensor."""
+
+    def stored(self, x, weights, ids):
+        weights = weights.clone()
+        weights[:, 0] = 0.5
+        rows = x.repeat_interleave(ids.shape[1], dim=0).unsqueeze(1)
+        w1, w3, w2 = (w[ids.view(-1)] for w in (self.w1, self.w3, self.w2))
+        y = torch.bmm(F.silu(torch.bmm(rows, w1)) * torch.bmm(rows, w3), w2).squeeze(1)
+        return (y * weights.view(-1, 1)).view(*ids.shape, -1).sum(1)
+
+    check_against_eager(zoo.StackedMoE(stored, "split"), torch.randn(10, zoo.D))
+
+
+def test_outputs_are_stored_with_an_axis_more():
+    """``ys[:, e] = y`` for ``y`` of shape [1, T, D]; of [1, D] it is another function."""
+
+    def stored(rows):
+        def combine(self, x, weights, ids):
+            ys = torch.empty(x.shape[0], self.E, x.shape[1])
+            for e in range(self.E):
+                ys[:, e] = rows((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e])
+            return (ys * torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)[..., None]).sum(1)
+
+        return zoo.StackedMoE(combine, "split")
+
+    x = torch.randn(10, zoo.D)
+    assert len(check_against_eager(stored(lambda y: y[None]), x).rewritten) == 1
+    assert not check_against_eager(stored(lambda y: y[:1]), x).rewritten
