@@ -17,7 +17,7 @@ def test_training_step(name):
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = models.make_model(name, experts="eager", layers=1)
-    ids = models.tokens(models.in_double(model, name))
+    ids = models.decided_tokens(models.in_double(model, name))
 
     def backend(gm, example_inputs):
         moeblaze_compile._rewrite(gm)

@@ -60,7 +60,7 @@ def assert_steps_equal(actual: dict, expected: dict) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_training_step(name, monkeypatch):
     model = models.make_model(name, layers=LAYERS, experts="eager")
-    ids = models.tokens(models.in_double(model, name))
+    ids = models.decided_tokens(models.in_double(model, name))
     expected = models.training_step(model, model, ids)
     model.set_experts_implementation("moeblaze")
     calls = Calls(monkeypatch)
@@ -73,7 +73,7 @@ def test_training_step(name, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_training_step(name):
     model = models.make_model(name, layers=LAYERS, experts="eager")
-    ids = models.tokens(models.in_double(model, name))
+    ids = models.decided_tokens(models.in_double(model, name))
     expected = models.training_step(model, model, ids)
     model.set_experts_implementation("moeblaze")
     operators = []
@@ -98,7 +98,7 @@ def test_chosen_when_the_model_is_made():
 def test_regional_compilation_shares_one_graph():
     """Layers compiled one by one are the same code with the same guards."""
     model = models.make_model("mixtral", layers=LAYERS, experts="moeblaze")
-    ids = models.tokens(models.in_double(model, "mixtral"))
+    ids = models.decided_tokens(models.in_double(model, "mixtral"))
     expected = model(ids, use_cache=False).logits
     graphs = []
 
@@ -116,7 +116,7 @@ def test_regional_compilation_shares_one_graph():
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_inference(name, dtype):
     model = models.make_model(name, layers=LAYERS, experts="eager").to(dtype)
-    ids = models.tokens(models.in_double(model, name))
+    ids = models.decided_tokens(models.in_double(model, name))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         model.set_experts_implementation("moeblaze")
