@@ -62,7 +62,8 @@ WRAPPERS = {
 def train(wrap, backend, x) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()
     model = network()
-    out = wrap(model, backend)(x)
+    wrapped = wrap(model, backend)  # its hooks live as long as it does
+    out = wrapped(x)
     out.square().mean().backward()
     gradients = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
     return {"output": out.detach(), **gradients}
