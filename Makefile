@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 
 # Three parts, two at a time.
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line test-rewriting test-kernels test-rest
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-rewriting test-kernels test-rest
 
 REWRITING := $(wildcard tests/test_capture*.py tests/test_fuzz.py tests/test_hf*.py tests/test_lowering*.py tests/test_modes.py)
 
