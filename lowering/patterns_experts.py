@@ -64,13 +64,21 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
     down = next((s for s in sums if s is not None and s.args[1].has_dot), None)
     if down is None or chosen:
         return down is not None
-    return any(_chooses(f, binders) if feature in f.free else _compares(f) for f in _factors(down.args[1]))
+    return any(_chooses(f, binders) if feature in f.free else _scales_input(f) for f in _factors(down.args[1]))
 
 
 def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:
     """The projection's sum in a term that is one, up to factors that are the same for every feature of the output."""
     found = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d" and feature in f.free]
     return found[0] if len(found) == 1 and all(f is found[0] or feature not in f.free for f in _factors(e)) else None
+
+
+def _scales_input(hidden: Expr) -> bool:
+    """Whether a factor of what the last projection takes compares: a weight, or an activation of a weighted projection.
+
+    A sum of projections is no activation: it may be the output of another layer, for a linear layer behind it.
+    """
+    return _compares(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
 
 
 def _compares(e: Expr) -> bool:
