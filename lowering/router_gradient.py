@@ -20,6 +20,8 @@ def add_router_gradient(total: fx.Node) -> bool:
         dx, mm = _without_views(experts), _without_views(product)
         if dx is None or mm is None or not _fits(total, dx, mm):
             continue
+        if experts.meta["val"].shape != total.meta["val"].shape:
+            continue  # the product is broadcast against it
         moved = _later_ancestors(mm, dx.args[0], total)
         if moved is not None:
             _replace(total, experts, dx, mm, moved)
