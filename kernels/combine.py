@@ -20,6 +20,9 @@ from moeblaze_ops.kernels.tiles import load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
 
+_FEW_CHANNELS = 8
+"""Channels of a product up to which multiplying them one by one is faster than tensor cores."""
+
 
 @triton.jit(do_not_specialize=["T"])
 def _combine_kernel(
@@ -43,6 +46,7 @@ def _combine_kernel(
     UNROLL: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
+    FEW_CHANNELS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_C: tl.constexpr,
     ADD: tl.constexpr,
@@ -72,7 +76,12 @@ def _combine_kernel(
                 weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
                 row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
             total += row
-    if HAS_PRODUCT:
+    if FEW_CHANNELS > 0:
+        for c in tl.static_range(FEW_CHANNELS):
+            left = tl.load(left_ptr + tokens * stride_left_t + c * stride_left_c, mask=token_in, other=0.0)
+            right = tl.load(right_ptr + c * stride_right_c + cols * stride_right_d, mask=col_in, other=0.0)
+            total += left.to(tl.float32)[:, None] * right.to(tl.float32)[None, :]
+    elif HAS_PRODUCT:
         product = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for c in range(0, C, BLOCK_C):
             cs = c + tl.arange(0, BLOCK_C)
@@ -137,7 +146,8 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
     D = rows_ND.shape[1]
     left_TC, right_CD = product or (None, None)
     num_channels = 0 if product is None else left_TC.shape[1]
-    if product is None:
+    has_few_channels = static_size(num_channels) is not None and num_channels <= _FEW_CHANNELS
+    if has_few_channels:
         config = choose_combine(static_size(D))
     else:
         config = choose_combine_product(operands(rows_ND), static_size(D))
@@ -161,6 +171,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
         UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,
+        FEW_CHANNELS=num_channels if has_few_channels else 0,
         ALLOW_TF32=allows_tf32(),
         EVEN_C=is_multiple(num_channels, block_c),
         ADD=add,

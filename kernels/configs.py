@@ -168,15 +168,15 @@ def choose_column_ranges(num_rows: int | None, D: int, element_size: int, max_by
 
 
 def choose_combine(columns: int | None) -> TileConfig:
-    """Tile of the gather-sum: 512 elements, so that two warps move 16 bytes a thread and choice."""
+    """Tile of the gather-sum: 1024 elements, so that two warps move 32 bytes a thread and choice."""
     widest = COLUMN_UNIT if columns is not None and columns % 512 == COLUMN_UNIT else 512
     columns = _clip(widest, columns, 16)
-    return TileConfig(512 // columns, columns, 2)
+    return TileConfig(1024 // columns, columns, 2)
 
 
 def choose_combine_product(operands: Operands, columns: int | None) -> TileConfig:
     """Tile of the gather-sum with a product in it: tokens enough that its right side is read from cache a few times only."""
-    return TileConfig(64, _clip(128, columns, 16), 8) if operands.tensor_cores else TileConfig(16, _clip(64, columns, 16), 4)
+    return TileConfig(32, _clip(128, columns, 16), 4) if operands.tensor_cores else TileConfig(16, _clip(64, columns, 16), 4)
 
 
 def choose_row_dot(D: int | None) -> TileConfig:

@@ -187,7 +187,9 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
             even_weights = _load_weights(weights_ptr, even_slots, PLAN)
             row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
             odd_slots = load_slots(slots_ptr, row, end, ROWS)
-            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            if PLAN.epilogue_warps < 8:
+                # It has been waited for; the loads above stay above, which pays where few warps hide their latency.
+                mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
             mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 2)
         num_tiles += 1

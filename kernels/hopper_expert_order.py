@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon
+from moeblaze_ops.kernels.hopper_launch import launch_compiled
 
 
 @triton.jit
@@ -63,4 +64,4 @@ class ExpertTiles:
 def order_experts(offsets_E1: Tensor, order_E: Tensor) -> None:
     """Writes the experts, most rows first. Shape [E], int32."""
     num_experts = order_E.shape[0]
-    _order_experts_kernel[(num_experts,)](offsets_E1, order_E, num_experts, BLOCK_E=256, num_warps=1)
+    launch_compiled(_order_experts_kernel, num_experts, order_E.device, (offsets_E1, order_E, num_experts, 256), num_warps=1)

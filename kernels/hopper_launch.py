@@ -1,5 +1,10 @@
-"""Host side of the Hopper kernels: TMA descriptors, views of weights, and the persistent launch."""
+"""Host side of the Hopper kernels: TMA descriptors, views of weights, and the launch.
 
+Small layers take less time on the device than a dozen calls of a ``JITFunction`` take to find their compiled kernels. So
+a launch remembers its kernel by what Triton specialises on, and descriptors are validated once for each geometry.
+"""
+
+from collections.abc import Hashable
 from functools import cache, lru_cache
 
 import torch
@@ -10,15 +15,26 @@ from moeblaze_ops.kernels.hopper_configs import REGISTERS
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
+_POINTER_ALIGNMENT = 16
+"""Triton compiles for addresses, and integers, that are a multiple of this."""
 
-@lru_cache(maxsize=256)
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT_TYPES[dtype])
+_compiled_kernels: dict[Hashable, object] = {}
+
+
+@lru_cache(maxsize=1024)
+def _description(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype) -> dict:
+    """The fields of a descriptor of such a tensor, validated, all but the tensor."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT_TYPES[dtype])
+    stand_in = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    described = vars(TensorDescriptor.from_tensor(stand_in, list(block), layout))
+    return {name: value for name, value in described.items() if name != "base"}
 
 
 def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
     """A TMA descriptor of ``tensor`` for boxes of shape ``block``. The last stride of ``tensor`` must be 1."""
-    return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(_description(tensor.shape, tensor.stride(), block, tensor.dtype), base=tensor)
+    return descriptor
 
 
 def part_views(weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -58,4 +74,27 @@ def num_programs(device: torch.device) -> int:
 
 def launch_persistent(kernel, device: torch.device, *args, registers: int = REGISTERS) -> None:
     """Runs a warp-specialised kernel whose first partition has four warps."""
-    kernel[(num_programs(device),)](*args, num_warps=4, maxnreg=registers)
+    launch_compiled(kernel, num_programs(device), device, args, num_warps=4, maxnreg=registers)
+
+
+def launch_compiled(kernel, programs: int, device: torch.device, args: tuple, **options) -> None:
+    """``kernel[(programs,)](*args, **options)``; ``args`` are all of the kernel's, its compile-time ones too."""
+    key = (id(kernel), device.index, tuple(options.values()), *map(_specialization, args))
+    compiled = _compiled_kernels.get(key)
+    if compiled is None:
+        _compiled_kernels[key] = kernel[(programs,)](*args, **options)
+    else:
+        compiled[(programs, 1, 1)](*args)
+
+
+def _specialization(argument) -> Hashable:
+    """What a kernel is compiled for in an argument. The box of a descriptor follows from the plan beside it."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _POINTER_ALIGNMENT == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % _POINTER_ALIGNMENT == 0, argument.bit_length() > 31
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype
+    if isinstance(argument, tuple):
+        return tuple(map(_specialization, argument))
+    return argument
