@@ -1,7 +1,7 @@
 # make demo        install into .venv and run the example (the GPU is used when there is one)
 # make test        every test that needs no GPU
 # make test-gpu    the tests that need one
-# make sanitize    a small step of every kernel under compute-sanitizer
+# make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
 # make lint        ruff
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+TOOL ?= memcheck
 ARGS ?=
 
 ifeq ($(strip $(VENV)),)
@@ -43,7 +44,7 @@ test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)
 
 sanitize: $(INSTALLED)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck --error-exitcode 1 $(shell command -v $(lastword $(RUN))) tests/sanitize.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(shell command -v $(lastword $(RUN))) tests/sanitize.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

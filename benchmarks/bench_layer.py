@@ -143,11 +143,17 @@ def contenders(names: list[str]) -> dict[str, Callable[[Shape, float], nn.Module
     def compiled(layer: type[GroupedMoE], **options) -> Callable[[Shape, float], nn.Module]:
         return lambda shape, skew: torch.compile(layer(shape, skew), **options)
 
+    def graphed(shape: Shape, skew: float) -> nn.Module:
+        layer = torch.compile(GroupedMoE(shape, skew), backend="moeblaze")
+        x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return torch.cuda.make_graphed_callables(layer, (x,))
+
     known = {
         "grouped_mm": GroupedMoE,
         "grouped_mm+compile": compiled(GroupedMoE),
         "moeblaze": compiled(GroupedMoE, backend="moeblaze"),
         "moeblaze-graphs": compiled(GroupedMoE, backend="moeblaze", mode="reduce-overhead"),
+        "moeblaze-graphed": graphed,
         "moeblaze-ops": compiled(OpsMoE),
         "moeblaze-eager": OpsMoE,
     }
