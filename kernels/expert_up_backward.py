@@ -143,18 +143,20 @@ def launch_expert_up_backward_part(
     blocks_B2,
     dx_TD,
     dweights_TK,
-    add=False,
+    first_row=0,
     max_bytes=None,
     router=None,
 ) -> None:
-    """``launch_expert_up_backward`` into tensors that exist, of all rows or some.
+    """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 
     Args:
-        dx_TD: written, or with ``add`` added to and rounded once; a token without rows keeps what it has then. Contiguous.
+        dx_TD: written by the first range, added to by any other one, and rounded; a token without rows in that keeps what it
+            has. Contiguous.
         dweights_TK: added to where weights scaled the input. Shape [T, K], fp32, contiguous.
+        first_row: position of the first row. Of a range, slots, offsets and blocks are its own, positions those of all rows.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         router: dlogits_TE and w_router_ED, or None.
-        Others: as for ``launch_expert_up_backward``, positions -1 for slots whose rows are not among these.
+        Others: as for ``launch_expert_up_backward``.
     """
     num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
     num_rows = dh_NGF.shape[0]
@@ -171,9 +173,9 @@ def launch_expert_up_backward_part(
         else:
             _launch_portable(config, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
-        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, add)
+        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, first_row)
         if weights_TK is not None:
-            add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK)
+            add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
 
 def _launch_portable(config, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:

@@ -6,13 +6,14 @@ rows, a range writes the gradient of every expert that begins in it and adds to 
 gradient of x is added up in its own dtype.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moeblaze_ops import cpu
+from moeblaze_ops import cpu, cpu_gradients, cpu_routing
 from moeblaze_ops.expert_mlp import ARGUMENTS, mlp_flops, setup_context, split_groups
 from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
@@ -25,31 +26,42 @@ _ARGUMENTS = f"{ARGUMENTS}, int max_bytes"
 
 
 class _Device(NamedTuple):
-    """What a device computes of a range of rows."""
+    """What a device computes of all rows or of a range of them."""
 
-    schedule: Callable
+    range_routing: Callable
     expert_mlp_backward: Callable
     expert_up_backward_part: Callable
+    expert_weight_grad: Callable
     expert_weight_grad_add: Callable
     expert_bias_grad: Callable
     expert_bias_grad_add: Callable
 
 
 def _cpu() -> _Device:
-    return _Device(*(getattr(cpu, name) for name in _Device._fields))
+    return _Device(
+        cpu_routing.range_routing,
+        cpu.expert_mlp_backward,
+        cpu.expert_up_backward_part,
+        cpu_gradients.expert_weight_grad,
+        cpu_gradients.expert_weight_grad_add,
+        cpu_gradients.expert_bias_grad,
+        cpu_gradients.expert_bias_grad_add,
+    )
 
 
+@functools.cache
 def _gpu() -> _Device:
     from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
-    from moeblaze_ops.kernels.dispatch import launch_schedule
     from moeblaze_ops.kernels.expert_mlp import launch_expert_mlp_backward
     from moeblaze_ops.kernels.expert_up_backward import launch_expert_up_backward_part
-    from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad_add
+    from moeblaze_ops.kernels.range_routing import launch_range_routing
+    from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 
     return _Device(
-        launch_schedule,
+        launch_range_routing,
         launch_expert_mlp_backward,
         launch_expert_up_backward_part,
+        launch_expert_weight_grad,
         launch_expert_weight_grad_add,
         launch_expert_bias_grad,
         launch_expert_bias_grad_add,
@@ -114,29 +126,17 @@ def _gradient(ctx, dout_TD):
 
 
 class _Range(NamedTuple):
-    """The routing of a range of rows, and its ``fresh_E``: 1 for the experts whose rows begin in it, else 0."""
+    """A range of rows with its routing, ``fresh_E`` (1 for the experts whose rows begin in it, else 0) and ``order_E``.
 
+    Experts are in order of their rows, most first. A single range has neither: all experts are fresh.
+    """
+
+    rows: range
     slots_N: Tensor
     offsets_E1: Tensor
-    positions_TK: Tensor
     blocks_B2: Tensor
-    fresh_E: Tensor
-
-    @property
-    def routing(self) -> tuple[Tensor, ...]:
-        return self[:4]
-
-
-def _routing_of(device: _Device, rows: range, slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor) -> _Range:
-    totals_E = offsets_E1.clamp(rows.start, rows.stop).diff()
-    begins_E = offsets_E1[:-1]
-    # Experts without rows may begin behind the last row.
-    is_last = rows.stop == slots_N.shape[0]
-    fresh_E = (begins_E >= rows.start) & ((begins_E < rows.stop) | is_last)
-    inside_TK = (positions_TK >= rows.start) & (positions_TK < rows.stop)
-    relative_TK = torch.where(inside_TK, positions_TK - rows.start, -1)
-    offsets_E1, blocks_B2 = device.schedule(totals_E, len(rows))
-    return _Range(slots_N[rows.start : rows.stop], offsets_E1, relative_TK, blocks_B2, fresh_E.int())
+    fresh_E: Tensor | None = None
+    order_E: Tensor | None = None
 
 
 class _Backward:
@@ -157,7 +157,7 @@ class _Backward:
     ) -> None:
         self.device, self.dout_TD, self.x_TD = device, dout_TD.contiguous(), x_TD
         self.parameters, self.weights_TK = parameters, weights_TK
-        self.slots_N, self.offsets_E1, self.positions_TK, _ = routing
+        self.slots_N, self.offsets_E1, self.positions_TK, self.blocks_B2 = routing
         self.top_k, self.num_experts = self.positions_TK.shape[1], self.offsets_E1.shape[0] - 1
         self.settings = activation, weight_on_input
         self.on_input, self.on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
@@ -165,7 +165,7 @@ class _Backward:
         self.added_up, self.added_down = buffers
         self.dw_up, self.dw_down = list(self.added_up), list(self.added_down)
         self.dx_TD = self.db_up_EC = None
-        self.dweights_TK = routing_gradient_like(weights_TK, self.positions_TK).zero_()
+        self.dweights_TK = routing_gradient_like(weights_TK, self.positions_TK)
         # Of weights on the input, each slot's gradient is a sum over columns: in fp32 until all ranges are done.
         sums = torch.promote_types(x_TD.dtype, torch.float32)
         self.dscale_TK = None if self.on_input is None else torch.zeros_like(self.dweights_TK, dtype=sums)
@@ -176,17 +176,22 @@ class _Backward:
         dw_up, dw_down = self.needs_w_up and not self.added_up, self.needs_w_down and not self.added_down
         return range_sizes(D, F, E, self.x_TD.dtype, G == 2, dw_up, dw_down)
 
-    def take(self, rows: range, sizes: RangeSizes, limit: int) -> None:
+    def parts(self, ranges: list[range]) -> Iterator[_Range]:
+        """The ranges with their routing."""
+        if len(ranges) == 1:
+            yield _Range(ranges[0], self.slots_N, self.offsets_E1, self.blocks_B2)
+            return
+        for rows, routing in zip(ranges, self.device.range_routing(self.offsets_E1, ranges), strict=True):
+            yield _Range(rows, self.slots_N[rows.start : rows.stop], *routing)
+
+    def take(self, part: _Range, sizes: RangeSizes, limit: int) -> None:
         """The share of a range of rows in every gradient."""
-        part = _routing_of(self.device, rows, self.slots_N, self.offsets_E1, self.positions_TK)
-        dh_NGF, dweights_TK, wa_NF = self.device.expert_mlp_backward(
-            self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *part.routing, *self.settings
-        )
-        if self.on_output is not None:
-            self.dweights_TK += dweights_TK
-        del dweights_TK
-        column_bytes = capped(sizes.column_bytes(limit, rows))
-        if sizes.takes_down_last(rows):
+        dh_NGF, _, wa_NF = self.device.expert_mlp_backward(
+            self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *self._routing(part), *self.settings,
+            self.dweights_TK, part.rows.start,
+        )  # fmt: skip
+        column_bytes = capped(sizes.column_bytes(limit, part.rows))
+        if sizes.takes_down_last(part.rows):
             self._add_x(dh_NGF, part, column_bytes)
             self._add_up(dh_NGF, part)
             del dh_NGF
@@ -197,16 +202,18 @@ class _Backward:
             self._add_x(dh_NGF, part, column_bytes)
             self._add_up(dh_NGF, part)
 
+    def _routing(self, part: _Range) -> tuple[Tensor, ...]:
+        return part.slots_N, part.offsets_E1, self.positions_TK, part.blocks_B2
+
     def _add_x(self, dh_NGF: Tensor, part: _Range, column_bytes: int) -> None:
         if not self.needs_x and self.on_input is None:
             return
-        is_first = self.dx_TD is None
-        if is_first:
+        if self.dx_TD is None:
             self.dx_TD = torch.empty_like(self.x_TD, memory_format=torch.contiguous_format)
         x_or_none = None if self.on_input is None else self.x_TD
         dscale_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK
-        given, into = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *part.routing), (self.dx_TD, dscale_TK)
-        self.device.expert_up_backward_part(*given, *into, not is_first, column_bytes)
+        given = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *self._routing(part))
+        self.device.expert_up_backward_part(*given, self.dx_TD, dscale_TK, part.rows.start, column_bytes)
 
     def _add_up(self, dh_NGF: Tensor, part: _Range) -> None:
         if self.needs_b_up:
@@ -216,19 +223,23 @@ class _Backward:
                 self.db_up_EC = dh_NC.new_zeros((self.num_experts, dh_NC.shape[1]), dtype=sums)
             self.device.expert_bias_grad_add(dh_NC, self.db_up_EC, None, part.slots_N, part.offsets_E1, self.top_k, False)
         if self.needs_w_up:
-            self.dw_up = self.dw_up or [torch.empty_like(w) for w in self.parameters[0]]
-            fresh_E = None if self.added_up else part.fresh_E
-            self._add_weight_grad(self.x_TD, dh_NGF, self.dw_up, self.on_input, part, fresh_E)
+            given = (self.x_TD, dh_NGF, self.parameters[0], self.on_input, part)
+            self.dw_up = self._weight_grad(*given, self.dw_up, bool(self.added_up))
 
     def _add_w_down(self, wa_NF: Tensor, part: _Range) -> None:
         if self.needs_w_down:
-            self.dw_down = self.dw_down or [torch.empty_like(w) for w in self.parameters[2]]
-            fresh_E = None if self.added_down else part.fresh_E
-            self._add_weight_grad(self.dout_TD, wa_NF.unsqueeze(1), self.dw_down, None, part, fresh_E)
+            given = (self.dout_TD, wa_NF.unsqueeze(1), self.parameters[2], None, part)
+            self.dw_down = self._weight_grad(*given, self.dw_down, bool(self.added_down))
 
-    def _add_weight_grad(self, gathered_TD, grouped_NGF, dw, weights_TK, part: _Range, fresh_E: Tensor | None) -> None:
+    def _weight_grad(self, gathered_TD, grouped_NGF, weights, weights_TK, part: _Range, dw, is_added: bool) -> list[Tensor]:
+        """The gradient of some weights so far, ``dw`` with the share of a range added to it."""
         slots = (part.slots_N, part.offsets_E1, self.top_k)
-        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E)
+        if part.fresh_E is None and not is_added:
+            return self.device.expert_weight_grad(gathered_TD, grouped_NGF, weights, weights_TK, *slots)
+        dw = dw or [torch.empty_like(w) for w in weights]
+        fresh_E = None if is_added else part.fresh_E
+        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E, part.order_E)
+        return dw
 
     def results(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         """dx_TD, dweights_TK and the gradients of the parameters that are in no buffer."""
@@ -255,8 +266,8 @@ def _run(op: str, device: _Device, args: Sequence, buffers: Sequence[list[Tensor
     N, E, sizes = backward.slots_N.shape[0], backward.num_experts, backward.sizes
     ranges = row_ranges(N, E, sizes, max_bytes)
     require(ranges is not None, op, "max_bytes", "leave room for 128 rows", max_bytes)
-    for rows in ranges:
-        backward.take(rows, sizes, max_bytes - routing_bytes(N, E))
+    for part in backward.parts(ranges):
+        backward.take(part, sizes, max_bytes - routing_bytes(N, E))
     return backward.results()
 
 
