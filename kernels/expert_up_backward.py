@@ -158,30 +158,29 @@ def launch_expert_up_backward_part(
         router: dlogits_TE and w_router_ED, or None.
         Others: as for ``launch_expert_up_backward``.
     """
-    num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
-    num_rows = dh_NGF.shape[0]
+    num_rows, D = dh_NGF.shape[0], w_up[0].shape[3]
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
-    config = choose_expert_rows(
-        operands(dh_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(dh_NGF)
-    )
     for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
         columns = first, dx_ND.shape[1]
         w_part = [w.narrow(3, *columns) for w in w_up]
         if on_hopper:
             hopper_ops.up_backward_rows(dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         else:
-            _launch_portable(config, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
+            _launch_portable(D, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
         combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, first_row)
         if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
 
-def _launch_portable(config, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
-    """Fills ``dx_ND``."""
-    F, D = w_up[0].shape[2:]
-    G = dh_NGF.shape[1]
+def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
+    """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles."""
+    num_experts, _, F, D = w_up[0].shape
+    num_rows, G, _ = dh_NGF.shape
+    config = choose_expert_rows(
+        operands(dh_NGF), static_size(F), static_size(width), mean_rows(num_rows, num_experts), capability(dh_NGF)
+    )
     gate, up = gate_and_up(w_up)
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(

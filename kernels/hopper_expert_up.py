@@ -6,6 +6,8 @@ computes ``a`` from the rounded h in it, as the backward pass will. Half tiles t
 are written by masked stores.
 """
 
+from functools import cache
+
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
@@ -118,6 +120,33 @@ def _expert_up_kernel(
     )
 
 
+@cache
+def _plan(
+    contracted: int,
+    columns: int,
+    parts: int,
+    b_k_inner: bool,
+    top_k: int,
+    wide_offsets: bool,
+    activation: str,
+    bias_stride: int | None,
+    store_h: bool,
+) -> GatherPlan:
+    return GatherPlan(
+        tile=up_tile(columns, parts),
+        contracted=contracted,
+        columns=columns,
+        parts=parts,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=wide_offsets,
+        activation=ACTIVATION_IDS[activation],
+        gated=parts == 2,
+        bias_stride=bias_stride,
+        store_h=store_h,
+    )
+
+
 def hopper_expert_up(
     x_TD: Tensor,
     w_up: list[Tensor],
@@ -149,18 +178,16 @@ def hopper_expert_up(
     tile = up_tile(num_columns, len(weights))
     part_n = tile.block_n // len(weights)
     described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
-    plan = GatherPlan(
-        tile=tile,
-        contracted=x_TD.shape[1],
-        columns=num_columns,
-        parts=len(weights),
-        b_k_inner=described[0][1],
-        top_k=top_k,
-        wide_offsets=needs_wide_offsets(x_TD),
-        activation=ACTIVATION_IDS[activation],
-        gated=len(weights) == 2,
-        bias_stride=bias_stride(biases),
-        store_h=h_NGF.shape[0] > 0,
+    plan = _plan(
+        x_TD.shape[1],
+        num_columns,
+        len(weights),
+        described[0][1],
+        top_k,
+        needs_wide_offsets(x_TD),
+        activation,
+        bias_stride(biases),
+        h_NGF.shape[0] > 0,
     )
     h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(

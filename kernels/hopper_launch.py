@@ -16,9 +16,24 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT_TYPES[dtype])
 
 
+_MOST_FORMS = 4096
+_forms: dict[tuple, dict] = {}
+"""All of a descriptor but its base, by what it follows from: Triton's checks of it take longer than a launch."""
+
+
 def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
     """A TMA descriptor of ``tensor`` for boxes of shape ``block``. The last stride of ``tensor`` must be 1."""
-    return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))
+    key = (tensor.shape, tensor.stride(), tensor.dtype, block)
+    form = _forms.get(key)
+    if form is None:
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        checked = TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))
+        form = _forms[key] = {name: value for name, value in vars(checked).items() if name != "base"}
+    assert tensor.data_ptr() % 16 == 0, "a tensor that TMA describes begins at a multiple of 16 bytes"
+    descriptor = object.__new__(TensorDescriptor)
+    vars(descriptor).update(form, base=tensor)
+    return descriptor
 
 
 def part_views(weights: list[Tensor]) -> tuple[Tensor, ...]:
