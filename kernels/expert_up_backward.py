@@ -107,7 +107,17 @@ def _expert_up_backward_kernel(
 
 
 def launch_expert_up_backward(
-    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, dlogits_TE=None, w_router_ED=None
+    dh_NGF,
+    x_TD,
+    w_up,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    dlogits_TE=None,
+    w_router_ED=None,
+    max_bytes=None,
 ):
     """Gradients of the tokens, and of routing weights that scale an expert's input.
 
@@ -118,6 +128,7 @@ def launch_expert_up_backward(
         weights_TK: routing weights that scaled the input, or None. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
         dlogits_TE, w_router_ED: what is multiplied and added to dx, dh's dtype, any strides; None for nothing.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
@@ -128,7 +139,8 @@ def launch_expert_up_backward(
     dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
-    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, dx_TD, dweights_TK, router=router)
+    into = (dx_TD, dweights_TK, 0, max_bytes, router)
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
 

@@ -80,7 +80,11 @@ def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
             if PLAN.store_h:
                 if is_whole:
                     _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
-            for strip in range(half_m // STRIP_ROWS):
+            num_strips = half_m // STRIP_ROWS
+            if PLAN.activation == IDENTITY:
+                # There is nothing but h, which TMA has written.
+                num_strips = gl.where(is_whole, 0, num_strips)
+            for strip in range(num_strips):
                 strip_row = row + strip * STRIP_ROWS
                 _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, PLAN)
             tma_store_wait(0)

@@ -146,6 +146,7 @@ def expert_up_backward(
     blocks_B2: Tensor,
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
+    max_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from moeblaze_ops import cpu, cpu_gradients, cpu_routing
-from moeblaze_ops.expert_mlp import ARGUMENTS, mlp_flops, setup_context, split_groups
+from moeblaze_ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
 from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
+from moeblaze_ops.joining import num_joined
 from moeblaze_ops.library import register_op
 from moeblaze_ops.row_ranges import RangeSizes, capped, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import check_expert_mlp, check_expert_mlp_backward, require
@@ -113,6 +115,9 @@ def _gradient(ctx, dout_TD):
     needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
     needs = [needs_x, *(any(group) for group in needs_groups)]
     num_experts = routing[1].shape[0] - 1
+    column_bytes = _traced_column_bytes(groups[0], x_TD, routing[0].shape[0], num_experts, needs, ctx.max_bytes)
+    if column_bytes is not None:
+        return *expert_mlp_gradient(ctx, dout_TD, column_bytes), None
     buffers = gradient_buffers(groups, needs[1:], num_experts)
     arguments = (dout_TD, x_TD, *groups, weights_TK, *routing, ctx.activation, ctx.weight_on_input, ctx.max_bytes, needs)
     if any(buffers):
@@ -123,6 +128,22 @@ def _gradient(ctx, dout_TD):
     dx_TD = dx_TD if needs_x else None
     dweights_TK = None if weights_TK is None else dweights_TK
     return dx_TD, *as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
+
+
+def _traced_column_bytes(
+    w_up: list[Tensor], x_TD: Tensor, num_rows: int, num_experts: int, needs: Sequence[bool], max_bytes: int
+) -> int | None:
+    """What the rows of dx may take in a graph where the ops of ``expert_mlp`` hold the limit, else None.
+
+    Those are inlined in the code that Inductor generates, while a loop over ranges is called; eagerly one op is faster.
+    """
+    if TracingContext.try_get() is None or not isinstance(num_rows, int):
+        return None
+    _, G, F, D = w_up[0].shape
+    gated = G == 2 or num_joined(w_up, num_experts) == 2
+    sizes = range_sizes(D, F, num_experts, x_TD.dtype, gated, needs[1], needs[3])
+    left = sizes.whole_column_bytes(max_bytes - routing_bytes(num_rows, num_experts), num_rows)
+    return None if left is None else capped(left)
 
 
 class _Range(NamedTuple):

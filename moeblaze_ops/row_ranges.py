@@ -71,6 +71,15 @@ class RangeSizes:
             return limit + self.dw_up + self.dw_down - (self.dh + self.wa) * len(rows)
         return limit - self.dh * len(rows)
 
+    def whole_column_bytes(self, limit: int, num_rows: int) -> int | None:
+        """``column_bytes`` where all rows are taken at once, with the gradients in the order of ``expert_mlp``.
+
+        That is the gradient of the down weights, that of x, and beside dh that of the up weights. None if there is no room.
+        """
+        dh = self.dh * num_rows
+        left = limit + self.dw_up - dh
+        return left if dh <= limit and max(self.wa, self.columns) * num_rows <= left else None
+
     @property
     def _allocates_both(self) -> bool:
         return self.dw_up > 0 and self.dw_down > 0

@@ -319,6 +319,7 @@ def check_expert_up_backward(
     blocks_B2: Tensor,
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
+    max_bytes: int | None = None,
 ) -> UpShape:
     shape = check_up_weights(op, w_up, [], dh_NGF)
     expected = [slots_N.shape[0], shape.G, shape.F]
@@ -337,6 +338,7 @@ def check_expert_up_backward(
         require(list(w_router_ED.shape) == expected, op, "w_router_ED", f"have shape {expected}", f"shape {_shape(w_router_ED)}")
         _check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
         _check_like(op, "w_router_ED", w_router_ED, dh_NGF)
+    require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
     return shape
 
 
@@ -377,7 +379,6 @@ def check_bias_grad(
 
 
 def _check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
-    # Messages of what is checked for every tensor are not put together for nothing: that takes longer than the checks.
     if tensor.dtype != like.dtype:
         require_dtype(False, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
     _check_device(op, name, tensor, like)
