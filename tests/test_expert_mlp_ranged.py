@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moeblaze_ops
 from moeblaze_ops import config, expert_mlp_ranged, row_ranges
 from moeblaze_ops.activations import ACTIVATIONS
+from moeblaze_ops.range_gradients import Device, cpu_device
 from moeblaze_ops.row_ranges import MOST_RANGES, RangeSizes, choose_parts, range_sizes, tokens_in_ranges
 from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
@@ -207,9 +208,9 @@ def test_what_is_frozen_gets_no_gradient(frozen, few_rows, monkeypatch):
     def noted(name, run):
         return lambda *args: (called.append(name), run(*args))[1]
 
-    device = expert_mlp_ranged._cpu()._asdict()
-    device = expert_mlp_ranged._Device(*(noted(name, run) for name, run in device.items()))
-    monkeypatch.setattr(expert_mlp_ranged, "_cpu", lambda: device)
+    device = cpu_device()._asdict()
+    device = Device(*(noted(name, run) for name, run in device.items()))
+    monkeypatch.setattr(expert_mlp_ranged, "cpu_device", lambda: device)
     leaves = [leaf for leaf in (layer.x_TD, *layer.w_up, *layer.b_up, *layer.w_down, *layer.b_down) if leaf.requires_grad]
     torch.testing.assert_close(
         torch.autograd.grad(ops.expert_mlp_ranged(*arguments(layer)).sum(), leaves),
