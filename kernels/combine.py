@@ -6,9 +6,9 @@
 
 with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Rows come whole or a
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
-up, a tile of columns after the other. Where the rows come in parts, ``out`` is added to, at tokens with rows. Both are
-bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a product reuses its right
-side for them, with up to UNROLL row loads in flight.
+up, a tile of columns after the other. Where the rows come in ranges, positions outside of this one add nothing, and from the
+second range on ``out`` is added to, at tokens with rows. Both are bound by memory: a program of the sum takes one stretch of
+D of a few tokens, or of many where a product reuses its right side for them, with up to UNROLL row loads in flight.
 """
 
 import triton
@@ -24,7 +24,14 @@ _FEW_CHANNELS = 8
 """Channels of a product up to which multiplying them one by one is faster than tensor cores."""
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+def _row_of(position, first_row, num_rows):
+    """Where a position is among the rows from ``first_row`` on, and whether it is one of them."""
+    row = position - first_row
+    return row, (position >= first_row) & (row < num_rows)
+
+
+@triton.jit(do_not_specialize=["T", "first_row", "num_rows"])
 def _combine_kernel(
     rows_ptr,
     weights_ptr,
@@ -42,6 +49,8 @@ def _combine_kernel(
     stride_right_c,
     stride_right_d,
     stride_out_t,
+    first_row,
+    num_rows,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -68,7 +77,7 @@ def _combine_kernel(
             k = first + step
             used = tokens < tl.where(k < TOP_K, T, 0)
             position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
-            used = position >= 0
+            position, used = _row_of(position, first_row, num_rows)
             has_rows |= used
             row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
             row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
@@ -98,7 +107,7 @@ def _combine_kernel(
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "first_row", "num_rows"])
 def _row_dots_kernel(
     rows_ptr,
     tokens_ptr,
@@ -108,6 +117,8 @@ def _row_dots_kernel(
     D,
     stride_tokens_t,
     stride_tokens_d,
+    first_row,
+    num_rows,
     TOP_K: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -116,7 +127,7 @@ def _row_dots_kernel(
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot_in = slots < N
     position = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
-    used = position >= 0
+    position, used = _row_of(position, first_row, num_rows)
     ds = tl.arange(0, BLOCK_D)
     dots = tl.load(dots_ptr + slots, mask=slot_in, other=0.0)
     for d in range(0, D, BLOCK_D):
@@ -129,7 +140,7 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
-def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) -> None:
+def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, first_row=0) -> None:
     """Writes the weighted sum of each token's rows, in token order, plus a product if there is one.
 
     Args:
@@ -138,7 +149,8 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
         positions_TK: row of each slot, -1 for none, int32, contiguous.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
         product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing.
-        add: add to the output instead, rounding once; a token without rows keeps what it has.
+        first_row: position of the first row, where these are a range of them. From another range than the first one the
+            sum is added to the output, rounding once; a token without rows among them keeps what it has.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
@@ -167,6 +179,8 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         *((0, 0, 0, 0) if product is None else (*left_TC.stride(), *right_CD.stride())),
         out_TD.stride(0),
+        first_row,
+        rows_ND.shape[0],
         TOP_K=top_k,
         UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
         HAS_WEIGHTS=weights_TK is not None,
@@ -174,7 +188,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
         FEW_CHANNELS=num_channels if has_few_channels else 0,
         ALLOW_TF32=allows_tf32(),
         EVEN_C=is_multiple(num_channels, block_c),
-        ADD=add,
+        ADD=first_row > 0,
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_T=config.rows,
         BLOCK_C=block_c,
@@ -184,7 +198,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, add=False) 
     )
 
 
-def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK) -> None:
+def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK, first_row=0) -> None:
     """Adds the inner product of each slot's row with its token; nothing at unused slots.
 
     Args:
@@ -193,6 +207,7 @@ def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK) -> None:
         positions_TK: row of each slot, -1 for none, int32, contiguous.
         dots_TK: sums so far. Shape [T, K], fp32, contiguous. Two runs agree bit for bit; other ranges may sum in another
             order, since the width of a range decides how a tile of it lies in registers.
+        first_row: position of the first row, where these are a range of them.
     """
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
@@ -207,6 +222,8 @@ def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK) -> None:
         T * top_k,
         D,
         *tokens_TD.stride(),
+        first_row,
+        rows_ND.shape[0],
         TOP_K=top_k,
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_N=config.rows,

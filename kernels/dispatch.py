@@ -145,8 +145,15 @@ def _write_schedule(expert, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E,
         first_row += tl.sum(totals, 0)
         first += tl.sum(tl.cdiv(totals, ROWS_PER_ENTRY), 0)
     tl.store(offsets_ptr + expert, first_row)
+    num_rows = tl.load(totals_ptr + expert, mask=expert < E, other=0)
+    write_entries(blocks_ptr, expert, first_row, num_rows, first, num_entries, E, BLOCK)
+
+
+@triton.jit
+def write_entries(blocks_ptr, expert, first_row, num_rows, first, num_entries, E, BLOCK: tl.constexpr):
+    """Writes the entries of one expert's rows, from entry ``first`` on; as expert E, row 0 and the entries left over."""
     is_last = expert == E
-    count = tl.cdiv(tl.load(totals_ptr + expert, mask=expert < E, other=0), ROWS_PER_ENTRY)
+    count = tl.cdiv(num_rows, ROWS_PER_ENTRY)
     if is_last:
         tl.store(blocks_ptr, first)
         tl.store(blocks_ptr + 1, 0)
@@ -201,11 +208,6 @@ def _place_kernel(
             CHUNK,
             STEP,
         )
-
-
-@triton.jit(do_not_specialize=["num_entries"])
-def _schedule_kernel(totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    _write_schedule(tl.program_id(0), totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, BLOCK)
 
 
 def launch_dispatch(experts_TK, num_experts):
@@ -287,34 +289,3 @@ def launch_dispatch(experts_TK, num_experts):
         num_stages=1,
     )
     return slots_N, offsets_E1, positions_TK, blocks_B2
-
-
-def launch_schedule(totals_E, num_rows):
-    """Where each expert's rows begin, and the schedule of row blocks, from how many rows each has.
-
-    Args:
-        totals_E: rows of each expert, int32, contiguous. Shape [E].
-        num_rows: N, no less than all of them.
-
-    Returns:
-        offsets_E1 and blocks_B2 as ``launch_dispatch`` gives them.
-    """
-    num_experts = totals_E.shape[0]
-    num_entries = num_rows // ROW_BLOCK + num_experts
-    offsets_E1 = totals_E.new_empty(num_experts + 1)
-    blocks_B2 = totals_E.new_empty((num_entries + 1, 2))
-    config = choose_dispatch(num_experts)
-    launch(
-        _schedule_kernel,
-        num_experts + 1,
-        totals_E,
-        offsets_E1,
-        blocks_B2,
-        num_entries,
-        num_experts,
-        BINS=config.bins,
-        BLOCK=config.step,
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
-    return offsets_E1, blocks_B2

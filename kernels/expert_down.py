@@ -117,28 +117,27 @@ def launch_expert_down(
     """
     (w,) = w_down
     a = h_NGF.select(1, 0) if activation == "identity" else a_NF
-    num_experts, F, D = w.shape
-    num_rows = slots_N.shape[0]
+    num_rows, D = slots_N.shape[0], w.shape[2]
     out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None
-    config = choose_expert_rows(
-        operands(h_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(h_NGF)
-    )
     for first, y_ND in row_chunks(h_NGF, num_rows, D, max_bytes):
         columns = first, y_ND.shape[1]
         w_part, b_part = w.narrow(2, *columns), [b.narrow(1, *columns) for b in b_down]
         if on_hopper:
             hopper_ops.down_rows(a, [w_part], b_part, offsets_E1, blocks_B2, y_ND)
         else:
-            _launch_portable(config, a, w_part, b_part, offsets_E1, blocks_B2, y_ND)
+            _launch_portable(D, a, w_part, b_part, offsets_E1, blocks_B2, y_ND)
         combine(y_ND, weights_TK, positions_TK, out_TD.narrow(1, *columns))
     return out_TD
 
 
-def _launch_portable(config, a_NF, w_EFD, b_down, offsets_E1, blocks_B2, y_ND) -> None:
-    """Fills ``y_ND``."""
-    _, F, D = w_EFD.shape
+def _launch_portable(width, a_NF, w_EFD, b_down, offsets_E1, blocks_B2, y_ND) -> None:
+    """Fills ``y_ND``, a range of ``width`` columns: all ranges have the same tiles."""
+    num_experts, F, D = w_EFD.shape
+    config = choose_expert_rows(
+        operands(a_NF), static_size(F), static_size(width), mean_rows(y_ND.shape[0], num_experts), capability(a_NF)
+    )
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(
         _expert_down_kernel,

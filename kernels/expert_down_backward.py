@@ -223,17 +223,21 @@ def _bias_dots_kernel(
     tl.store(dots_ptr + rows, tl.sum(products, axis=1), mask=row_in)
 
 
-@triton.jit(do_not_specialize=["num_slots", "N"])
-def _dweights_kernel(partials_ptr, positions_ptr, dweights_ptr, num_slots, N, num_partials, BLOCK_N: tl.constexpr):
+@triton.jit(do_not_specialize=["num_slots", "N", "first_row"])
+def _dweights_kernel(
+    partials_ptr, positions_ptr, dweights_ptr, num_slots, N, first_row, num_partials, BLOCK_N: tl.constexpr
+):
+    """The first range of rows writes zeros for slots that are not in it."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot_in = slots < num_slots
-    position = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
-    partials = partials_ptr + position
+    row = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64) - first_row
+    inside = (row >= 0) & (row < N)
+    partials = partials_ptr + row
     total = tl.zeros((BLOCK_N,), tl.float32)
     for _ in range(num_partials):
-        total += tl.load(partials, mask=position >= 0, other=0.0)
+        total += tl.load(partials, mask=inside, other=0.0)
         partials += N
-    tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in)
+    tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in & (inside | (first_row == 0)))
 
 
 def launch_expert_down_backward(
@@ -248,6 +252,8 @@ def launch_expert_down_backward(
     blocks_B2,
     activation,
     overwrite_h=False,
+    dweights_TK=None,
+    first_row=0,
 ):
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
@@ -257,10 +263,13 @@ def launch_expert_down_backward(
         w_down: a list of one weight of shape [E, F, D], dout's dtype, any strides.
         b_down: a list of one bias of shape [E, D], or an empty list.
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
-        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; or those of a range of rows, with
-            positions of -1 for all other slots.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous. Of a range of rows, slots, offsets
+            and blocks are its own, positions those of all rows.
         activation: a name in ``ACTIVATION_IDS``.
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
+        dweights_TK: written in place of a new tensor, contiguous; by another range of rows than the first one, only where the
+            slots are in it.
+        first_row: position of the first row.
 
     Returns:
         dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
@@ -285,7 +294,8 @@ def launch_expert_down_backward(
         return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
     if b_down:
         _launch_bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
-    dweights_TK = weights_TK.new_empty(positions_TK.shape)
+    if dweights_TK is None:
+        dweights_TK = weights_TK.new_empty(positions_TK.shape)
     num_slots = positions_TK.shape[0] * top_k
     launch(
         _dweights_kernel,
@@ -295,6 +305,7 @@ def launch_expert_down_backward(
         dweights_TK,
         num_slots,
         num_rows,
+        first_row,
         partials_CN.shape[0],
         BLOCK_N=256,
         num_warps=4,

@@ -65,11 +65,14 @@ def launch_expert_mlp_backward(
     blocks_B2,
     activation,
     weight_on_input,
+    dweights_TK=None,
+    first_row=0,
 ):
     """Gradients of the pre-activation and of weights on the output, and the activation scaled for the weight gradient.
 
     Args:
         dout_TD: gradient of the output. Shape [T, D], any strides.
+        dweights_TK, first_row: for a range of rows, as for ``launch_expert_down_backward``.
         Others: as for ``launch_expert_mlp``.
 
     Returns:
@@ -79,7 +82,8 @@ def launch_expert_mlp_backward(
     on_input, on_output = _sides(weights_TK, weight_on_input)
     # The epilogue of the next kernel activates h: only h is wanted here.
     h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY)
-    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, on_output, *routing, activation, overwrite_h=True)
+    rest = (on_output, *routing, activation)
+    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest, True, dweights_TK, first_row)
 
 
 def _sides(weights_TK, weight_on_input):

@@ -107,7 +107,17 @@ def _expert_up_backward_kernel(
 
 
 def launch_expert_up_backward(
-    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, dlogits_TE=None, w_router_ED=None
+    dh_NGF,
+    x_TD,
+    w_up,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    dlogits_TE=None,
+    w_router_ED=None,
+    max_bytes=None,
 ):
     """Gradients of the tokens, and of routing weights that scale an expert's input.
 
@@ -118,6 +128,7 @@ def launch_expert_up_backward(
         weights_TK: routing weights that scaled the input, or None. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
         dlogits_TE, w_router_ED: what is multiplied and added to dx, dh's dtype, any strides; None for nothing.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
@@ -128,7 +139,8 @@ def launch_expert_up_backward(
     dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
-    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, dx_TD, dweights_TK, router=router)
+    into = (dx_TD, dweights_TK, 0, max_bytes, router)
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
 
@@ -143,43 +155,44 @@ def launch_expert_up_backward_part(
     blocks_B2,
     dx_TD,
     dweights_TK,
-    add=False,
+    first_row=0,
     max_bytes=None,
     router=None,
 ) -> None:
-    """``launch_expert_up_backward`` into tensors that exist, of all rows or some.
+    """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 
     Args:
-        dx_TD: written, or with ``add`` added to and rounded once; a token without rows keeps what it has then. Contiguous.
+        dx_TD: written by the first range, added to by any other one, and rounded; a token without rows in that keeps what it
+            has. Contiguous.
         dweights_TK: added to where weights scaled the input. Shape [T, K], fp32, contiguous.
+        first_row: position of the first row. Of a range, slots, offsets and blocks are its own, positions those of all rows.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         router: dlogits_TE and w_router_ED, or None.
-        Others: as for ``launch_expert_up_backward``, positions -1 for slots whose rows are not among these.
+        Others: as for ``launch_expert_up_backward``.
     """
-    num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
-    num_rows = dh_NGF.shape[0]
+    num_rows, D = dh_NGF.shape[0], w_up[0].shape[3]
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
-    config = choose_expert_rows(
-        operands(dh_NGF), static_size(F), static_size(D), mean_rows(num_rows, num_experts), capability(dh_NGF)
-    )
     for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
         columns = first, dx_ND.shape[1]
         w_part = [w.narrow(3, *columns) for w in w_up]
         if on_hopper:
             hopper_ops.up_backward_rows(dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         else:
-            _launch_portable(config, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
+            _launch_portable(D, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
-        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, add)
+        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, first_row)
         if weights_TK is not None:
-            add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK)
+            add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
 
-def _launch_portable(config, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
-    """Fills ``dx_ND``."""
-    F, D = w_up[0].shape[2:]
-    G = dh_NGF.shape[1]
+def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
+    """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles."""
+    num_experts, _, F, D = w_up[0].shape
+    num_rows, G, _ = dh_NGF.shape
+    config = choose_expert_rows(
+        operands(dh_NGF), static_size(F), static_size(width), mean_rows(num_rows, num_experts), capability(dh_NGF)
+    )
     gate, up = gate_and_up(w_up)
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(

@@ -11,6 +11,8 @@ weights two, by way of the slots. The partial sums are stored for each column bl
 same number.
 """
 
+from functools import cache
+
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS
@@ -225,6 +227,34 @@ def _down_backward_kernel(
     )
 
 
+@cache
+def _plan(
+    contracted: int,
+    columns: int,
+    gated: bool,
+    b_k_inner: bool,
+    top_k: int,
+    wide_offsets: bool,
+    activation: str,
+    has_weights: bool,
+) -> GatherPlan:
+    epilogue_warps, registers = down_backward_warps(contracted, activation)
+    return GatherPlan(
+        tile=down_backward_tile(columns, contracted),
+        contracted=contracted,
+        columns=columns,
+        parts=1,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=wide_offsets,
+        activation=ACTIVATION_IDS[activation],
+        gated=gated,
+        has_weights=has_weights,
+        epilogue_warps=epilogue_warps,
+        registers=registers,
+    )
+
+
 def hopper_down_backward(
     dout_TD: Tensor,
     h_NGF: Tensor,
@@ -257,21 +287,16 @@ def hopper_down_backward(
         return
     num_columns = h_NGF.shape[2]
     tile = down_backward_tile(num_columns, dout_TD.shape[1])
-    epilogue_warps, registers = down_backward_warps(dout_TD.shape[1], activation)
     weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
-    plan = GatherPlan(
-        tile=tile,
-        contracted=dout_TD.shape[1],
-        columns=num_columns,
-        parts=1,
-        b_k_inner=b_k_inner,
-        top_k=top_k,
-        wide_offsets=needs_wide_offsets(dout_TD),
-        activation=ACTIVATION_IDS[activation],
-        gated=h_NGF.shape[1] == 2,
-        has_weights=weights_TK is not None,
-        epilogue_warps=epilogue_warps,
-        registers=registers,
+    plan = _plan(
+        dout_TD.shape[1],
+        num_columns,
+        h_NGF.shape[1] == 2,
+        b_k_inner,
+        top_k,
+        needs_wide_offsets(dout_TD),
+        activation,
+        weights_TK is not None,
     )
     launch_persistent(
         _down_backward_kernel,
@@ -287,5 +312,5 @@ def hopper_down_backward(
         offsets_E1,
         blocks_B2,
         plan,
-        registers=registers,
+        registers=plan.registers,
     )

@@ -61,7 +61,9 @@ class ExpertTiles:
         return expert, index % self.BLOCKS, first, gl.where(exists, end, first), exists
 
 
-def order_experts(offsets_E1: Tensor, order_E: Tensor) -> None:
-    """Writes the experts, most rows first. Shape [E], int32."""
-    num_experts = order_E.shape[0]
+def order_experts(offsets_E1: Tensor) -> Tensor:
+    """The experts, most rows first. Shape [E], int32."""
+    num_experts = offsets_E1.shape[0] - 1
+    order_E = offsets_E1.new_empty(num_experts)
     launch_compiled(_order_experts_kernel, num_experts, order_E.device, (offsets_E1, order_E, num_experts, 256), num_warps=1)
+    return order_E

@@ -6,6 +6,8 @@ computes ``a`` from the rounded h in it, as the backward pass will. Half tiles t
 are written by masked stores.
 """
 
+from functools import cache
+
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
@@ -78,7 +80,11 @@ def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
             if PLAN.store_h:
                 if is_whole:
                     _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
-            for strip in range(half_m // STRIP_ROWS):
+            num_strips = half_m // STRIP_ROWS
+            if PLAN.activation == IDENTITY:
+                # There is nothing but h, which TMA has written.
+                num_strips = gl.where(is_whole, 0, num_strips)
+            for strip in range(num_strips):
                 strip_row = row + strip * STRIP_ROWS
                 _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, PLAN)
             tma_store_wait(0)
@@ -118,6 +124,33 @@ def _expert_up_kernel(
     )
 
 
+@cache
+def _plan(
+    contracted: int,
+    columns: int,
+    parts: int,
+    b_k_inner: bool,
+    top_k: int,
+    wide_offsets: bool,
+    activation: str,
+    bias_stride: int | None,
+    store_h: bool,
+) -> GatherPlan:
+    return GatherPlan(
+        tile=up_tile(columns, parts),
+        contracted=contracted,
+        columns=columns,
+        parts=parts,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=wide_offsets,
+        activation=ACTIVATION_IDS[activation],
+        gated=parts == 2,
+        bias_stride=bias_stride,
+        store_h=store_h,
+    )
+
+
 def hopper_expert_up(
     x_TD: Tensor,
     w_up: list[Tensor],
@@ -149,18 +182,16 @@ def hopper_expert_up(
     tile = up_tile(num_columns, len(weights))
     part_n = tile.block_n // len(weights)
     described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
-    plan = GatherPlan(
-        tile=tile,
-        contracted=x_TD.shape[1],
-        columns=num_columns,
-        parts=len(weights),
-        b_k_inner=described[0][1],
-        top_k=top_k,
-        wide_offsets=needs_wide_offsets(x_TD),
-        activation=ACTIVATION_IDS[activation],
-        gated=len(weights) == 2,
-        bias_stride=bias_stride(biases),
-        store_h=h_NGF.shape[0] > 0,
+    plan = _plan(
+        x_TD.shape[1],
+        num_columns,
+        len(weights),
+        described[0][1],
+        top_k,
+        needs_wide_offsets(x_TD),
+        activation,
+        bias_stride(biases),
+        h_NGF.shape[0] > 0,
     )
     h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(

@@ -16,7 +16,7 @@ from moeblaze_ops.kernels.hopper_configs import REGISTERS
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 _POINTER_ALIGNMENT = 16
-"""Triton compiles for addresses, and integers, that are a multiple of this."""
+"""TMA takes addresses that are a multiple of this, and Triton compiles for addresses and integers that are."""
 
 _compiled_kernels: dict[Hashable, object] = {}
 
@@ -32,6 +32,7 @@ def _description(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, 
 
 def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
     """A TMA descriptor of ``tensor`` for boxes of shape ``block``. The last stride of ``tensor`` must be 1."""
+    assert tensor.data_ptr() % _POINTER_ALIGNMENT == 0, "a tensor that TMA describes begins at a multiple of 16 bytes"
     descriptor = object.__new__(TensorDescriptor)
     vars(descriptor).update(_description(tensor.shape, tensor.stride(), block, tensor.dtype), base=tensor)
     return descriptor

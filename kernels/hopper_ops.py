@@ -1,25 +1,35 @@
 """The Hopper kernels as custom ops that write into tensors they are given.
 
 Inductor can inline a Triton kernel but not a Gluon one. A launcher that runs under a trace leaves calls of these ops
-in the graph instead, on buffers that Inductor allocates and plans; eager calls come the same way. Biases are optional
-because AOTInductor hands over None for an empty list.
+in the graph instead, on buffers that Inductor allocates and plans; eager launchers go past the dispatcher. Biases are
+optional because AOTInductor hands over None for an empty list.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from moeblaze_ops.kernels.launch import is_traceable
 
 NAMESPACE = "moeblaze_hopper"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _register(schema: str, function) -> torch._ops.OpOverload:
+def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Define the op that does what ``function`` does, and return what a launcher calls."""
     name = schema.split("(", 1)[0]
     # Inductor must hand the kernels the strides that `select` has seen.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
     _library.impl(name, function, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_library)
-    return getattr(torch.ops.moeblaze_hopper, name).default
+    op = getattr(torch.ops.moeblaze_hopper, name).default
+
+    def call(*args) -> None:
+        (op if is_traceable() else function)(*args)
+
+    return call
 
 
 def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF) -> None:
@@ -59,11 +69,12 @@ def _weight_grad(
     first: Tensor,
     second: Tensor | None,
     fresh_E: Tensor | None,
+    order_E: Tensor | None,
 ) -> None:
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
 
     gradients = [first] if second is None else [first, second]
-    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k, accumulate, fresh_E)
+    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k, accumulate, fresh_E, order_E)
 
 
 expert_up = _register(
@@ -86,6 +97,6 @@ down_backward = _register(
 )
 weight_grad = _register(
     "weight_grad(Tensor gathered_TD, Tensor grouped_NGF, Tensor slots_N, Tensor offsets_E1, int top_k,"
-    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E) -> ()",
+    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E) -> ()",
     _weight_grad,
 )

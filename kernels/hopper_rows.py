@@ -8,6 +8,8 @@ consumers multiplies 64 rows by 256 columns, stages the result in shared memory 
 cannot stop at the end of an expert: a half tile with fewer rows is written by masked stores instead.
 """
 
+from functools import cache
+
 from torch import Tensor
 
 from moeblaze_ops.kernels.gluon_api import (
@@ -117,20 +119,18 @@ def _rows_kernel(
     )
 
 
+@cache
+def _plan(contracted: int, columns: int, parts: int, b_k_inner: bool, bias_stride: int | None) -> RowsPlan:
+    return RowsPlan(rows_tile(columns), contracted, columns, parts, b_k_inner, bias_stride)
+
+
 def _launch_rows(rows_NGF, weights, biases, offsets_E1, blocks_B2, y_ND) -> None:
     if rows_NGF.shape[0] == 0:
         return
     num_columns = y_ND.shape[1]
     tile = rows_tile(num_columns)
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
-    plan = RowsPlan(
-        tile=tile,
-        contracted=rows_NGF.shape[2],
-        columns=num_columns,
-        parts=len(weights),
-        b_k_inner=described[0][1],
-        bias_stride=bias_stride(biases),
-    )
+    plan = _plan(rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
     launch_persistent(
         _rows_kernel,
         y_ND.device,

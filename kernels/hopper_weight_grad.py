@@ -15,7 +15,8 @@ bytes a thread and row of fp32, a whole sector for four threads. TMA could only 
 marked as fresh are written all the same.
 """
 
-import torch
+from functools import cache
+
 from torch import Tensor
 
 from moeblaze_ops.kernels.gluon_api import (
@@ -301,6 +302,32 @@ def _weight_grad_kernel(
     )
 
 
+@cache
+def _plan(
+    num_f: int,
+    num_d: int,
+    parts: int,
+    top_k: int,
+    wide_offsets: bool,
+    gathered_is_a: bool,
+    accumulate: bool,
+    has_fresh: bool,
+) -> WeightGradPlan:
+    tile = weight_grad_tile()
+    return WeightGradPlan(
+        tile=tile,
+        m=num_d if gathered_is_a else num_f,
+        n=num_f if gathered_is_a else num_d,
+        parts=parts,
+        top_k=top_k,
+        wide_offsets=wide_offsets,
+        gathered_is_a=gathered_is_a,
+        store_n=tile.block_n // 2,
+        accumulate=accumulate,
+        has_fresh=has_fresh,
+    )
+
+
 def hopper_weight_grad(
     gathered_TD: Tensor,
     grouped_NGF: Tensor,
@@ -310,6 +337,7 @@ def hopper_weight_grad(
     top_k: int,
     accumulate: bool = False,
     fresh_E: Tensor | None = None,
+    order_E: Tensor | None = None,
 ) -> None:
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
@@ -323,6 +351,7 @@ def hopper_weight_grad(
         accumulate: add to dW, where an expert without rows keeps what it has, instead of writing; it gets zeros then.
         fresh_E: to accumulate, the experts that are written all the same, marked by another number than 0, int32; dW is
             of gathered's dtype then.
+        order_E: the experts, most rows first, int32; None to find that out.
 
     Accumulates in fp32; two runs agree bit for bit.
     """
@@ -334,24 +363,13 @@ def hopper_weight_grad(
                 part.zero_()
         return
     gathered_is_a = parts[0].stride(2) != 1
-    tile = weight_grad_tile()
-    plan = WeightGradPlan(
-        tile=tile,
-        m=num_d if gathered_is_a else num_f,
-        n=num_f if gathered_is_a else num_d,
-        parts=len(parts),
-        top_k=top_k,
-        wide_offsets=needs_wide_offsets(gathered_TD),
-        gathered_is_a=gathered_is_a,
-        store_n=tile.block_n // 2,
-        accumulate=accumulate,
-        has_fresh=fresh_E is not None,
-    )
+    form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), gathered_is_a)
+    plan = _plan(*form, accumulate, fresh_E is not None)
+    tile = plan.tile
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
     is_described = plan.has_fresh or not accumulate
     described = [describe(view, 1, tile.half_m, plan.store_n) for view in stored] if is_described else stored
-    order_E = torch.empty(num_experts, dtype=torch.int32, device=offsets_E1.device)
-    order_experts(offsets_E1, order_E)
+    order_E = order_experts(offsets_E1) if order_E is None else order_E
     launch_persistent(
         _weight_grad_kernel,
         gathered_TD.device,

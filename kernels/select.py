@@ -73,7 +73,7 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | N
         return "gate and up are stored differently"
     if gathered is not None and not (gathered.stride(1) == 1 and _is_aligned(gathered, gathered.stride(0))):
         return "token rows are not contiguous or not aligned to 16 bytes"
-    if not all(tensor.is_contiguous() and _is_aligned(tensor) for tensor in (*rows, *([] if scale is None else [scale]))):
+    if not all(tensor.is_contiguous() and _is_aligned(tensor) for tensor in (rows if scale is None else (*rows, scale))):
         return "a tensor in expert order, or the routing weights, are not contiguous"
     if not all(bias.stride(-1) == 1 for bias in biases) or len({bias.stride(0) for bias in biases}) > 1:
         return "a bias is not contiguous"
@@ -82,12 +82,10 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | N
 
 def _is_described(weight: Tensor) -> bool:
     """Whether TMA can read or write a weight: F or D contiguous, all else in steps of 16 bytes."""
-    strides = list(weight.stride())
-    inner = 1 if strides[-1] == 1 else 2
-    if strides[-inner] != 1:
+    *others, second, last = weight.stride()
+    if last != 1 and second != 1:
         return False
-    others = strides[:-inner] + strides[len(strides) - inner + 1 :]
-    return _is_aligned(weight, *others)
+    return _is_aligned(weight, *others, second if last == 1 else last)
 
 
 def _is_aligned(tensor: Tensor, *strides) -> bool:

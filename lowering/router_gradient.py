@@ -5,11 +5,14 @@ dx once more, after a copy of it. Handed to the op, the product is part of the s
 """
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_ROUTER = slice(8, 10)
+"""Where ``expert_up_backward`` takes the factors of the product."""
 _LARGEST_ROUTER = 1024
 """Experts up to which the product is small beside what the sum reads."""
 
@@ -42,9 +45,10 @@ def _fits(total: fx.Node, dx: fx.Node, mm: fx.Node) -> bool:
     if dx.target is not operator.getitem or dx.args[1] != 0 or mm.target != torch.ops.aten.mm.default:
         return False
     backward = dx.args[0]
+    if backward.target != torch.ops.moeblaze.expert_up_backward.default or len(backward.users) > 1:
+        return False
     # With weights on the input their gradient comes out of the same op, and leads to the logits.
-    given = backward.target == torch.ops.moeblaze.expert_up_backward.default and len(backward.args) == 8
-    if not given or backward.args[3] is not None or len(backward.users) > 1:
+    if backward.args[3] is not None or any(given is not None for given in backward.args[_ROUTER]):
         return False
     values = [node.meta["val"] for node in (dx, mm, *mm.args)]
     num_experts = values[2].shape[1]
@@ -79,18 +83,22 @@ def _replace(total: fx.Node, experts: fx.Node, dx: fx.Node, mm: fx.Node, moved: 
     for node in moved:
         backward.prepend(node)
     with graph.inserting_before(backward):
-        added = graph.call_function(backward.target, (*backward.args, *mm.args))
+        added = graph.call_function(backward.target, _with_router(backward.args, mm.args))
         result = graph.call_function(operator.getitem, (added, 0))
     added.meta, result.meta = dict(backward.meta), dict(dx.meta)
     # The strides that the op asks Inductor for.
     eager_args, eager_kwargs = backward.meta["eager_input_vals"]
-    added.meta["eager_input_vals"] = ((*eager_args, *(node.meta["val"] for node in mm.args)), eager_kwargs)
+    added.meta["eager_input_vals"] = _with_router(eager_args, [node.meta["val"] for node in mm.args]), eager_kwargs
     if experts is not dx:
         with graph.inserting_before(total):
             result = graph.call_function(torch.ops.aten.reshape.default, (result, experts.args[1]))
         result.meta = dict(total.meta)
     total.replace_all_uses_with(result)
     _erase(total)
+
+
+def _with_router(args: tuple, factors: Sequence) -> tuple:
+    return *args[: _ROUTER.start], *factors, *args[_ROUTER.stop :]
 
 
 def _erase(node: fx.Node) -> None:

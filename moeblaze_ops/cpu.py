@@ -4,50 +4,12 @@ Rows past the last used one (unused slots) are zero. Half-precision sums over a 
 fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from moeblaze_ops.activations import IDENTITY, activate, activation_gradient
-from moeblaze_ops.validation import ROW_BLOCK, schedule_rows
+from moeblaze_ops.cpu_rows import row_weights, segments, sum_dtype
 from moeblaze_ops.weights import bias_halves, up_halves, up_shape
-
-
-def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids_N = experts_TK.reshape(-1).long()
-    used_N = (ids_N >= 0) & (ids_N < num_experts)
-    key_N = torch.where(used_N, ids_N, num_experts)
-    order_N = torch.argsort(key_N, stable=True)
-    counts_E = torch.bincount(key_N, minlength=num_experts + 1)[:num_experts]
-    offsets_E1 = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
-    num_used = int(offsets_E1[-1])
-    positions_N = torch.full_like(ids_N, -1)
-    positions_N[order_N[:num_used]] = torch.arange(num_used)
-    slots_N = order_N.to(torch.int32)
-    slots_N[num_used:] = -1
-    blocks_B2 = _block_schedule(offsets_E1, ids_N.numel(), num_experts)
-    return slots_N, offsets_E1.int(), positions_N.view(experts_TK.shape).int(), blocks_B2
-
-
-def schedule(totals_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where each expert's rows begin, and the schedule of row blocks, from how many rows each has."""
-    offsets_E1 = torch.cat([totals_E.new_zeros(1), totals_E.cumsum(0)]).int()
-    return offsets_E1, _block_schedule(offsets_E1, num_rows, totals_E.shape[0])
-
-
-def _block_schedule(offsets_E1: Tensor, num_slots: int, num_experts: int) -> Tensor:
-    blocks_E = (offsets_E1.diff() + ROW_BLOCK - 1) // ROW_BLOCK
-    experts = torch.repeat_interleave(torch.arange(num_experts), blocks_E)
-    first_block_E = blocks_E.cumsum(0) - blocks_E
-    within_expert = torch.arange(experts.numel()) - first_block_E[experts]
-    schedule = torch.zeros(schedule_rows(num_slots, num_experts), 2, dtype=torch.int32)
-    schedule[:, 0] = -1
-    schedule[0, 0] = experts.numel()
-    schedule[1 : 1 + experts.numel(), 0] = experts.int()
-    schedule[1 : 1 + experts.numel(), 1] = (offsets_E1[experts] + ROW_BLOCK * within_expert).int()
-    return schedule
 
 
 def expert_up(
@@ -65,7 +27,7 @@ def expert_up(
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
     up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1])
-    for expert, rows in _segments(offsets_E1):
+    for expert, rows in segments(offsets_E1):
         up.write(h_NGF[rows], expert, rows)
         if activation != IDENTITY:
             a_NF[rows] = activate(h_NGF[rows], activation)
@@ -86,8 +48,8 @@ def expert_down(
     activation: str,
 ) -> Tensor:
     (w_EFD,) = w_down
-    sums_TD = h_NGF.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=_sum_dtype(h_NGF))
-    for expert, rows in _segments(offsets_E1):
+    sums_TD = h_NGF.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(h_NGF))
+    for expert, rows in segments(offsets_E1):
         a_rows = activate(h_NGF[rows], activation) if a_NF is None else a_NF[rows]
         _add_outputs(sums_TD, a_rows, w_EFD, b_down, weights_TK, slots_N[rows], positions_TK.shape[1], expert)
     return sums_TD.to(h_NGF.dtype)
@@ -109,9 +71,9 @@ def expert_mlp(
 ) -> Tensor:
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     (w_EFD,) = w_down
-    sums_TD = x_TD.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=_sum_dtype(x_TD))
+    sums_TD = x_TD.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(x_TD))
     up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
-    for expert, rows in _segments(offsets_E1):
+    for expert, rows in segments(offsets_E1):
         h_rows = up.write(up.empty_rows(rows), expert, rows)
         a_rows = activate(h_rows, activation)
         _add_outputs(sums_TD, a_rows, w_EFD, b_down, on_output, slots_N[rows], positions_TK.shape[1], expert)
@@ -131,8 +93,9 @@ def expert_down_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh_NGF = torch.empty_like(h_NGF, memory_format=torch.contiguous_format)
-    down = _DownGradients(dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK)
-    for expert, rows in _segments(offsets_E1):
+    dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
+    down = _DownGradients(dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, dweights_TK)
+    for expert, rows in segments(offsets_E1):
         down.write(dh_NGF[rows], h_NGF[rows], expert, rows, activation)
     _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
@@ -152,13 +115,20 @@ def expert_mlp_backward(
     blocks_B2: Tensor,
     activation: str,
     weight_on_input: bool,
+    dweights_TK: Tensor | None = None,
+    first_row: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``launch_expert_mlp_backward``: of all rows, or of those from ``first_row`` on that the slots are of."""
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     shape = up_shape(w_up)
     dh_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
-    down = _DownGradients(dout_TD, dh_NGF, w_down, b_down, on_output, slots_N, positions_TK)
-    for expert, rows in _segments(offsets_E1):
+    if dweights_TK is None:
+        dweights_TK = _weight_gradient_buffer(on_output, positions_TK)
+    elif first_row == 0:
+        dweights_TK.zero_()
+    down = _DownGradients(dout_TD, dh_NGF, w_down, b_down, on_output, slots_N, dweights_TK)
+    for expert, rows in segments(offsets_E1):
         h_rows = up.write(dh_NGF[rows], expert, rows)
         down.write(dh_NGF[rows], h_rows, expert, rows, activation)
     _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
@@ -176,6 +146,7 @@ def expert_up_backward(
     blocks_B2: Tensor,
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
+    max_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
@@ -195,12 +166,12 @@ def expert_up_backward_part(
     blocks_B2: Tensor,
     dx_TD: Tensor,
     dweights_TK: Tensor,
-    add: bool,
+    first_row: int,
     max_bytes: int,
 ) -> None:
-    """``expert_up_backward`` of some of the rows: dx is written or added to, entries of dweights are written."""
+    """``expert_up_backward`` of some of the rows: dx is written by those from row 0 on, else added to."""
     sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
-    dx_TD.copy_(sums_TD.add_(dx_TD) if add else sums_TD)
+    dx_TD.copy_(sums_TD.add_(dx_TD) if first_row > 0 else sums_TD)
 
 
 def _up_backward_sums(
@@ -215,100 +186,17 @@ def _up_backward_sums(
 ) -> Tensor:
     """The gradient of the tokens in the dtype of sums; fills what the rows give of dweights."""
     T, K = positions_TK.shape
-    dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=_sum_dtype(dh_NGF))
+    dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=sum_dtype(dh_NGF))
     halves = up_halves(w_up)
-    for expert, rows in _segments(offsets_E1):
+    for expert, rows in segments(offsets_E1):
         dx_rows = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
         tokens = slots_N[rows] // K
         if weights_TK is not None:
             dscale = (dx_rows * x_TD.index_select(0, tokens)).sum(1)
             dweights_TK.view(-1)[slots_N[rows].long()] = dscale.to(dweights_TK.dtype)
-            dx_rows = dx_rows * _row_weights(weights_TK, slots_N[rows])
+            dx_rows = dx_rows * row_weights(weights_TK, slots_N[rows])
         dx_TD.index_add_(0, tokens, dx_rows)
     return dx_TD
-
-
-def expert_weight_grad(
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    like: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-) -> list[Tensor]:
-    gradients = [torch.empty_like(w, device=gathered_TD.device) for w in like]
-    halves = gradients if gradients[0].dim() == 3 else up_halves(gradients)
-    tokens_N = slots_N // top_k
-    for expert, rows in _segments(offsets_E1, with_empty=True):
-        gathered_rows = gathered_TD.index_select(0, tokens_N[rows])
-        scale = _row_weights(weights_TK, slots_N[rows])
-        for g, half in enumerate(halves):
-            grouped_rows = grouped_NGF[rows, g]
-            if scale is not None:
-                grouped_rows = (grouped_rows * scale).to(grouped_NGF.dtype)
-            _mm_into(half[expert], grouped_rows.t(), gathered_rows)
-    return gradients
-
-
-def expert_weight_grad_add(
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    dw: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    fresh_E: Tensor | None = None,
-) -> None:
-    halves = dw if dw[0].dim() == 3 else up_halves(dw)
-    tokens_N = slots_N // top_k
-    for expert in [] if fresh_E is None else fresh_E.nonzero().view(-1).tolist():
-        for half in halves:
-            half[expert].zero_()
-    for expert, rows in _segments(offsets_E1):
-        gathered_rows = gathered_TD.index_select(0, tokens_N[rows]).to(_sum_dtype(gathered_TD))
-        scale = _row_weights(weights_TK, slots_N[rows])
-        for g, half in enumerate(halves):
-            grouped_rows = grouped_NGF[rows, g]
-            if scale is not None:
-                grouped_rows = (grouped_rows * scale).to(grouped_NGF.dtype)
-            half[expert] += grouped_rows.t().to(gathered_rows.dtype) @ gathered_rows
-
-
-def expert_bias_grad(
-    rows_NC: Tensor,
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    gathered: bool,
-) -> Tensor:
-    gradient_EC = rows_NC.new_empty(offsets_E1.shape[0] - 1, rows_NC.shape[1])
-    for expert, rows in _segments(offsets_E1, with_empty=True):
-        gradient_EC[expert] = _bias_sum(rows_NC, weights_TK, slots_N[rows], rows, top_k, gathered)
-    return gradient_EC
-
-
-def expert_bias_grad_add(
-    rows_NC: Tensor,
-    db_EC: Tensor,
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    gathered: bool,
-) -> None:
-    for expert, rows in _segments(offsets_E1):
-        db_EC[expert] += _bias_sum(rows_NC, weights_TK, slots_N[rows], rows, top_k, gathered)
-
-
-def _bias_sum(rows_NC: Tensor, weights_TK: Tensor | None, slots: Tensor, rows: slice, top_k: int, gathered: bool) -> Tensor:
-    """The weighted sum of one expert's rows, in the dtype of sums. Shape [C]."""
-    values = rows_NC.index_select(0, slots // top_k) if gathered else rows_NC[rows]
-    values = values.to(_sum_dtype(rows_NC))
-    scale = _row_weights(weights_TK, slots)
-    return (values if scale is None else values * scale).sum(0)
 
 
 class _UpRows:
@@ -333,7 +221,7 @@ class _UpRows:
         """Fill h_rows, [rows, G, F], with the pre-activation of ``expert``'s rows, and return it."""
         slots = self.slots_N[rows]
         x_rows = self.x_TD.index_select(0, slots // self.top_k)
-        scale = _row_weights(self.weights_TK, slots)
+        scale = row_weights(self.weights_TK, slots)
         for g, half in enumerate(self.halves):
             half_rows = torch.mm(x_rows, half[expert].t(), out=h_rows[:, g])
             if scale is not None:
@@ -357,7 +245,7 @@ def _add_outputs(
     y_rows = (a_rows @ w_EFD[expert]).to(sums_TD.dtype)
     if b_down:
         y_rows += b_down[0][expert]
-    scale = _row_weights(weights_TK, slots)
+    scale = row_weights(weights_TK, slots)
     if scale is not None:
         y_rows *= scale
     sums_TD.index_add_(0, slots // top_k, y_rows)
@@ -374,21 +262,20 @@ class _DownGradients:
         b_down: list[Tensor],
         weights_TK: Tensor | None,
         slots_N: Tensor,
-        positions_TK: Tensor,
+        dweights_TK: Tensor,
     ) -> None:
         self.dout_TD, self.w_EFD, self.b_down, self.weights_TK = dout_TD, w_down[0], b_down, weights_TK
-        self.slots_N, self.top_k = slots_N, positions_TK.shape[1]
+        self.slots_N, self.top_k, self.dweights_TK = slots_N, dweights_TK.shape[1], dweights_TK
         self.wa_NF = like_NGF.new_empty(like_NGF.shape[0], like_NGF.shape[2])
-        self.dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
 
     def write(self, dh_rows: Tensor, h_rows: Tensor, expert: int, rows: slice, activation: str) -> None:
         """Fill the rows of dh (which may be h's own memory), wa and dweights that belong to ``expert``."""
         slots = self.slots_N[rows]
         dout_rows = self.dout_TD.index_select(0, slots // self.top_k)
-        da_rows = (dout_rows @ self.w_EFD[expert].t()).to(_sum_dtype(h_rows))
+        da_rows = (dout_rows @ self.w_EFD[expert].t()).to(sum_dtype(h_rows))
         a_rows = activate(h_rows, activation)
         if self.weights_TK is not None:
-            scale = _row_weights(self.weights_TK, slots)
+            scale = row_weights(self.weights_TK, slots)
             dscale = (da_rows * a_rows).sum(1)
             if self.b_down:
                 dscale += (dout_rows.to(dscale.dtype) * self.b_down[0][expert]).sum(1)
@@ -396,21 +283,6 @@ class _DownGradients:
             da_rows, a_rows = da_rows * scale, a_rows * scale
         self.wa_NF[rows] = a_rows.to(self.wa_NF.dtype)
         dh_rows.copy_(activation_gradient(da_rows, h_rows, activation))
-
-
-def _segments(offsets_E1: Tensor, with_empty: bool = False) -> Iterator[tuple[int, slice]]:
-    """Each expert and the slice of rows it owns."""
-    offsets = offsets_E1.tolist()
-    for expert, (start, end) in enumerate(pairwise(offsets)):
-        if with_empty or end > start:
-            yield expert, slice(start, end)
-
-
-def _row_weights(weights_TK: Tensor | None, slots: Tensor) -> Tensor | None:
-    """The routing weight of each row as a column, in the dtype of the sums."""
-    if weights_TK is None:
-        return None
-    return weights_TK.reshape(-1)[slots.long()].unsqueeze(1).to(_sum_dtype(weights_TK))
 
 
 def _weight_gradient_buffer(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:
@@ -424,13 +296,3 @@ def _zero_unused_rows(offsets_E1: Tensor, *buffers: Tensor) -> None:
         buffer[int(offsets_E1[-1]) :].zero_()
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _mm_into(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out = left @ right, written in place whichever of out's axes is contiguous."""
-    if out.stride(0) == 1 and out.stride(1) != 1:
-        torch.mm(right.t(), left.t(), out=out.t())
-    else:
-        torch.mm(left, right, out=out)

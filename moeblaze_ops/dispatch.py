@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moeblaze_ops import config, cpu
+from moeblaze_ops import config, cpu_routing
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import check_dispatch, require, schedule_rows
 
@@ -21,7 +21,7 @@ def _dispatch_fake(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 def _dispatch_cpu(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_dispatch("dispatch", experts_TK, num_experts)
     _check_ids(experts_TK, num_experts)
-    return cpu.dispatch(experts_TK, num_experts)
+    return cpu_routing.dispatch(experts_TK, num_experts)
 
 
 def _dispatch_launcher():

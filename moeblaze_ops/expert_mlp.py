@@ -48,7 +48,8 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x_TD, weights_TK, *routing, *w_up, *b_up, *w_down, *b_down)
 
 
-def _expert_mlp_gradient(ctx, dout_TD):
+def expert_mlp_gradient(ctx, dout_TD, max_bytes: int | None = None):
+    """The gradients of the arguments; ``max_bytes`` as for ``expert_up_backward``."""
     dx_TD, dscale_TK = None, None
     dw_up, db_up, dw_down, db_down = ([None] * count for count in ctx.counts)
     if dout_TD is None:
@@ -72,7 +73,7 @@ def _expert_mlp_gradient(ctx, dout_TD):
         db_down = [expert_bias_grad(dout_TD, on_output, slots_N, offsets_E1, top_k, True)]
     if needs_x or (ctx.weight_on_input and needs_weights):
         x_or_none = None if on_input is None else x_TD
-        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing)
+        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing, None, None, max_bytes)
     if any(needs_b_up):
         db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
     if any(needs_w_up):
@@ -159,7 +160,7 @@ expert_mlp = register_op(
     fake=_expert_mlp_fake,
     cpu=_expert_mlp_cpu,
     launcher=_expert_mlp_launcher,
-    backward=_expert_mlp_gradient,
+    backward=expert_mlp_gradient,
     setup_context=setup_context,
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,

@@ -1,59 +1,26 @@
 """``moeblaze::expert_mlp_ranged`` and its backward: ``expert_mlp`` with all gradients taken range of rows by range of rows.
 
-What backward allocates beside its results is that of one range, see ``row_ranges``. A range of rows in expert order is a
-routing of its own, with the same experts in fewer rows: the kernels are those of ``expert_mlp``. Of what is a sum over
-rows, a range writes the gradient of every expert that begins in it and adds to that of the one it goes on with; the
-gradient of x is added up in its own dtype.
+What backward allocates beside its results is that of one range, see ``row_ranges`` and ``range_gradients``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from moeblaze_ops import cpu
-from moeblaze_ops.expert_mlp import ARGUMENTS, mlp_flops, setup_context, split_groups
+from moeblaze_ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
 from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
+from moeblaze_ops.joining import num_joined
 from moeblaze_ops.library import register_op
-from moeblaze_ops.row_ranges import RangeSizes, capped, range_sizes, routing_bytes, row_ranges
+from moeblaze_ops.range_gradients import Device, cpu_device, gpu_device, gradients_in_ranges
+from moeblaze_ops.row_ranges import capped, range_sizes, routing_bytes
 from moeblaze_ops.validation import check_expert_mlp, check_expert_mlp_backward, require
 from moeblaze_ops.weights import up_shape
 
 _ARGUMENTS = f"{ARGUMENTS}, int max_bytes"
-
-
-class _Device(NamedTuple):
-    """What a device computes of a range of rows."""
-
-    schedule: Callable
-    expert_mlp_backward: Callable
-    expert_up_backward_part: Callable
-    expert_weight_grad_add: Callable
-    expert_bias_grad: Callable
-    expert_bias_grad_add: Callable
-
-
-def _cpu() -> _Device:
-    return _Device(*(getattr(cpu, name) for name in _Device._fields))
-
-
-def _gpu() -> _Device:
-    from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
-    from moeblaze_ops.kernels.dispatch import launch_schedule
-    from moeblaze_ops.kernels.expert_mlp import launch_expert_mlp_backward
-    from moeblaze_ops.kernels.expert_up_backward import launch_expert_up_backward_part
-    from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad_add
-
-    return _Device(
-        launch_schedule,
-        launch_expert_mlp_backward,
-        launch_expert_up_backward_part,
-        launch_expert_weight_grad_add,
-        launch_expert_bias_grad,
-        launch_expert_bias_grad_add,
-    )
 
 
 def _check(op: str, x_TD: Tensor, *rest) -> None:
@@ -101,6 +68,9 @@ def _gradient(ctx, dout_TD):
     needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
     needs = [needs_x, *(any(group) for group in needs_groups)]
     num_experts = routing[1].shape[0] - 1
+    column_bytes = _traced_column_bytes(groups[0], x_TD, routing[0].shape[0], num_experts, needs, ctx.max_bytes)
+    if column_bytes is not None:
+        return *expert_mlp_gradient(ctx, dout_TD, column_bytes), None
     buffers = gradient_buffers(groups, needs[1:], num_experts)
     arguments = (dout_TD, x_TD, *groups, weights_TK, *routing, ctx.activation, ctx.weight_on_input, ctx.max_bytes, needs)
     if any(buffers):
@@ -113,167 +83,44 @@ def _gradient(ctx, dout_TD):
     return dx_TD, *as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
 
 
-class _Range(NamedTuple):
-    """The routing of a range of rows, and its ``fresh_E``: 1 for the experts whose rows begin in it, else 0."""
+def _traced_column_bytes(
+    w_up: list[Tensor], x_TD: Tensor, num_rows: int, num_experts: int, needs: Sequence[bool], max_bytes: int
+) -> int | None:
+    """What the rows of dx may take in a graph where the ops of ``expert_mlp`` hold the limit, else None.
 
-    slots_N: Tensor
-    offsets_E1: Tensor
-    positions_TK: Tensor
-    blocks_B2: Tensor
-    fresh_E: Tensor
-
-    @property
-    def routing(self) -> tuple[Tensor, ...]:
-        return self[:4]
-
-
-def _routing_of(device: _Device, rows: range, slots_N: Tensor, offsets_E1: Tensor, positions_TK: Tensor) -> _Range:
-    totals_E = offsets_E1.clamp(rows.start, rows.stop).diff()
-    begins_E = offsets_E1[:-1]
-    # Experts without rows may begin behind the last row.
-    is_last = rows.stop == slots_N.shape[0]
-    fresh_E = (begins_E >= rows.start) & ((begins_E < rows.stop) | is_last)
-    inside_TK = (positions_TK >= rows.start) & (positions_TK < rows.stop)
-    relative_TK = torch.where(inside_TK, positions_TK - rows.start, -1)
-    offsets_E1, blocks_B2 = device.schedule(totals_E, len(rows))
-    return _Range(slots_N[rows.start : rows.stop], offsets_E1, relative_TK, blocks_B2, fresh_E.int())
+    Those are inlined in the code that Inductor generates, while a loop over ranges is called; eagerly one op is faster.
+    """
+    if TracingContext.try_get() is None or not isinstance(num_rows, int):
+        return None
+    _, G, F, D = w_up[0].shape
+    gated = G == 2 or num_joined(w_up, num_experts) == 2
+    sizes = range_sizes(D, F, num_experts, x_TD.dtype, gated, needs[1], needs[3])
+    left = sizes.whole_column_bytes(max_bytes - routing_bytes(num_rows, num_experts), num_rows)
+    return None if left is None else capped(left)
 
 
-class _Backward:
-    """The gradients of a layer while its ranges are gone through, each allocated when it is first needed."""
-
-    def __init__(
-        self,
-        device: _Device,
-        dout_TD: Tensor,
-        x_TD: Tensor,
-        parameters: Sequence[list[Tensor]],
-        weights_TK: Tensor | None,
-        routing: Sequence[Tensor],
-        activation: str,
-        weight_on_input: bool,
-        needs: Sequence[bool],
-        buffers: Sequence[list[Tensor]],
-    ) -> None:
-        self.device, self.dout_TD, self.x_TD = device, dout_TD.contiguous(), x_TD
-        self.parameters, self.weights_TK = parameters, weights_TK
-        self.slots_N, self.offsets_E1, self.positions_TK, _ = routing
-        self.top_k, self.num_experts = self.positions_TK.shape[1], self.offsets_E1.shape[0] - 1
-        self.settings = activation, weight_on_input
-        self.on_input, self.on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
-        self.needs_x, self.needs_w_up, self.needs_b_up, self.needs_w_down, self.needs_b_down = needs
-        self.added_up, self.added_down = buffers
-        self.dw_up, self.dw_down = list(self.added_up), list(self.added_down)
-        self.dx_TD = self.db_up_EC = None
-        self.dweights_TK = routing_gradient_like(weights_TK, self.positions_TK).zero_()
-        # Of weights on the input, each slot's gradient is a sum over columns: in fp32 until all ranges are done.
-        sums = torch.promote_types(x_TD.dtype, torch.float32)
-        self.dscale_TK = None if self.on_input is None else torch.zeros_like(self.dweights_TK, dtype=sums)
-
-    @property
-    def sizes(self) -> RangeSizes:
-        E, G, F, D = up_shape(self.parameters[0])
-        dw_up, dw_down = self.needs_w_up and not self.added_up, self.needs_w_down and not self.added_down
-        return range_sizes(D, F, E, self.x_TD.dtype, G == 2, dw_up, dw_down)
-
-    def take(self, rows: range, sizes: RangeSizes, limit: int) -> None:
-        """The share of a range of rows in every gradient."""
-        part = _routing_of(self.device, rows, self.slots_N, self.offsets_E1, self.positions_TK)
-        dh_NGF, dweights_TK, wa_NF = self.device.expert_mlp_backward(
-            self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *part.routing, *self.settings
-        )
-        if self.on_output is not None:
-            self.dweights_TK += dweights_TK
-        del dweights_TK
-        column_bytes = capped(sizes.column_bytes(limit, rows))
-        if sizes.takes_down_last(rows):
-            self._add_x(dh_NGF, part, column_bytes)
-            self._add_up(dh_NGF, part)
-            del dh_NGF
-            self._add_w_down(wa_NF, part)
-        else:
-            self._add_w_down(wa_NF, part)
-            del wa_NF
-            self._add_x(dh_NGF, part, column_bytes)
-            self._add_up(dh_NGF, part)
-
-    def _add_x(self, dh_NGF: Tensor, part: _Range, column_bytes: int) -> None:
-        if not self.needs_x and self.on_input is None:
-            return
-        is_first = self.dx_TD is None
-        if is_first:
-            self.dx_TD = torch.empty_like(self.x_TD, memory_format=torch.contiguous_format)
-        x_or_none = None if self.on_input is None else self.x_TD
-        dscale_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK
-        given, into = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *part.routing), (self.dx_TD, dscale_TK)
-        self.device.expert_up_backward_part(*given, *into, not is_first, column_bytes)
-
-    def _add_up(self, dh_NGF: Tensor, part: _Range) -> None:
-        if self.needs_b_up:
-            dh_NC = dh_NGF.flatten(1)
-            if self.db_up_EC is None:
-                sums = torch.promote_types(dh_NC.dtype, torch.float32)
-                self.db_up_EC = dh_NC.new_zeros((self.num_experts, dh_NC.shape[1]), dtype=sums)
-            self.device.expert_bias_grad_add(dh_NC, self.db_up_EC, None, part.slots_N, part.offsets_E1, self.top_k, False)
-        if self.needs_w_up:
-            self.dw_up = self.dw_up or [torch.empty_like(w) for w in self.parameters[0]]
-            fresh_E = None if self.added_up else part.fresh_E
-            self._add_weight_grad(self.x_TD, dh_NGF, self.dw_up, self.on_input, part, fresh_E)
-
-    def _add_w_down(self, wa_NF: Tensor, part: _Range) -> None:
-        if self.needs_w_down:
-            self.dw_down = self.dw_down or [torch.empty_like(w) for w in self.parameters[2]]
-            fresh_E = None if self.added_down else part.fresh_E
-            self._add_weight_grad(self.dout_TD, wa_NF.unsqueeze(1), self.dw_down, None, part, fresh_E)
-
-    def _add_weight_grad(self, gathered_TD, grouped_NGF, dw, weights_TK, part: _Range, fresh_E: Tensor | None) -> None:
-        slots = (part.slots_N, part.offsets_E1, self.top_k)
-        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E)
-
-    def results(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """dx_TD, dweights_TK and the gradients of the parameters that are in no buffer."""
-        gradients = [] if self.added_up else self.dw_up
-        if self.needs_b_up:
-            _, G, F, _ = up_shape(self.parameters[0])
-            db_EGF = self.db_up_EC.to(self.x_TD.dtype).view(-1, G, F)
-            gradients = gradients + [db.contiguous() for db in db_EGF.chunk(len(self.parameters[1]), dim=1)]
-        gradients = gradients + ([] if self.added_down else self.dw_down)
-        if self.needs_b_down:
-            slots = (self.slots_N, self.offsets_E1, self.top_k)
-            gradients = [*gradients, self.device.expert_bias_grad(self.dout_TD, self.on_output, *slots, True)]
-        dx_TD = self.dx_TD if self.needs_x else self.x_TD.new_empty((0, self.x_TD.shape[1]))
-        dweights_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK.to(self.weights_TK.dtype)
-        return dx_TD, dweights_TK, gradients
-
-
-def _run(op: str, device: _Device, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
     *arguments, max_bytes, needs = args
     check_expert_mlp_backward(op, *arguments)
     dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
-    parameters = (w_up, b_up, w_down, b_down)
-    backward = _Backward(device, dout_TD, x_TD, parameters, weights_TK, routing, activation, weight_on_input, needs, buffers)
-    N, E, sizes = backward.slots_N.shape[0], backward.num_experts, backward.sizes
-    ranges = row_ranges(N, E, sizes, max_bytes)
-    require(ranges is not None, op, "max_bytes", "leave room for 128 rows", max_bytes)
-    for rows in ranges:
-        backward.take(rows, sizes, max_bytes - routing_bytes(N, E))
-    return backward.results()
+    settings = (activation, weight_on_input, max_bytes, needs, buffers)
+    return gradients_in_ranges(op, device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
 
 
 def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run("expert_mlp_ranged_backward", _cpu(), args, ([], []))
+    return _run("expert_mlp_ranged_backward", cpu_device(), args, ([], []))
 
 
 def backward_launcher():
-    return lambda *args: _run("expert_mlp_ranged_backward", _gpu(), args, ([], []))
+    return lambda *args: _run("expert_mlp_ranged_backward", gpu_device(), args, ([], []))
 
 
 def _backward_add_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run("expert_mlp_ranged_backward_add", _cpu(), args[:-2], args[-2:])
+    return _run("expert_mlp_ranged_backward_add", cpu_device(), args[:-2], args[-2:])
 
 
 def _backward_add_launcher():
-    return lambda *args: _run("expert_mlp_ranged_backward_add", _gpu(), args[:-2], args[-2:])
+    return lambda *args: _run("expert_mlp_ranged_backward_add", gpu_device(), args[:-2], args[-2:])
 
 
 def _backward_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -70,10 +70,10 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
 
 
 def _expert_up_backward_fake(
-    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *router
+    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *rest
 ) -> tuple[Tensor, Tensor]:
     shape = check_expert_up_backward(
-        "expert_up_backward", dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *router
+        "expert_up_backward", dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *rest
     )
     return dh_NGF.new_empty((positions_TK.shape[0], shape.D)), routing_gradient_like(weights_TK, positions_TK)
 
@@ -111,7 +111,7 @@ def _up_backward_flops(dh_shape, x_shape, w_up_shapes, *args, **kwargs) -> int:
 expert_up_backward = register_op(
     "expert_up_backward",
     f"(Tensor dh_NGF, Tensor? x_TD, Tensor[] w_up, Tensor? weights_TK, {_ROUTING}, Tensor? dlogits_TE=None,"
-    " Tensor? w_router_ED=None) -> (Tensor, Tensor)",
+    " Tensor? w_router_ED=None, int? max_bytes=None) -> (Tensor, Tensor)",
     fake=_expert_up_backward_fake,
     cpu=_expert_up_backward_cpu,
     launcher=_expert_up_backward_launcher,
@@ -123,6 +123,7 @@ expert_up_backward = register_op(
 ``dweights_TK[t, k] = <rows[positions_TK[t, k]], x_TD[t]>``; without weights s is 1 and dweights is [0, K].
 ``dlogits_TE @ w_router_ED``, the gradient that reaches x through a linear router, is added to dx_TD if given (dtype of dh, any
 strides, E any number): in the same fp32 sum, where a product of its own would read and write dx_TD once more.
+On CUDA ``rows`` takes at most max_bytes, or those of 256 columns; None: ``config.max_transient_bytes``.
 Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
 """
 

@@ -7,7 +7,7 @@ input gradients runs beside them. ``expert_weight_grad_add`` and ``expert_bias_g
 import torch
 from torch import Tensor
 
-from moeblaze_ops import cpu
+from moeblaze_ops import cpu_gradients
 from moeblaze_ops.accumulation import buffers_of
 from moeblaze_ops.library import register_op
 from moeblaze_ops.validation import (
@@ -25,7 +25,7 @@ def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N
 
 def _expert_weight_grad_cpu(*args) -> list[Tensor]:
     check_weight_grad("expert_weight_grad", *args)
-    return cpu.expert_weight_grad(*args)
+    return cpu_gradients.expert_weight_grad(*args)
 
 
 def _expert_weight_grad_launcher():
@@ -50,7 +50,7 @@ def _expert_bias_grad_fake(rows_NC, weights_TK, slots_N, offsets_E1, top_k, gath
 
 def _expert_bias_grad_cpu(*args) -> Tensor:
     check_bias_grad("expert_bias_grad", *args)
-    return cpu.expert_bias_grad(*args)
+    return cpu_gradients.expert_bias_grad(*args)
 
 
 def _expert_bias_grad_launcher():
@@ -69,7 +69,7 @@ def _expert_weight_grad_add_fake(*args) -> None:
 
 def _expert_weight_grad_add_cpu(*args) -> None:
     check_weight_grad_add("expert_weight_grad_add", *args)
-    cpu.expert_weight_grad_add(*args)
+    cpu_gradients.expert_weight_grad_add(*args)
 
 
 def _expert_weight_grad_add_launcher():
@@ -88,7 +88,7 @@ def _expert_bias_grad_add_fake(*args) -> None:
 
 def _expert_bias_grad_add_cpu(*args) -> None:
     check_bias_grad_add("expert_bias_grad_add", *args)
-    cpu.expert_bias_grad_add(*args)
+    cpu_gradients.expert_bias_grad_add(*args)
 
 
 def _expert_bias_grad_add_launcher():

@@ -124,6 +124,8 @@ def _announced(fake: Callable) -> Callable:
 
 
 def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:
+    launcher = functools.cache(launcher)
+
     def launch(*args):
         # Triton launches on the current device, whatever device its arguments are on.
         device = next(arg.device for arg in args if isinstance(arg, Tensor))

@@ -159,12 +159,12 @@ def _ranged_estimate(T: int, sizes: LayerSizes, limit: int) -> MemoryEstimate:
     N, E = T * sizes.K, sizes.E
     of_rows = range_sizes(sizes.D, sizes.F, E, sizes.dtype, sizes.gated)
     first, *others = row_ranges(N, E, of_rows, limit)
-    size_of = _buffers(T, sizes) | {"routing of a range": routing_bytes(N, E)}
+    size_of = _buffers(T, sizes) | {"routing of ranges": routing_bytes(N, E)}
     size_of["rows"] = _rows_bytes(N, sizes, capped(of_rows.forward_column_bytes(limit, N)))
     for name, rows in (("first", first), ("other", others[0] if others else range(0))):
         of_range = {part: size_of[part] * len(rows) // N for part in ("h", "a")}
         of_range["partials"] = (size_of["partials"] - size_of["weights"]) * len(rows) // N
-        column_bytes = capped(of_rows.column_bytes(limit - size_of["routing of a range"], rows))
+        column_bytes = capped(of_rows.column_bytes(limit - size_of["routing of ranges"], rows))
         of_range["rows"] = _rows_bytes(len(rows), sizes, column_bytes) if rows else 0
         size_of |= {f"{name} {part}": size for part, size in of_range.items()}
     kept = _kept(sizes, "input")
@@ -227,7 +227,7 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
 
 def _ranged_steps(sizes: LayerSizes, has_others: bool) -> dict[str, tuple[str, ...]]:
     """As ``_steps`` for the first range of rows, which is there before the weight gradients are, and for any other one."""
-    out = ("x", "weights", "routing of a range")
+    out = ("x", "weights", "routing of ranges")
     steps = {
         "expert_up": ("a",),
         "expert_down": ("a", "rows", "x"),

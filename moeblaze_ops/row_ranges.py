@@ -71,6 +71,15 @@ class RangeSizes:
             return limit + self.dw_up + self.dw_down - (self.dh + self.wa) * len(rows)
         return limit - self.dh * len(rows)
 
+    def whole_column_bytes(self, limit: int, num_rows: int) -> int | None:
+        """``column_bytes`` where all rows are taken at once, with the gradients in the order of ``expert_mlp``.
+
+        That is the gradient of the down weights, that of x, and beside dh that of the up weights. None if there is no room.
+        """
+        dh = self.dh * num_rows
+        left = limit + self.dw_up - dh
+        return left if dh <= limit and max(self.wa, self.columns) * num_rows <= left else None
+
     @property
     def _allocates_both(self) -> bool:
         return self.dw_up > 0 and self.dw_down > 0
@@ -94,8 +103,8 @@ def capped(column_bytes: int) -> int:
 
 
 def routing_bytes(num_slots: int, E: int) -> int:
-    """Bytes of the routing of a range, and of its part of the routing weights' gradient."""
-    return 4 * (2 * num_slots + 3 * E + 2 * schedule_rows(num_slots, E))
+    """Bytes of the routing of ``MOST_RANGES`` ranges, and of the routing weights' gradient in fp32."""
+    return 4 * (num_slots + MOST_RANGES * (3 * E + 2 * schedule_rows(num_slots, E)))
 
 
 def row_ranges(num_rows: int, E: int, sizes: RangeSizes, limit: int) -> list[range] | None:

@@ -319,6 +319,7 @@ def check_expert_up_backward(
     blocks_B2: Tensor,
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
+    max_bytes: int | None = None,
 ) -> UpShape:
     shape = check_up_weights(op, w_up, [], dh_NGF)
     expected = [slots_N.shape[0], shape.G, shape.F]
@@ -337,6 +338,7 @@ def check_expert_up_backward(
         require(list(w_router_ED.shape) == expected, op, "w_router_ED", f"have shape {expected}", f"shape {_shape(w_router_ED)}")
         _check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
         _check_like(op, "w_router_ED", w_router_ED, dh_NGF)
+    require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
     return shape
 
 
@@ -377,7 +379,8 @@ def check_bias_grad(
 
 
 def _check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
-    require_dtype(tensor.dtype == like.dtype, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
+    if tensor.dtype != like.dtype:
+        require_dtype(False, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
     _check_device(op, name, tensor, like)
 
 
@@ -389,13 +392,14 @@ def _check_sums(op: str, name: str, sums: Tensor, like: Tensor) -> None:
 
 
 def _check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
-    require(tensor.device == like.device, op, name, f"be on {like.device} like the activations", tensor.device)
+    if tensor.device != like.device:
+        require(False, op, name, f"be on {like.device} like the activations", tensor.device)
 
 
 def _check_float(op: str, name: str, tensor: Tensor) -> None:
     rule = "be bfloat16, float16, float32 or (on CPU) float64"
-    allowed = tensor.dtype in _FLOAT_DTYPES and not (tensor.dtype == torch.float64 and tensor.is_cuda)
-    require_dtype(allowed, op, name, rule, f"{tensor.dtype} on {tensor.device}")
+    if tensor.dtype not in _FLOAT_DTYPES or (tensor.dtype == torch.float64 and tensor.is_cuda):
+        require_dtype(False, op, name, rule, f"{tensor.dtype} on {tensor.device}")
 
 
 def _shape(tensor: Tensor) -> list[int]:

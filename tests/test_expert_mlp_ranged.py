@@ -9,8 +9,9 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moeblaze_ops
-from moeblaze_ops import config, cpu, expert_mlp_ranged, row_ranges
+from moeblaze_ops import config, expert_mlp_ranged, row_ranges
 from moeblaze_ops.activations import ACTIVATIONS
+from moeblaze_ops.range_gradients import Device, cpu_device
 from moeblaze_ops.row_ranges import MOST_RANGES, RangeSizes, choose_parts, range_sizes, tokens_in_ranges
 from tests.fakecuda import launches, shadow_backend
 from tests.layers import ROUTINGS, STORAGES, make_layer
@@ -203,9 +204,13 @@ def test_what_is_frozen_gets_no_gradient(frozen, few_rows, monkeypatch):
         else:
             setattr(layer, name, [weight.detach() for weight in getattr(layer, name)])
     called = []
-    for name in expert_mlp_ranged._Device._fields:
-        run = getattr(cpu, name)
-        monkeypatch.setattr(cpu, name, lambda *args, name=name, run=run: (called.append(name), run(*args))[1])
+
+    def noted(name, run):
+        return lambda *args: (called.append(name), run(*args))[1]
+
+    device = cpu_device()._asdict()
+    device = Device(*(noted(name, run) for name, run in device.items()))
+    monkeypatch.setattr(expert_mlp_ranged, "cpu_device", lambda: device)
     leaves = [leaf for leaf in (layer.x_TD, *layer.w_up, *layer.b_up, *layer.w_down, *layer.b_down) if leaf.requires_grad]
     torch.testing.assert_close(
         torch.autograd.grad(ops.expert_mlp_ranged(*arguments(layer)).sum(), leaves),
@@ -331,6 +336,34 @@ def test_a_compiled_layer_has_one_graph_for_each_way(monkeypatch):
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), module(x))
     assert graphs == [["expert_mlp.default"], ["expert_mlp_ranged.default"], ["expert_mlp_chunked.default"]]
+
+
+@pytest.mark.parametrize(("max_bytes", "ranges"), [(60_000, False), (50_000, True)])
+def test_one_range_is_inlined_with_the_kernels_of_expert_mlp(max_bytes, ranges, monkeypatch):
+    """The gradient of h takes 32256 bytes, as much as the rows of that of x, for which those of w_up leave 11520."""
+    torch.manual_seed(16)
+    monkeypatch.setattr(config, "max_transient_bytes", None)
+    layer = make_layer(dtype=torch.float32)
+    layer.x_TD, dout = layer.x_TD.detach().requires_grad_(), torch.randn_like(layer.x_TD)
+    torch._dynamo.reset()
+    sources = []
+    compiled = torch.compile(ops.expert_mlp_ranged, backend=shadow_backend(sources), fullgraph=True)
+    got = step(compiled(*arguments(layer, max_bytes=max_bytes)), layer, dout)
+    torch.testing.assert_close(got, step(layer.oracle(), layer, dout))
+    assert ("torch.ops.moeblaze.expert_mlp_ranged_backward" in sources[1]) == ranges
+    assert ("_expert_up_backward_kernel" in launches(sources[1])) != ranges
+
+
+def test_gradients_in_the_order_of_expert_mlp_fit():
+    of_rows = range_sizes(1536, 256, 128, torch.bfloat16, True)
+    num_rows, limit = 24576 * 8, 240 << 20
+    left = of_rows.whole_column_bytes(limit, num_rows)
+    assert of_rows.dh * num_rows + left == limit + of_rows.dw_up
+    assert of_rows.whole_column_bytes(of_rows.dh * num_rows, num_rows) is not None
+    assert of_rows.whole_column_bytes(of_rows.dh * num_rows - 1, num_rows) is None
+    # Without up weights to train there is no memory that is still free for the rows.
+    frozen = range_sizes(1536, 256, 128, torch.bfloat16, True, has_dw_up=False)
+    assert frozen.whole_column_bytes(of_rows.dh * num_rows, num_rows) is None
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -41,6 +41,26 @@ def test_routers_product_is_part_of_the_sum(dtype):
     assert fakecuda.launches(code).count("_combine_kernel") == 1
 
 
+def kept_input(x, router, *weights):
+    return layer(x, router, *weights, keep="input")
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_routers_product_is_part_of_the_sum_where_the_input_is_kept(limited, monkeypatch):
+    if limited:
+        monkeypatch.setattr("moeblaze_ops.functional.choose_parts", lambda *args: ("ranges", 1 << 20))
+    code = backward_code(kept_input)
+    assert products(code) == (1, 0)
+    assert fakecuda.launches(code).count("_combine_kernel") == 1
+
+
+def test_ranges_of_rows_have_no_logits_gradient_to_multiply(monkeypatch):
+    """It follows from all ranges, and dx is a sum over them."""
+    monkeypatch.setattr("moeblaze_ops.functional.choose_parts", lambda *args: ("ranges", 110_000))
+    code = backward_code(kept_input, shape=(8 * T, D))
+    assert "expert_mlp_ranged_backward" in code and sum(products(code)) == 2
+
+
 def test_tokens_in_sequences():
     def flat_inside(x, *parameters):
         return layer(x.view(-1, D), *parameters).view(x.shape)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from moeblaze_ops import cpu, expert_mlp_ranged
+from moeblaze_ops import cpu_routing, expert_mlp_ranged
 from moeblaze_ops.kernels.combine import combine
-from moeblaze_ops.kernels.dispatch import launch_schedule
+from moeblaze_ops.kernels.range_routing import launch_range_routing
 from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from moeblaze_ops.row_ranges import RangeSizes
 from tests.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
@@ -45,11 +45,21 @@ def test_gradients_in_ranges_match_oracle(case, weight_on, dtype, monkeypatch):
     assert_near(got, expected, roundings=32.0 if dtype == torch.float32 else 12.0)
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [1, 0, 300, 128, 129], [7] * 600])
-def test_schedule_matches_dispatch(sizes):
-    totals_E, num_rows = torch.tensor(sizes, dtype=torch.int32), sum(sizes) + 100
-    for got, expected in zip(launch_schedule(totals_E, num_rows), cpu.schedule(totals_E, num_rows), strict=True):
-        assert torch.equal(got, expected)
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 256, 0, 128, 0], [1, 0, 300, 128, 129], [1] * 40])
+@pytest.mark.parametrize(("first", "size"), [(256, 128), (1, 300)])
+def test_routing_of_ranges(sizes, first, size):
+    """With unused slots behind the last expert's rows, and experts without rows everywhere."""
+    offsets_E1 = torch.tensor([0, *sizes]).cumsum(0).int()
+    num_rows = sum(sizes) + 400
+    starts = [0, *range(first, num_rows, size)]
+    ranges = [range(start, end) for start, end in zip(starts, [*starts[1:], num_rows], strict=True)]
+    expected = cpu_routing.range_routing(offsets_E1, ranges)
+    fresh_RE = torch.stack([fresh_E for _, _, fresh_E, _ in expected])
+    assert (fresh_RE.sum(0) == 1).all()
+    for got, routing in zip(launch_range_routing(offsets_E1, ranges), expected, strict=True):
+        for one, other in zip(got, routing, strict=True):
+            assert torch.equal(one, other) and one.dtype == other.dtype
+            assert one.is_contiguous() and one.storage_offset() % 4 == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,6 +99,9 @@ def test_combine_adds_to_tokens_that_have_rows(dtype):
     expected = out_TD.double()
     for t, row in ((0, 0), (0, 3), (1, 5), (3, 2), (4, 4), (4, 1)):
         expected[t] += rows_ND[row].double()
-    combine(rows_ND, None, positions_TK, out_TD, add=True)
+    # As the rows from 100 on; what stands before and behind them adds nothing.
+    positions_TK = torch.where(positions_TK < 0, positions_TK, positions_TK + 100)
+    positions_TK[2] = torch.tensor([99, 106])
+    combine(rows_ND, None, positions_TK, out_TD, first_row=100)
     assert out_TD[2].isnan().all()
     assert_near(out_TD[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])

@@ -1,0 +1,222 @@
+"""The gradients of an expert layer, range of rows by range of rows.
+
+A range of rows in expert order is a routing of its own, with the same experts in fewer rows: the kernels are those of
+``expert_mlp``. Of what is a sum over rows, a range writes the gradient of every expert that begins in it and adds to that of
+the one it goes on with; the gradient of x is added up in its own dtype.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops import cpu, cpu_gradients, cpu_routing
+from moeblaze_ops.experts_up import routing_gradient_like
+from moeblaze_ops.row_ranges import RangeSizes, capped, range_sizes, routing_bytes, row_ranges
+from moeblaze_ops.validation import require
+from moeblaze_ops.weights import up_shape
+
+
+class Device(NamedTuple):
+    """What a device computes of all rows or of a range of them."""
+
+    range_routing: Callable
+    expert_mlp_backward: Callable
+    expert_up_backward_part: Callable
+    expert_weight_grad: Callable
+    expert_weight_grad_add: Callable
+    expert_bias_grad: Callable
+    expert_bias_grad_add: Callable
+
+
+def cpu_device() -> Device:
+    return Device(
+        cpu_routing.range_routing,
+        cpu.expert_mlp_backward,
+        cpu.expert_up_backward_part,
+        cpu_gradients.expert_weight_grad,
+        cpu_gradients.expert_weight_grad_add,
+        cpu_gradients.expert_bias_grad,
+        cpu_gradients.expert_bias_grad_add,
+    )
+
+
+@functools.cache
+def gpu_device() -> Device:
+    from moeblaze_ops.kernels.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
+    from moeblaze_ops.kernels.expert_mlp import launch_expert_mlp_backward
+    from moeblaze_ops.kernels.expert_up_backward import launch_expert_up_backward_part
+    from moeblaze_ops.kernels.range_routing import launch_range_routing
+    from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
+
+    return Device(
+        launch_range_routing,
+        launch_expert_mlp_backward,
+        launch_expert_up_backward_part,
+        launch_expert_weight_grad,
+        launch_expert_weight_grad_add,
+        launch_expert_bias_grad,
+        launch_expert_bias_grad_add,
+    )
+
+
+class _Range(NamedTuple):
+    """A range of rows with its routing, ``fresh_E`` (1 for the experts whose rows begin in it, else 0) and ``order_E``.
+
+    Experts are in order of their rows, most first. A single range has neither: all experts are fresh.
+    """
+
+    rows: range
+    slots_N: Tensor
+    offsets_E1: Tensor
+    blocks_B2: Tensor
+    fresh_E: Tensor | None = None
+    order_E: Tensor | None = None
+
+
+class _Backward:
+    """The gradients of a layer while its ranges are gone through, each allocated when it is first needed."""
+
+    def __init__(
+        self,
+        device: Device,
+        dout_TD: Tensor,
+        x_TD: Tensor,
+        parameters: Sequence[list[Tensor]],
+        weights_TK: Tensor | None,
+        routing: Sequence[Tensor],
+        activation: str,
+        weight_on_input: bool,
+        needs: Sequence[bool],
+        buffers: Sequence[list[Tensor]],
+    ) -> None:
+        self.device, self.dout_TD, self.x_TD = device, dout_TD.contiguous(), x_TD
+        self.parameters, self.weights_TK = parameters, weights_TK
+        self.slots_N, self.offsets_E1, self.positions_TK, self.blocks_B2 = routing
+        self.top_k, self.num_experts = self.positions_TK.shape[1], self.offsets_E1.shape[0] - 1
+        self.settings = activation, weight_on_input
+        self.on_input, self.on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
+        self.needs_x, self.needs_w_up, self.needs_b_up, self.needs_w_down, self.needs_b_down = needs
+        self.added_up, self.added_down = buffers
+        self.dw_up, self.dw_down = list(self.added_up), list(self.added_down)
+        self.dx_TD = self.db_up_EC = None
+        self.dweights_TK = routing_gradient_like(weights_TK, self.positions_TK)
+        # Of weights on the input, each slot's gradient is a sum over columns: in fp32 until all ranges are done.
+        sums = torch.promote_types(x_TD.dtype, torch.float32)
+        self.dscale_TK = None if self.on_input is None else torch.zeros_like(self.dweights_TK, dtype=sums)
+
+    @property
+    def sizes(self) -> RangeSizes:
+        E, G, F, D = up_shape(self.parameters[0])
+        dw_up, dw_down = self.needs_w_up and not self.added_up, self.needs_w_down and not self.added_down
+        return range_sizes(D, F, E, self.x_TD.dtype, G == 2, dw_up, dw_down)
+
+    def parts(self, ranges: list[range]) -> Iterator[_Range]:
+        """The ranges with their routing."""
+        if len(ranges) == 1:
+            yield _Range(ranges[0], self.slots_N, self.offsets_E1, self.blocks_B2)
+            return
+        for rows, routing in zip(ranges, self.device.range_routing(self.offsets_E1, ranges), strict=True):
+            yield _Range(rows, self.slots_N[rows.start : rows.stop], *routing)
+
+    def take(self, part: _Range, sizes: RangeSizes, limit: int) -> None:
+        """The share of a range of rows in every gradient."""
+        dh_NGF, _, wa_NF = self.device.expert_mlp_backward(
+            self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *self._routing(part), *self.settings,
+            self.dweights_TK, part.rows.start,
+        )  # fmt: skip
+        column_bytes = capped(sizes.column_bytes(limit, part.rows))
+        if sizes.takes_down_last(part.rows):
+            self._add_x(dh_NGF, part, column_bytes)
+            self._add_up(dh_NGF, part)
+            del dh_NGF
+            self._add_w_down(wa_NF, part)
+        else:
+            self._add_w_down(wa_NF, part)
+            del wa_NF
+            self._add_x(dh_NGF, part, column_bytes)
+            self._add_up(dh_NGF, part)
+
+    def _routing(self, part: _Range) -> tuple[Tensor, ...]:
+        return part.slots_N, part.offsets_E1, self.positions_TK, part.blocks_B2
+
+    def _add_x(self, dh_NGF: Tensor, part: _Range, column_bytes: int) -> None:
+        if not self.needs_x and self.on_input is None:
+            return
+        if self.dx_TD is None:
+            self.dx_TD = torch.empty_like(self.x_TD, memory_format=torch.contiguous_format)
+        x_or_none = None if self.on_input is None else self.x_TD
+        dscale_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK
+        given = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *self._routing(part))
+        self.device.expert_up_backward_part(*given, self.dx_TD, dscale_TK, part.rows.start, column_bytes)
+
+    def _add_up(self, dh_NGF: Tensor, part: _Range) -> None:
+        if self.needs_b_up:
+            dh_NC = dh_NGF.flatten(1)
+            if self.db_up_EC is None:
+                sums = torch.promote_types(dh_NC.dtype, torch.float32)
+                self.db_up_EC = dh_NC.new_zeros((self.num_experts, dh_NC.shape[1]), dtype=sums)
+            self.device.expert_bias_grad_add(dh_NC, self.db_up_EC, None, part.slots_N, part.offsets_E1, self.top_k, False)
+        if self.needs_w_up:
+            given = (self.x_TD, dh_NGF, self.parameters[0], self.on_input, part)
+            self.dw_up = self._weight_grad(*given, self.dw_up, bool(self.added_up))
+
+    def _add_w_down(self, wa_NF: Tensor, part: _Range) -> None:
+        if self.needs_w_down:
+            given = (self.dout_TD, wa_NF.unsqueeze(1), self.parameters[2], None, part)
+            self.dw_down = self._weight_grad(*given, self.dw_down, bool(self.added_down))
+
+    def _weight_grad(self, gathered_TD, grouped_NGF, weights, weights_TK, part: _Range, dw, is_added: bool) -> list[Tensor]:
+        """The gradient of some weights so far, ``dw`` with the share of a range added to it."""
+        slots = (part.slots_N, part.offsets_E1, self.top_k)
+        if part.fresh_E is None and not is_added:
+            return self.device.expert_weight_grad(gathered_TD, grouped_NGF, weights, weights_TK, *slots)
+        dw = dw or [torch.empty_like(w) for w in weights]
+        fresh_E = None if is_added else part.fresh_E
+        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E, part.order_E)
+        return dw
+
+    def results(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """dx_TD, dweights_TK and the gradients of the parameters that are in no buffer."""
+        gradients = [] if self.added_up else self.dw_up
+        if self.needs_b_up:
+            _, G, F, _ = up_shape(self.parameters[0])
+            db_EGF = self.db_up_EC.to(self.x_TD.dtype).view(-1, G, F)
+            gradients = gradients + [db.contiguous() for db in db_EGF.chunk(len(self.parameters[1]), dim=1)]
+        gradients = gradients + ([] if self.added_down else self.dw_down)
+        if self.needs_b_down:
+            slots = (self.slots_N, self.offsets_E1, self.top_k)
+            gradients = [*gradients, self.device.expert_bias_grad(self.dout_TD, self.on_output, *slots, True)]
+        dx_TD = self.dx_TD if self.needs_x else self.x_TD.new_empty((0, self.x_TD.shape[1]))
+        dweights_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK.to(self.weights_TK.dtype)
+        return dx_TD, dweights_TK, gradients
+
+
+def gradients_in_ranges(
+    op: str,
+    device: Device,
+    dout_TD: Tensor,
+    x_TD: Tensor,
+    parameters: Sequence[list[Tensor]],
+    weights_TK: Tensor | None,
+    routing: Sequence[Tensor],
+    activation: str,
+    weight_on_input: bool,
+    max_bytes: int,
+    needs: Sequence[bool],
+    buffers: Sequence[list[Tensor]],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The gradients that ``expert_mlp_ranged_backward`` returns, those of some weights added to ``buffers`` instead.
+
+    Raises:
+        ValueError: ``max_bytes`` leaves no room for 128 rows.
+    """
+    backward = _Backward(device, dout_TD, x_TD, parameters, weights_TK, routing, activation, weight_on_input, needs, buffers)
+    N, E, sizes = backward.slots_N.shape[0], backward.num_experts, backward.sizes
+    ranges = row_ranges(N, E, sizes, max_bytes)
+    require(ranges is not None, op, "max_bytes", "leave room for 128 rows", max_bytes)
+    for part in backward.parts(ranges):
+        backward.take(part, sizes, max_bytes - routing_bytes(N, E))
+    return backward.results()
