@@ -113,7 +113,7 @@ def _split(e: ast.expr, hosts: dict[str, Host], resolve: Resolve) -> tuple[ast.e
     arguments = dict(zip(("sizes", "dim"), rest, strict=False)) | options
     sizes = arguments.get("sizes", options.get("split_size_or_sections", options.get("split_size")))
     along = arguments.get("dim")
-    if sizes is None or (along is not None and not _is_zero(along)):
+    if sizes is None or (along is not None and not is_zero(along)):
         return None
     tensor = numbers_on_device(sizes, hosts, resolve)
     return tensor and (rows, tensor)
@@ -139,8 +139,8 @@ def _is_numpy_cumsum(function: Any) -> bool:
 
 
 def _along_first(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
-    return all(map(_is_zero, args)) and all(k.arg in ("axis", "dim") and _is_zero(k.value) for k in keywords)
+    return all(map(is_zero, args)) and all(k.arg in ("axis", "dim") and is_zero(k.value) for k in keywords)
 
 
-def _is_zero(e: ast.expr) -> bool:
+def is_zero(e: ast.expr) -> bool:
     return isinstance(e, ast.Constant) and type(e.value) is int and e.value == 0

@@ -11,6 +11,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
+from tests import moe_split as split
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
@@ -287,7 +288,10 @@ def test_without_the_switch_nothing_is_captured():
     assert not kept(records, moeblaze_compile.CaptureRecord)
 
 
-@pytest.mark.parametrize("combine", [guarded.if_any_rows, guarded.hit_rows], ids=lambda f: f.__name__)
+COMPILED = (guarded.if_any_rows, guarded.hit_rows, split.deepseek_infer, split.llama_moe)
+
+
+@pytest.mark.parametrize("combine", COMPILED, ids=lambda f: f.__name__)
 def test_inductor(combine):
     torch.set_default_dtype(torch.float32)
     layer = make_layer(combine)
