@@ -17,12 +17,21 @@ import torch.nn.functional as F
 
 from moeblaze_ops import row_groups
 from moeblaze_ops.capture_aliases import shared_with
+from moeblaze_ops.capture_syntax import (
+    VIEWS,
+    is_last_of_two,
+    is_true,
+    is_zero,
+    mentions,
+    number,
+    sums_last_two,
+    without_views,
+)
 
 MODULE = "_moeblaze_row_groups"
 """The name of ``row_groups`` in changed code."""
 
-_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
-_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max, sum))
+_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, set, sorted, min, max, sum))
 _COUNTED_AT = {
     ast.Eq: {0: True},
     ast.NotEq: {0: False},
@@ -32,6 +41,8 @@ _COUNTED_AT = {
     ast.LtE: {0: True},
 }
 """For a count compared with a number: which outcome means that there is nothing."""
+_LISTS = {"hit_ids": "hit_list", "present": "present_list", "other": "listed"}
+"""The kind of a list of the elements of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +52,16 @@ class Value:
     Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert;
     ``bins`` how often each number occurs among ids; ``count`` one element of counts or bins, ``group`` what it counts;
     ``hit`` which counts are not zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
-    ``hit_ids``, ``[n]``; ``expert_row`` and ``expert`` one element of these; ``rows`` one row for each true element of
-    a mask; ``split`` a tuple of such; ``other``.
+    ``hit_ids``, ``[n]``, ``hit_list`` a list of these; ``listed`` a list of ids, ``present`` each number among ids once,
+    ``present_list`` a list or a set of these; ``expert_row`` and ``expert`` one element of hits or of what is present;
+    ``rows`` one row for each true element of a mask; ``split`` a tuple of such; ``other``.
     """
 
     key: Hashable
     group: Hashable
     kind: str = "other"
-    of: Hashable = None  # for counts, bins and what comes from them, the key of the one-hot tensor or of the ids
-    dims: int | None = None
+    of: Hashable = None  # for counts, bins, what is present and what comes from them: the key of the one-hot tensor or of the ids
+    dims: int | None = None  # how many axes there are; of a split, in each part
 
 
 class Reader:
@@ -98,7 +110,7 @@ class Reader:
         self.values = {
             name: value
             for name, value in self.values.items()
-            if value.kind in ("rows", "split") or (written is not None and not _mentions(value.key, written))
+            if value.kind in ("rows", "split") or (written is not None and not mentions(value.key, written))
         }
 
     def resolve(self, e: ast.expr) -> Any:
@@ -148,7 +160,7 @@ class Reader:
 
     def _written(self, call: ast.Call) -> Iterator[Hashable]:
         """Keys of what a call may write to; None for anything."""
-        if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_"):
+        if _is_in_place(call):
             yield from self._keys_behind(call.func.value)
         if not self.is_pure(call):
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
@@ -171,6 +183,12 @@ class Reader:
         if isinstance(call.func, ast.Name):
             return any(function is builtin for builtin in _CALLS_BUILTIN)
         return isinstance(call.func, ast.Attribute) and hasattr(torch.Tensor, call.func.attr)
+
+    def only_makes(self, e: ast.expr) -> bool:
+        """Whether an expression does nothing but give a value."""
+        calls = [node for node in ast.walk(e) if isinstance(node, ast.Call)]
+        named = any(isinstance(node, ast.NamedExpr) for node in ast.walk(e))
+        return not named and all(map(self.is_pure, calls)) and not any(map(_is_in_place, calls))
 
     def _unknown(self, kind: str = "other", group: Hashable = None) -> Value:
         key = "#", next(self._numbers)
@@ -203,10 +221,12 @@ class Reader:
         return Value(key, key, kind, of)
 
     def _compared(self, left: Value, op: ast.cmpop, right: ast.expr) -> Value:
-        if left.kind == "counts" and _COUNTED_AT.get(type(op), {}).get(_number(right)) is False:
+        if left.kind == "counts" and _COUNTED_AT.get(type(op), {}).get(number(right)) is False:
             return replace(left, key=("hit", left.key), kind="hit")
         if isinstance(op, ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE):
-            return self._made(type(op), left.key, self.read(right).key, kind="mask")
+            other = self.read(right)
+            mask = self._made(type(op), left.key, other.key, kind="mask")
+            return replace(mask, group=(type(op), elements_of(left.key), other.key)) if other.kind == "expert" else mask
         return self._unknown()
 
     def _item(self, value: Value, index: ast.expr) -> Value:
@@ -214,9 +234,9 @@ class Reader:
         first = next((part for part in parts if not (isinstance(part, ast.Constant) and part.value is None)), None)
         if first is None or any(isinstance(part, ast.Starred) for part in parts):
             return self._unknown()
-        if value.kind in ("split", "hit_split") and _number(first) is not None:
-            return replace(value, key=(value.key, _number(first)), kind="rows" if value.kind == "split" else "hit_ids")
-        if value.kind == "expert_row" and len(parts) == 1 and _number(first) == 0:
+        if value.kind in ("split", "hit_split") and number(first) is not None:
+            return replace(value, key=(value.key, number(first)), kind="rows" if value.kind == "split" else "hit_ids")
+        if value.kind == "expert_row" and len(parts) == 1 and number(first) == 0:
             return replace(value, kind="expert")
         if value.kind in ("counts", "bins") and len(parts) == 1 and not isinstance(first, ast.Slice):
             kind = "item" if value.kind == "counts" else ast.Eq
@@ -224,9 +244,10 @@ class Reader:
         if isinstance(first, ast.Slice) and len(parts) == 1 and ast.unparse(first) == ":":
             return value
         if isinstance(first, ast.Slice):
-            column = len(parts) == 2 and ast.unparse(first) == ":" and _number(parts[1]) is not None
+            column = len(parts) == 2 and ast.unparse(first) == ":" and number(parts[1]) is not None
             if column and value.kind in ("rows", "hits"):
-                return replace(value, key=(value.key, _number(parts[1])), kind="hit_ids" if value.kind == "hits" else "rows")
+                kind, dims = ("hit_ids" if value.kind == "hits" else "rows"), (1 if value.dims == 2 else None)
+                return replace(value, key=(value.key, number(parts[1])), kind=kind, dims=dims)
             return self._unknown()
         selected = self.read(first)
         if selected.kind in ("rows", "mask"):
@@ -241,10 +262,16 @@ class Reader:
         if function is torch.bincount and len(args) == 1 and options.keys() <= {"minlength"}:
             ids = self.read(without_views(args[0]))
             return Value(("bincount", ids.key), ids.group, "bins", ids.key)
+        if function is torch.unique and len(args) == 1:
+            return self._method(self.read(args[0]), "unique", args[1:], options)
+        if function in (set, sorted, list, tuple) and len(args) == 1 and not options:
+            of = self.read(args[0])
+            kind = "present_list" if function is set and of.kind == "listed" else of.kind
+            return replace(of, kind=kind) if kind in ("present_list", "hit_list") else self._unknown()
         if function is torch.unbind and args:
             return self._method(self.read(args[0]), "unbind", args[1:], options)
         if function in (torch.where, torch.nonzero) and len(args) == 1:
-            return self._nonzero(self.read(args[0]), function is torch.where or _is_true(options.get("as_tuple")))
+            return self._nonzero(self.read(args[0]), function is torch.where or is_true(options.get("as_tuple")))
         if function is row_groups.rows:
             key = "row group", func.lineno
             return Value(key, key, "rows")
@@ -263,28 +290,36 @@ class Reader:
     def _method(self, value: Value, name: str, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
         key = name, value.key, *(ast.dump(arg) for arg in (*args, *options.values()))
         if name == "nonzero":
-            return self._nonzero(value, _is_true(options.get("as_tuple")) or (len(args) == 1 and _is_true(args[0])))
+            return self._nonzero(value, is_true(options.get("as_tuple")) or (len(args) == 1 and is_true(args[0])))
         if name in ("item", "squeeze", "tolist") and value.kind in ("expert", "expert_row"):
             return replace(value, kind="expert")
-        if name in ("squeeze", "flatten", "view", "reshape", "tolist") and value.kind in ("hits", "hit_ids"):
+        if name in ("squeeze", "flatten", "view", "reshape") and value.kind in ("hits", "hit_ids"):
             return replace(value, key=key, kind="hit_ids")
+        if name == "unique" and value.kind == "other" and not args and options.keys() <= {"sorted"}:
+            return Value(key, key, "present", elements_of(value.key))
+        if name == "tolist" and (kind := _LISTS.get(value.kind)) is not None:
+            return Value(key, key, kind, elements_of(value.key) if kind == "listed" else value.of)
+        if name == "tolist" and value.kind == "rows" and value.dims == 1:
+            return replace(value, key=key)
+        if name in ("cpu", "detach") and value.kind in ("other", "present", "rows"):
+            return value
         if name in ("tolist", "cpu", "item") and value.kind in ("bins", "count"):
             return value
-        if name == "unbind" and value.kind == "rows" and _is_last_of_two(args, options):
-            return replace(value, kind="split")
-        if name in _VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
+        if name == "unbind" and value.kind == "rows" and is_last_of_two(args, options):
+            return replace(value, kind="split", dims=1 if value.dims == 2 else None)
+        if name in VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
             return replace(value, key=key, dims=len(args) if name == "permute" else None)
         if name == "any" and (args or options) and value.kind in ("mask", "onehot", "other"):
             return replace(value, key=key, kind="mask")
-        if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or _is_zero(args)):
+        if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or is_zero(args)):
             return replace(value, key=key, kind="mask")
         if name in ("gt", "greater") and len(args) == 1:
             return self._compared(value, ast.Gt(), args[0])
         if name in ("eq", "ne") and len(args) == 1:
             return self._compared(value, ast.Eq() if name == "eq" else ast.NotEq(), args[0])
-        if name == "sum" and value.kind == "onehot" and value.dims == 3 and _sums_last_two(args, options):
+        if name == "sum" and value.kind == "onehot" and value.dims == 3 and sums_last_two(args, options):
             return Value(key, key, "counts", value.key)
-        if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and _is_zero(args[:1]):
+        if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and is_zero(args[:1]):
             return self._unknown("rows", self.read(args[1]).group)
         return self._unknown()
 
@@ -293,7 +328,7 @@ class Reader:
         if value.kind == "hit":
             return Value(key, value.group, "hit_split" if split else "hits", value.of)
         if value.kind in ("mask", "onehot", "other"):
-            return Value(key, value.group, "split" if split else "rows")
+            return Value(key, value.group, "split" if split else "rows", dims=1 if split else 2)
         return self._unknown()
 
     # Conditions.
@@ -306,7 +341,7 @@ class Reader:
                 return inner and (inner[0], not inner[1])
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 group = self._counted(left)
-                outcome = _COUNTED_AT.get(type(op), {}).get(_number(right))
+                outcome = _COUNTED_AT.get(type(op), {}).get(number(right))
                 return None if group is None or outcome is None else (group, outcome)
         group = self._counted(test)
         group = self._any(test) if group is None else group
@@ -354,38 +389,12 @@ class Reader:
         return value.group if value.kind in kinds else None
 
 
-def _mentions(key: Hashable, part: Hashable) -> bool:
-    return key == part or (isinstance(key, tuple) and any(_mentions(inner, part) for inner in key))
+def _is_in_place(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_")
 
 
-def _number(e: ast.expr | None) -> int | None:
-    return e.value if isinstance(e, ast.Constant) and type(e.value) is int else None
-
-
-def _is_true(e: ast.expr | None) -> bool:
-    return isinstance(e, ast.Constant) and e.value is True
-
-
-def _is_zero(args: list[ast.expr]) -> bool:
-    return len(args) == 1 and _number(args[0]) == 0
-
-
-def without_views(e: ast.expr) -> ast.expr:
-    """The tensor whose elements, in any shape, ``e`` gives."""
-    while isinstance(e, ast.Call) and isinstance(e.func, ast.Attribute) and e.func.attr in _VIEWS:
-        e = e.func.value
-    return e
-
-
-def _is_last_of_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
-    axes = [*args, *options.values()]
-    return len(axes) == 1 and ast.unparse(axes[0]) in ("1", "-1")
-
-
-def _sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
-    """Whether the axes of a sum are the last two of three."""
-    axes = args[0] if len(args) == 1 and not options else options.get("dim") if not args and len(options) == 1 else None
-    try:
-        return axes is not None and set(ast.literal_eval(axes)) in ({-1, -2}, {1, 2})
-    except (ValueError, TypeError):
-        return False
+def elements_of(key: Hashable) -> Hashable:
+    """The key of the tensor that a tensor with this key has the elements of, in whatever shape."""
+    while isinstance(key, tuple) and key[0] in VIEWS:
+        key = key[1]
+    return key

@@ -16,7 +16,7 @@ import torch
 
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
 from moeblaze_ops.capture_hosts import is_zero
-from moeblaze_ops.capture_split_body import located, name_of
+from moeblaze_ops.capture_tree import located, name_of
 
 _CATS = (torch.cat, torch.concat, torch.concatenate)
 

@@ -21,20 +21,24 @@ from collections.abc import Iterator, Sequence
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
 from moeblaze_ops.capture_hosts import Host, host, hosts_of, is_zero, made_by_bincount, numbers_on_device
-from moeblaze_ops.capture_split_body import END, LIKE, MODULE, ROWS, SIZE, START, Round, located, name_of, row_groups_call
+from moeblaze_ops.capture_split_body import END, LIKE, ROWS, SIZE, START, Round
 from moeblaze_ops.capture_split_results import as_loop, as_tensor, collected_in, last_value
+from moeblaze_ops.capture_syntax import is_path
+from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 _ENDS, _GROUP, _SPLIT = "_moeblaze_ends", "_moeblaze_group", "_moeblaze_split"
 
 
 class Splits:
-    """One pass over one function, whose tree it changes; loops whose lines are in ``refused`` stay.
+    """One pass over one function, whose tree it changes; loops whose lines are in ``refused`` or in ``others`` stay.
 
     After ``rewrite``, ``loops`` holds the loops that are changed, by the identity of their nodes.
     """
 
-    def __init__(self, function: ast.FunctionDef, reader: Reader, refused: dict[int, str], cells: Sequence[str]):
-        self.function, self.reader, self.refused, self.cells = function, reader, refused, cells
+    def __init__(
+        self, function: ast.FunctionDef, reader: Reader, refused: dict[int, str], others: set[int], cells: Sequence[str]
+    ):
+        self.function, self.reader, self.refused, self.others, self.cells = function, reader, refused, others, cells
         self.loops: dict[int, ast.For] = {}
         self._numbers: dict[str, ast.Assign] = {}  # names whose numbers stay on the device now, and where they are set
         self._own: set[int] = set()  # nodes that read them as a tensor
@@ -42,14 +46,8 @@ class Splits:
     def rewrite(self) -> bool:
         """Whether the tree is whole; otherwise there are more refused lines now, and it has to be made again."""
         before = len(self.refused)
-        if not any(name.startswith("_moeblaze") for name in loaded(self.function) | stored(self.function)):
-            self._block(self.function.body, [], [])
-            self._check_numbers()
-        if self.loops:
-            documented = ast.get_docstring(self.function, clean=False) is not None
-            place = self.function.body[0]
-            name = ast.Import([ast.alias("moeblaze_ops.row_groups", MODULE)])
-            self.function.body.insert(int(documented), located(name, place))
+        self._block(self.function.body, [], [])
+        self._check_numbers()
         return len(self.refused) == before
 
     def refuse(self, loop: ast.stmt, reason: object) -> None:
@@ -60,7 +58,7 @@ class Splits:
         for statement in list(block):
             at = block.index(statement)
             before, after = [*above, *block[:at]], [*block[at + 1 :], *below]
-            if statement.lineno in self.refused:
+            if statement.lineno in self.refused or statement.lineno in self.others:
                 continue
             match statement:
                 case ast.For():
@@ -247,7 +245,7 @@ class _SplitLoop:
         """What a round takes its own item of."""
         for node in ast.walk(loop):
             match node:
-                case ast.Subscript(value=of, slice=ast.Name(id=index)) if index in self.indices and _is_path(of):
+                case ast.Subscript(value=of, slice=ast.Name(id=index)) if index in self.indices and is_path(of):
                     if not loaded(of) & stored(loop):
                         yield of
 
@@ -331,7 +329,3 @@ def _one_by_one(s: ast.stmt) -> list[ast.stmt]:
             if all(isinstance(name, ast.Name) for name in names) and not stored(s) & loaded(s) and len(stored(s)) == len(names):
                 return [ast.copy_location(ast.Assign([n], v), s) for n, v in zip(names, values, strict=True)]
     return [s]
-
-
-def _is_path(e: ast.expr) -> bool:
-    return isinstance(e, ast.Name) or (isinstance(e, ast.Attribute) and _is_path(e.value))

@@ -9,13 +9,18 @@ from torch._dynamo.utils import counters
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops.capture import captured
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
+from tests import moe_lists as lists
+from tests import moe_present as present
 from tests import moe_split as split
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
 T = 12
+CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS)
+NEAR_MISSES = (*guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +82,7 @@ def assert_one_rewritten_graph(records) -> None:
     assert capture.done and not capture.left
 
 
-@pytest.mark.parametrize("combine", (*guarded.GUARDED, *counted.GUARDED), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", CAPTURED, ids=lambda f: f.__name__)
 def test_one_graph(combine):
     layer = make_layer(combine, expert=zoo.PlainMLP if combine is guarded.if_any else zoo.GluMLP)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -97,7 +102,7 @@ def captures(layer, x) -> bool:
     return True
 
 
-@pytest.mark.parametrize("combine", (*guarded.GUARDED, *counted.GUARDED), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", CAPTURED, ids=lambda f: f.__name__)
 def test_spellings_break_without_us(combine):
     assert not captures(make_layer(combine), torch.randn(T, zoo.D))
 
@@ -132,9 +137,19 @@ def check_twins(make) -> list:
     return records
 
 
-@pytest.mark.parametrize("combine", (*guarded.NEAR_MISSES, *counted.NEAR_MISSES), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses_are_left_alone(combine):
     assert_left_alone(check_twins(lambda: make_layer(combine)))
+
+
+def test_numbers_that_are_more_than_experts():
+    records = check_twins(lambda: make_layer(present.numbers_are_counted))
+    assert not any(record.done for record in kept(records, moeblaze_compile.CaptureRecord))
+
+
+def test_lists_in_a_list_are_no_rows():
+    result = captured(lists.list_of_pairs.__code__, vars(lists))
+    assert result.code is None and any("'hits.numel() == 0' stays" in line for line in result.left)
 
 
 class CountingExpert(zoo.GluMLP):
@@ -315,3 +330,8 @@ def test_explain_says_why_a_captured_frame_was_dropped(capsys):
     layer = make_layer(guarded.numel_continue, expert=CountingExpert)
     explanation = moeblaze_ops.explain(layer, torch.randn(T, zoo.D))
     assert any("kept after all" in note and "a Python object is changed" in note for note in explanation.notes)
+
+
+def test_explain_says_that_ids_may_name_no_expert(capsys):
+    explanation = moeblaze_ops.explain(make_layer(present.minus_one_is_the_last), torch.randn(T, zoo.D))
+    assert any("kept after all" in note and "ids may be no numbers of experts" in note for note in explanation.notes)
