@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from moeblaze_ops.capture_aliases import sharing
+from moeblaze_ops.capture_conditions import counted_in, empty_when
 from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import SELECTIONS, hit_loop, loops_over_hits, over_all_experts
@@ -207,7 +208,7 @@ class _Rewriting:
         result: list[ast.stmt] = []
         for i, statement in enumerate(statements):
             match statement:
-                case ast.If() if (found := reader.empty_when(statement.test)) is not None:
+                case ast.If() if (found := empty_when(statement.test, reader)) is not None:
                     result += self.branch(statement, statements[i + 1 :], found, reader, in_loop)
                 case ast.For():
                     result.append(self.loop(statement, reader))
@@ -247,7 +248,7 @@ class _Rewriting:
             return [branch]
         what = f"captured without the branch on {ast.unparse(branch.test)!r}: what it skips does nothing without tokens"
         nodes = [*guarded, *branch.orelse]
-        counts = reader.counted_in(branch.test)
+        counts = counted_in(branch.test, reader)
         self.guarded.append(_Guarded(branch.lineno, what, nodes, effects, {counts} if counts else set()))
         return [] if skips else self.block(branch.body, reader, in_loop=False)
 

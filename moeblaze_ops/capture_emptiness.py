@@ -21,6 +21,7 @@ from moeblaze_ops.capture_syntax import (
     VIEWS,
     is_last_of_two,
     is_true,
+    is_whole,
     is_zero,
     mentions,
     number,
@@ -32,7 +33,7 @@ MODULE = "_moeblaze_row_groups"
 """The name of ``row_groups`` in changed code."""
 
 _CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, set, sorted, min, max, sum))
-_COUNTED_AT = {
+COUNTED_AT = {
     ast.Eq: {0: True},
     ast.NotEq: {0: False},
     ast.Gt: {0: False},
@@ -221,7 +222,7 @@ class Reader:
         return Value(key, key, kind, of)
 
     def _compared(self, left: Value, op: ast.cmpop, right: ast.expr) -> Value:
-        if left.kind == "counts" and _COUNTED_AT.get(type(op), {}).get(number(right)) is False:
+        if left.kind == "counts" and COUNTED_AT.get(type(op), {}).get(number(right)) is False:
             return replace(left, key=("hit", left.key), kind="hit")
         if isinstance(op, ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             other = self.read(right)
@@ -241,18 +242,19 @@ class Reader:
         if value.kind in ("counts", "bins") and len(parts) == 1 and not isinstance(first, ast.Slice):
             kind = "item" if value.kind == "counts" else ast.Eq
             return Value(("item", value.key, self.read(first).key), (kind, value.of, self.read(first).key), "count")
-        if isinstance(first, ast.Slice) and len(parts) == 1 and ast.unparse(first) == ":":
+        if is_whole(first) and len(parts) == 1:
             return value
-        if isinstance(first, ast.Slice):
-            column = len(parts) == 2 and ast.unparse(first) == ":" and number(parts[1]) is not None
-            if column and value.kind in ("rows", "hits"):
-                kind, dims = ("hit_ids" if value.kind == "hits" else "rows"), (1 if value.dims == 2 else None)
-                return replace(value, key=(value.key, number(parts[1])), kind=kind, dims=dims)
+        if is_whole(first) and value.kind in ("rows", "hits"):
+            if len(parts) != 2 or number(parts[1]) is None:
+                return self._unknown()
+            kind, dims = ("hit_ids" if value.kind == "hits" else "rows"), (1 if value.dims == 2 else None)
+            return replace(value, key=(value.key, number(parts[1])), kind=kind, dims=dims)
+        selected = [self._made("whole") if is_whole(part) else self.read(part) for part in parts]
+        if any(isinstance(part, ast.Slice) and not is_whole(part) for part in parts):
             return self._unknown()
-        selected = self.read(first)
-        if selected.kind in ("rows", "mask"):
-            return self._unknown("rows", selected.group)
-        key = "item", value.key, *(self.read(part).key for part in parts)
+        if (by := selected[parts.index(first)]).kind in ("rows", "mask"):
+            return self._unknown("rows", by.group)
+        key = "item", value.key, *(part.key for part in selected)
         return Value(key, key, value.kind if value.kind in ("mask", "onehot") else "other")
 
     def _call(self, func: ast.expr, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
@@ -330,63 +332,6 @@ class Reader:
         if value.kind in ("mask", "onehot", "other"):
             return Value(key, value.group, "split" if split else "rows", dims=1 if split else 2)
         return self._unknown()
-
-    # Conditions.
-
-    def empty_when(self, test: ast.expr) -> tuple[Hashable, bool] | None:
-        """The group that has nothing in it when ``test`` has the outcome that is returned with it."""
-        match test:
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                inner = self.empty_when(operand)
-                return inner and (inner[0], not inner[1])
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                group = self._counted(left)
-                outcome = _COUNTED_AT.get(type(op), {}).get(number(right))
-                return None if group is None or outcome is None else (group, outcome)
-        group = self._counted(test)
-        group = self._any(test) if group is None else group
-        return None if group is None else (group, False)
-
-    def _any(self, e: ast.expr) -> Hashable | None:
-        """The group of the mask that ``e`` asks whether any element of it is true."""
-        match e:
-            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
-                return self._any(inner)
-            case ast.Call(func=ast.Name(), args=[inner], keywords=[]) if self.resolve(e.func) is bool:
-                return self._any(inner)
-            case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.any:
-                return self._group(mask, "mask", "onehot", "other")
-            case ast.Call(func=ast.Attribute(value=mask, attr="any"), args=[], keywords=[]) if self.resolve(e.func) is None:
-                return self._group(mask, "mask", "onehot", "other")
-        return None
-
-    def _counted(self, e: ast.expr) -> Hashable | None:
-        """The group whose members ``e`` counts."""
-        match e:
-            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
-                return self._counted(inner)
-            case ast.Call(func=ast.Attribute(value=rows, attr="numel" | "nelement"), args=[], keywords=[]):
-                return self._group(rows, "rows", "mask")
-            case ast.Call(func=ast.Attribute(value=rows, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
-                return self._group(rows, "rows")
-            case ast.Subscript(value=ast.Attribute(value=rows, attr="shape"), slice=ast.Constant(value=0)):
-                return self._group(rows, "rows")
-            case ast.Call(func=ast.Name(), args=[rows], keywords=[]) if self.resolve(e.func) is len:
-                return self._group(rows, "rows")
-            case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]) if self.resolve(e.func) is None:
-                return self._group(mask, "mask", "onehot")
-            case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.sum:
-                return self._group(mask, "mask", "onehot")
-        return self._group(e, "count")
-
-    def counted_in(self, test: ast.expr) -> str | None:
-        """The name of the counts that a condition reads one element of."""
-        subscripts = (node for node in ast.walk(test) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name))
-        return next((node.value.id for node in subscripts if self.read(node).kind == "count"), None)
-
-    def _group(self, e: ast.expr, *kinds: str) -> Hashable | None:
-        value = self.read(e)
-        return value.group if value.kind in kinds else None
 
 
 def _is_in_place(call: ast.Call) -> bool:

@@ -25,6 +25,11 @@ def is_zero(args: list[ast.expr]) -> bool:
     return len(args) == 1 and number(args[0]) == 0
 
 
+def is_whole(e: ast.expr) -> bool:
+    """The slice of a whole axis."""
+    return isinstance(e, ast.Slice) and e.lower is e.upper is e.step is None
+
+
 def is_path(e: ast.expr) -> bool:
     """A name, or an attribute of one."""
     return isinstance(e, ast.Name) or (isinstance(e, ast.Attribute) and is_path(e.value))

@@ -13,14 +13,15 @@ from moeblaze_ops.capture import captured
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
 from tests import moe_lists as lists
+from tests import moe_named as named
 from tests import moe_present as present
 from tests import moe_split as split
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
 T = 12
-CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS)
-NEAR_MISSES = (*guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES)
+CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED)
+NEAR_MISSES = (*guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES, *named.NEAR_MISSES)
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,8 @@ def make_layer(combine, **kwargs) -> zoo.ModuleListMoE:
     layer = zoo.ModuleListMoE(combine, **kwargs)
     layer.router = Router(layer.router)
     layer.calls = 0
+    if combine in (*named.NAMED, *named.NEAR_MISSES):
+        layer.experts = nn.ModuleDict({f"expert_{e}": expert for e, expert in enumerate(layer.experts)})
     return layer
 
 
