@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 import moeblaze_ops.lowering.canonical_indexing
@@ -17,9 +18,9 @@ def without_known_ids(graph: fx.Graph, checks: Callable[[fx.Node], bool]) -> lis
 
     ``checks`` tells the nodes of such a check, ``ids < number`` among them, from others.
     """
-    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method") and checks(node)]
-    if not nodes:
+    if not any(node.target is torch._assert_async for node in graph.nodes):
         return []
+    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method") and checks(node)]
     view, evaluator = GraphView(graph, TABLE), Evaluator()
     compared = [node for node in nodes if node.target is operator.lt]
     unknown = [node for node in compared if not _is_true(evaluator, view.value(node))]

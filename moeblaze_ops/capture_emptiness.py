@@ -164,6 +164,8 @@ class Reader:
         if _is_in_place(call):
             yield from self._keys_behind(call.func.value)
         if not self.is_pure(call):
+            if isinstance(call.func, ast.Attribute) and self.resolve(call.func) is None:
+                yield from self._keys_behind(call.func.value)  # as a list that loses an element
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 yield from [None] if isinstance(argument, ast.Starred) else self._keys_behind(argument)
 

@@ -162,6 +162,27 @@ def experts_in_order_of_use(self, x, weights, ids):
     return out
 
 
+def one_number_less(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    used = sorted(set(ids.flatten().tolist()))
+    used.remove(used[0])
+    for e in used:
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def one_number_less_by_another_name(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    used = ids.unique().tolist()
+    left = used
+    left.pop()
+    for e in used:
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
 def next_numbers(self, x, weights, ids):
     """What is empty is not the group that the loop leaves out."""
     out = torch.zeros_like(x)
@@ -174,6 +195,7 @@ def next_numbers(self, x, weights, ids):
 NEAR_MISSES = (
     every_id, runs_of_ids, unique_of_first_choices, all_but_the_lowest, minus_one_is_the_last, written_before,
     written_inside, number_is_a_weight, rounds_are_counted, experts_in_order_of_use, next_numbers,
+    one_number_less, one_number_less_by_another_name,
 )  # fmt: skip
 
 
