@@ -68,7 +68,30 @@ def unique_items(self, x, weights, ids):
     return out
 
 
-PRESENT = (unique_numbers, unique_list, unique_of_a_view, set_of_numbers, set_in_the_header, unique_items)
+def unique_in_each_slot(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for k in range(ids.shape[1]):
+        chosen = ids[:, k]
+        for e in chosen.unique():
+            mask = chosen == e
+            out[mask] += weights[mask, k].unsqueeze(-1) * self.experts[e](x[mask])
+    return out
+
+
+def unique_without_gradients(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    with torch.no_grad():
+        used = ids.unique()
+    for e in used.cpu().tolist():
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+PRESENT = (
+    unique_numbers, unique_list, unique_of_a_view, set_of_numbers, set_in_the_header, unique_items, unique_in_each_slot,
+    unique_without_gradients,
+)  # fmt: skip
 
 
 # Near misses.
