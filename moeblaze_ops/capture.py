@@ -136,6 +136,7 @@ class _Rewriting:
         self.guarded: list[_Guarded] = []
         self.splits: dict[int, ast.For] = {}
         self.lists: IndexLists | None = None
+        self.nested: set[str] = set()  # names that functions inside read: whoever calls them may change what they hold
 
     def function(self, function: ast.FunctionDef) -> None:
         nodes = list(ast.walk(function))
@@ -144,6 +145,8 @@ class _Rewriting:
         if scoped or _FORBIDDEN_NAMES & names or any(name.startswith("_moeblaze") for name in names):
             return
         self.lists = IndexLists(function)
+        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.Lambda) and n is not function)
+        self.nested = set().union(*map(loaded, functions))
         reader = self.reader(sharing(function))
         hit_loops = {loop.lineno for loop in loops_over_hits(function.body, reader.copy())}
         splits = Splits(function, reader.copy(), self.refused, hit_loops, self.code.co_cellvars + self.code.co_freevars)
@@ -291,6 +294,8 @@ class _Rewriting:
                 return False
             if reader.resolve(ast.Name("range")) is not range or reader.resolve(ast.Name("len")) is not len:
                 raise Unproven(loop, "range or len is another function here")
+            if shared := loaded(loop.iter) & self.nested:
+                raise Unproven(loop, f"a function inside may change {', '.join(sorted(shared))}")
             trial = inner.copy()
             effects = prove_no_effect(loop.body, found.group, trial, may_continue=True)
             if trial.read(ast.Name(found.container)) != inner.read(ast.Name(found.container)):

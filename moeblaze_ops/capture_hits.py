@@ -19,6 +19,7 @@ from moeblaze_ops.capture_syntax import is_path
 from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 _AS_NUMBER = frozenset(("item", "squeeze"))
+_COMPARED_ALIKE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _HITS = frozenset(("hits", "hit_ids", "hit_list"))
 _PRESENT = frozenset(("present", "present_list"))
 SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "bins"}
@@ -215,7 +216,7 @@ class _AsNumber(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        if self.row:
+        if self.row or not all(isinstance(op, _COMPARED_ALIKE) for op in node.ops):
             return self.generic_visit(node)
         node.left, *node.comparators = (e if self._is(e) else self.visit(e) for e in (node.left, *node.comparators))
         return node

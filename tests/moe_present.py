@@ -206,6 +206,40 @@ def one_number_less_by_another_name(self, x, weights, ids):
     return out
 
 
+def one_number_less_by_a_function(self, x, weights, ids):
+    def drop():
+        used.pop()
+
+    out = torch.zeros_like(x)
+    used = ids.unique().tolist()
+    drop()
+    for e in used:
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def tensor_in_a_set(self, x, weights, ids):
+    """A tensor is in no set of numbers, whatever its number."""
+    out, scale = torch.zeros_like(x), 1
+    for e in ids.unique():
+        token, slot = torch.where(ids == e)
+        if e in {2}:
+            scale = 3
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out * scale
+
+
+def tensor_in_a_set_of_sentinels(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in ids.unique():
+        if e in {0, 1, 2, 3}:
+            continue
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
 def next_numbers(self, x, weights, ids):
     """What is empty is not the group that the loop leaves out."""
     out = torch.zeros_like(x)
@@ -218,7 +252,8 @@ def next_numbers(self, x, weights, ids):
 NEAR_MISSES = (
     every_id, runs_of_ids, unique_of_first_choices, all_but_the_lowest, minus_one_is_the_last, written_before,
     written_inside, number_is_a_weight, rounds_are_counted, experts_in_order_of_use, next_numbers,
-    one_number_less, one_number_less_by_another_name,
+    one_number_less, one_number_less_by_another_name, one_number_less_by_a_function, tensor_in_a_set,
+    tensor_in_a_set_of_sentinels,
 )  # fmt: skip
 
 
