@@ -28,12 +28,12 @@ from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_conditions import counted_in, empty_when
 from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
-from moeblaze_ops.capture_hits import SELECTIONS, hit_loop, loops_over_hits, over_all_experts
+from moeblaze_ops.capture_hits import SELECTIONS, HitLoop, hit_loop, loops_over_hits, over_all_experts
 from moeblaze_ops.capture_lists import IndexLists
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 from moeblaze_ops.capture_split_body import ROWS
 from moeblaze_ops.capture_splits import Splits
-from moeblaze_ops.capture_tree import import_row_groups
+from moeblaze_ops.capture_tree import import_row_groups, name_of
 
 _HINTS = frozenset(
     ("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy", "split", "unique")
@@ -180,7 +180,7 @@ class _Rewriting:
 
     def result(self, function: ast.FunctionDef) -> Captured:
         left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
-        lists = self.lists.done if self.lists else []
+        lists = sorted(set(self.lists.done)) if self.lists else []
         if not self.guarded and not lists:
             return Captured(None, left=left)
         _without_dead_selections(function, set().union(*(guarded.selects for guarded in self.guarded)), self.reader())
@@ -296,10 +296,7 @@ class _Rewriting:
                 raise Unproven(loop, "range or len is another function here")
             if shared := loaded(loop.iter) & self.nested:
                 raise Unproven(loop, f"a function inside may change {', '.join(sorted(shared))}")
-            trial = inner.copy()
-            effects = prove_no_effect(loop.body, found.group, trial, may_continue=True)
-            if trial.read(ast.Name(found.container)) != inner.read(ast.Name(found.container)):
-                raise Unproven(loop, f"{found.container} may be written to")
+            effects = _round_without_tokens(loop, found, inner)
             loop.body = self.block(loop.body, inner, in_loop=True)
             selects = {name for name, value in reader.values.items() if value.kind in SELECTIONS}
             over_all_experts(loop, found)
@@ -311,6 +308,27 @@ class _Rewriting:
         what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
         self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selects))
         return True
+
+
+def _round_without_tokens(loop: ast.For, found: HitLoop, reader: Reader) -> Effects:
+    """What a round does to names for an expert that was not hit.
+
+    Raises:
+        Unproven: it may do more.
+    """
+    failed: list[Unproven] = []
+    for container, group in found.groups.items():
+        trial = reader.copy()
+        try:
+            effects = prove_no_effect(loop.body, group, trial, may_continue=True)
+        except Unproven as unproven:
+            failed.append(unproven)
+            continue
+        for name in {container, found.container}:
+            if trial.read(name_of(name)) != reader.read(name_of(name)):
+                raise Unproven(loop, f"{name} may be written to")
+        return effects
+    raise failed[0]
 
 
 def _without_dead_selections(function: ast.FunctionDef, selections: set[str], reader: Reader) -> None:

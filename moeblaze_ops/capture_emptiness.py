@@ -61,7 +61,8 @@ class Value:
     key: Hashable
     group: Hashable
     kind: str = "other"
-    of: Hashable = None  # for counts, bins, what is present and what comes from them: the key of the one-hot tensor or of the ids
+    of: Hashable = None  # for counts, bins, what is present and what comes from them, the key of the one-hot tensor or of the
+    # ids; for one-hot rows of ids that have the experts in the last axis, or in the first of three, the key of the ids
     dims: int | None = None  # how many axes there are; of a split, in each part
 
 
@@ -261,8 +262,8 @@ class Reader:
 
     def _call(self, func: ast.expr, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
         function = self.resolve(func)
-        if function is F.one_hot:
-            return self._unknown("onehot")
+        if function is F.one_hot and args:
+            return replace(self._unknown("onehot"), of=elements_of(self.read(args[0]).key))
         if function is torch.bincount and len(args) == 1 and options.keys() <= {"minlength"}:
             ids = self.read(without_views(args[0]))
             return Value(("bincount", ids.key), ids.group, "bins", ids.key)
@@ -312,7 +313,9 @@ class Reader:
         if name == "unbind" and value.kind == "rows" and is_last_of_two(args, options):
             return replace(value, kind="split", dims=1 if value.dims == 2 else None)
         if name in VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
-            return replace(value, key=key, dims=len(args) if name == "permute" else None)
+            first = name == "permute" and len(args) == 3 and number(args[0]) == 2
+            of = value.of if first and value.kind == "onehot" and value.dims is None else None
+            return replace(value, key=key, of=of, dims=len(args) if name == "permute" else None)
         if name == "any" and (args or options) and value.kind in ("mask", "onehot", "other"):
             return replace(value, key=key, kind="mask")
         if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or is_zero(args)):

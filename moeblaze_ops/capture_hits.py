@@ -30,12 +30,13 @@ SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "bins"}
 class HitLoop:
     """A loop over hit experts: the name of the one-hot tensor or of the ids, and what an iteration gives.
 
+    ``groups``: any of which is empty for an expert that was not hit, by the tensor whose elements they are selected by.
     ``present``: the loop is over the numbers among ids. ``listed``: its variable is a number already.
     """
 
     container: str
     expert: Value
-    group: tuple
+    groups: dict[str, tuple]
     present: bool
     listed: bool
 
@@ -73,8 +74,11 @@ def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
     key = "expert", loop.lineno
     expert = Value(key, key, "expert_row" if hits.kind == "hits" else "expert")
     inner.values[loop.target.id] = expert
-    group = (ast.Eq if present else "item"), hits.of, key
-    return HitLoop(container, expert, group, present, listed=hits.kind.endswith("_list"))
+    groups = {container: ((ast.Eq if present else "item"), hits.of, key)}
+    for name, value in inner.values.items() if present else ():
+        if value.kind == "onehot" and value.dims == 3 and value.of == hits.of:
+            groups[name] = "item", value.key, key
+    return HitLoop(container, expert, groups, present, listed=hits.kind.endswith("_list"))
 
 
 def over_all_experts(loop: ast.For, found: HitLoop) -> None:

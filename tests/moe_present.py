@@ -4,6 +4,7 @@ All are combine functions of `moe_zoo.ModuleListMoE`: ``(self, x, weights, ids) 
 """
 
 import torch
+import torch.nn.functional as F
 
 
 def unique_numbers(self, x, weights, ids):
@@ -88,9 +89,19 @@ def unique_without_gradients(self, x, weights, ids):
     return out
 
 
+def unique_among_one_hot(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for expert_idx in torch.unique(ids):
+        slot, token = torch.where(expert_mask[expert_idx])
+        y = self.experts[expert_idx](x[None, token].reshape(-1, x.shape[-1])) * weights[token, slot, None]
+        out.index_add_(0, token, y.to(x.dtype))
+    return out
+
+
 PRESENT = (
     unique_numbers, unique_list, unique_of_a_view, set_of_numbers, set_in_the_header, unique_items, unique_in_each_slot,
-    unique_without_gradients,
+    unique_without_gradients, unique_among_one_hot,
 )  # fmt: skip
 
 
@@ -240,6 +251,36 @@ def tensor_in_a_set_of_sentinels(self, x, weights, ids):
     return out
 
 
+def one_hot_of_other_ids(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.unique(ids[:, 0]).tolist():
+        slot, token = torch.where(expert_mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def one_hot_by_slot(self, x, weights, ids):
+    """The axis that is indexed is that of the slots."""
+    out, chosen = torch.zeros_like(x), ids.clamp(max=1)
+    mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(1, 2, 0)
+    for e in chosen.unique().tolist():
+        expert, token = torch.where(mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, e, None])
+    return out
+
+
+def one_hot_changes(self, x, weights, ids):
+    """Tokens of the next expert, whether it was hit or not."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts) + 1).permute(2, 1, 0)
+    for e in ids.unique().tolist():
+        slot, token = torch.where(mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        mask[e + 1] = 1
+    return out
+
+
 def next_numbers(self, x, weights, ids):
     """What is empty is not the group that the loop leaves out."""
     out = torch.zeros_like(x)
@@ -253,7 +294,7 @@ NEAR_MISSES = (
     every_id, runs_of_ids, unique_of_first_choices, all_but_the_lowest, minus_one_is_the_last, written_before,
     written_inside, number_is_a_weight, rounds_are_counted, experts_in_order_of_use, next_numbers,
     one_number_less, one_number_less_by_another_name, one_number_less_by_a_function, tensor_in_a_set,
-    tensor_in_a_set_of_sentinels,
+    tensor_in_a_set_of_sentinels, one_hot_of_other_ids, one_hot_by_slot, one_hot_changes,
 )  # fmt: skip
 
 
