@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops import row_groups
 from moeblaze_ops.lowering.effects import has_effect, writes_beside
 from moeblaze_ops.lowering.inductor_api import places
+from moeblaze_ops.lowering.known_ids import without_known_ids
 from moeblaze_ops.lowering.running_counts import without_running_counts
 
 
@@ -43,6 +44,19 @@ def groups_that_overlap(gm: fx.GraphModule) -> bool:
         return any(_is_of_row_groups(node, "put") for node in graph.nodes)
 
     return any(without_running_counts(graph, searches, covering=joined(graph)) for graph in _graphs(gm))
+
+
+def unknown_ids(gm: fx.GraphModule) -> bool:
+    """Whether a loop over the numbers among ids became one over all experts, of which some id may be none.
+
+    Otherwise the checks of that are removed.
+    """
+
+    def checks(node: fx.Node) -> bool:
+        return _is_of_row_groups(node, "numbers")
+
+    unknown = [node for graph in _graphs(gm) for node in without_known_ids(graph, checks)]
+    return bool(unknown)
 
 
 def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:

@@ -17,23 +17,26 @@ A parameter of an expert that no token chose gets a gradient of zeros then, wher
 import ast
 import opcode
 import os
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
 
 from moeblaze_ops.capture_aliases import sharing
-from moeblaze_ops.capture_emptiness import Reader
+from moeblaze_ops.capture_conditions import counted_in, empty_when
+from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
-from moeblaze_ops.capture_hits import hit_loop, over_all_experts
+from moeblaze_ops.capture_hits import SELECTIONS, HitLoop, hit_loop, loops_over_hits, over_all_experts
+from moeblaze_ops.capture_lists import IndexLists
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 from moeblaze_ops.capture_split_body import ROWS
 from moeblaze_ops.capture_splits import Splits
+from moeblaze_ops.capture_tree import import_row_groups, name_of
 
 _HINTS = frozenset(
-    ("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy", "split")
+    ("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy", "split", "unique")
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
@@ -122,7 +125,7 @@ class _Guarded:
     what: str
     nodes: list[ast.stmt]
     effects: Effects
-    selects: str | None = None  # what says which experts have tokens, where that was read: hit experts, counts
+    selects: set[str] = field(default_factory=set)  # names of what says which experts have tokens, where that was read
 
 
 class _Rewriting:
@@ -132,15 +135,21 @@ class _Rewriting:
         self.code, self.globals, self.refused = code, module_globals, refused
         self.guarded: list[_Guarded] = []
         self.splits: dict[int, ast.For] = {}
+        self.lists: IndexLists | None = None
+        self.nested: set[str] = set()  # names that functions inside read: whoever calls them may change what they hold
 
     def function(self, function: ast.FunctionDef) -> None:
         nodes = list(ast.walk(function))
         scoped = any(isinstance(n, ast.Global | ast.Nonlocal | ast.Yield | ast.YieldFrom | ast.ClassDef) for n in nodes)
-        if scoped or _FORBIDDEN_NAMES & loaded(function):
+        names = loaded(function) | stored(function)
+        if scoped or _FORBIDDEN_NAMES & names or any(name.startswith("_moeblaze") for name in names):
             return
-        local = frozenset(self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars)
-        reader = Reader(self.globals, local, sharing(function))
-        splits = Splits(function, reader.copy(), self.refused, self.code.co_cellvars + self.code.co_freevars)
+        self.lists = IndexLists(function)
+        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.Lambda) and n is not function)
+        self.nested = set().union(*map(loaded, functions))
+        reader = self.reader(sharing(function))
+        hit_loops = {loop.lineno for loop in loops_over_hits(function.body, reader.copy())}
+        splits = Splits(function, reader.copy(), self.refused, hit_loops, self.code.co_cellvars + self.code.co_freevars)
         if not splits.rewrite():
             return
         self.splits = splits.loops
@@ -151,6 +160,10 @@ class _Rewriting:
                 splits.refuse(loop, "what is around it has to stay")
             if any(loop.lineno < line <= (loop.end_lineno or loop.lineno) for line in self.refused):
                 splits.refuse(loop, "a branch in it has to stay")
+
+    def reader(self, shared: Mapping[str, frozenset[str]] | None = None) -> Reader:
+        local = frozenset(self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars)
+        return Reader(self.globals, local, shared)
 
     def escaping(self, function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
         """Branches to keep after all: names that are set behind them are read elsewhere."""
@@ -167,9 +180,12 @@ class _Rewriting:
 
     def result(self, function: ast.FunctionDef) -> Captured:
         left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
-        if not self.guarded:
+        lists = sorted(set(self.lists.done)) if self.lists else []
+        if not self.guarded and not lists:
             return Captured(None, left=left)
-        _without_dead_selections(function, {guarded.selects for guarded in self.guarded if guarded.selects})
+        _without_dead_selections(function, set().union(*(guarded.selects for guarded in self.guarded)), self.reader())
+        if MODULE in loaded(function):
+            import_row_groups(function)
         try:
             code = compile_changed(function, self.code)
         except NoSource as error:
@@ -181,8 +197,10 @@ class _Rewriting:
             for guarded in self.guarded
             for s in guarded.nodes
         )
-        done = tuple(f"{self._place(guarded.line)}: {guarded.what}" for guarded in self.guarded)
-        return Captured(code, regions, done, left)
+        as_index = "captured without a list of tokens on the host: as an index, what it copies means the same"
+        done = [f"{self._place(guarded.line)}: {guarded.what}" for guarded in self.guarded]
+        done += [f"{self._place(line)}: {as_index}" for line in lists]
+        return Captured(code, regions, tuple(done), left)
 
     def _place(self, line: int) -> str:
         return f"{self.code.co_name} ({self.code.co_filename}:{line})"
@@ -193,7 +211,7 @@ class _Rewriting:
         result: list[ast.stmt] = []
         for i, statement in enumerate(statements):
             match statement:
-                case ast.If() if (found := reader.empty_when(statement.test)) is not None:
+                case ast.If() if (found := empty_when(statement.test, reader)) is not None:
                     result += self.branch(statement, statements[i + 1 :], found, reader, in_loop)
                 case ast.For():
                     result.append(self.loop(statement, reader))
@@ -206,8 +224,9 @@ class _Rewriting:
                     statement.body = self.block(statement.body, reader, in_loop=False)
                     result.append(statement)
                 case _:
+                    before = reader.copy()
                     reader.execute(statement)
-                    result.append(statement)
+                    result.append(self.lists.without(statement, before))
         return result
 
     def branch(
@@ -232,7 +251,8 @@ class _Rewriting:
             return [branch]
         what = f"captured without the branch on {ast.unparse(branch.test)!r}: what it skips does nothing without tokens"
         nodes = [*guarded, *branch.orelse]
-        self.guarded.append(_Guarded(branch.lineno, what, nodes, effects, reader.counted_in(branch.test)))
+        counts = counted_in(branch.test, reader)
+        self.guarded.append(_Guarded(branch.lineno, what, nodes, effects, {counts} if counts else set()))
         return [] if skips else self.block(branch.body, reader, in_loop=False)
 
     def loop(self, loop: ast.For, reader: Reader) -> ast.For:
@@ -264,21 +284,21 @@ class _Rewriting:
 
     def over_hits(self, loop: ast.For, reader: Reader, names: set[str]) -> bool:
         """Make a loop over hit experts one over all; False where it stays as it is."""
+        hits = reader.read(loop.iter)
         inner = reader.inside(names)
-        found = hit_loop(loop, reader, inner)
+        found = hit_loop(loop, hits, inner)
         if found is None:
             return False
         try:
             if loop.lineno in self.refused:
                 return False
-            if reader.resolve(ast.Name("range")) is not range:
-                raise Unproven(loop, "range is another function here")
-            trial = inner.copy()
-            effects = prove_no_effect(loop.body, found.group, trial, may_continue=True)
-            if trial.read(ast.Name(found.container)) != inner.read(ast.Name(found.container)):
-                raise Unproven(loop, f"{found.container} may be written to")
+            if reader.resolve(ast.Name("range")) is not range or reader.resolve(ast.Name("len")) is not len:
+                raise Unproven(loop, "range or len is another function here")
+            if shared := loaded(loop.iter) & self.nested:
+                raise Unproven(loop, f"a function inside may change {', '.join(sorted(shared))}")
+            effects = _round_without_tokens(loop, found, inner)
             loop.body = self.block(loop.body, inner, in_loop=True)
-            hits = loop.iter.value if isinstance(loop.iter, ast.Subscript) else loop.iter
+            selects = {name for name, value in reader.values.items() if value.kind in SELECTIONS}
             over_all_experts(loop, found)
         except Unproven as unproven:
             self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
@@ -286,20 +306,49 @@ class _Rewriting:
         effects.temporary.add(loop.target.id)
         effects.read_first.discard(loop.target.id)
         what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
-        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, hits.id if isinstance(hits, ast.Name) else None))
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selects))
         return True
 
 
-def _without_dead_selections(function: ast.FunctionDef, selections: set[str]) -> None:
-    """Remove what says which experts have tokens, where nothing reads it any more: it depends on data."""
-    dead = selections - loaded(function)
+def _round_without_tokens(loop: ast.For, found: HitLoop, reader: Reader) -> Effects:
+    """What a round does to names for an expert that was not hit.
 
-    def is_dead(s: ast.stmt) -> bool:
-        return (
-            isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Name) and s.targets[0].id in dead
-        )
+    Raises:
+        Unproven: it may do more.
+    """
+    failed: list[Unproven] = []
+    for container, group in found.groups.items():
+        trial = reader.copy()
+        try:
+            effects = prove_no_effect(loop.body, group, trial, may_continue=True)
+        except Unproven as unproven:
+            failed.append(unproven)
+            continue
+        for name in {container, found.container}:
+            if trial.read(name_of(name)) != reader.read(name_of(name)):
+                raise Unproven(loop, f"{name} may be written to")
+        return effects
+    raise failed[0]
 
+
+def _without_dead_selections(function: ast.FunctionDef, selections: set[str], reader: Reader) -> None:
+    """Remove what says which experts have tokens, where nothing else reads it any more: it depends on data."""
+    dead = set(selections)
+
+    def is_dead(s: ast.AST) -> bool:
+        match s:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                return name in dead and reader.only_makes(value)
+        return False
+
+    while True:
+        inside = {id(node) for s in ast.walk(function) if is_dead(s) for node in ast.walk(s)}
+        names = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+        read = dead & {node.id for node in names if id(node) not in inside}
+        if not read:
+            break
+        dead -= read
     for node in ast.walk(function):
-        for field in ("body", "orelse"):
-            if isinstance(block := getattr(node, field, None), list):
+        for field_name in ("body", "orelse"):
+            if isinstance(block := getattr(node, field_name, None), list):
                 block[:] = [ast.copy_location(ast.Pass(), s) if is_dead(s) else s for s in block]

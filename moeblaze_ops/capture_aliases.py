@@ -50,6 +50,8 @@ def owners(e: ast.expr) -> Iterator[str]:
             yield name
         case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.Constant() | ast.Lambda():
             pass
+        case ast.Attribute(attr="shape" | "dtype" | "device" | "ndim"):
+            pass
         case ast.Subscript(value=inner) | ast.Starred(value=inner):
             yield from owners(inner)
         case ast.Call(func=ast.Attribute(value=inner, attr=attr), args=args):

@@ -17,13 +17,23 @@ import torch.nn.functional as F
 
 from moeblaze_ops import row_groups
 from moeblaze_ops.capture_aliases import shared_with
+from moeblaze_ops.capture_syntax import (
+    VIEWS,
+    is_last_of_two,
+    is_true,
+    is_whole,
+    is_zero,
+    mentions,
+    number,
+    sums_last_two,
+    without_views,
+)
 
 MODULE = "_moeblaze_row_groups"
 """The name of ``row_groups`` in changed code."""
 
-_VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
-_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, min, max, sum))
-_COUNTED_AT = {
+_CALLS_BUILTIN = frozenset((range, len, enumerate, zip, int, float, bool, tuple, list, set, sorted, min, max, sum))
+COUNTED_AT = {
     ast.Eq: {0: True},
     ast.NotEq: {0: False},
     ast.Gt: {0: False},
@@ -32,6 +42,8 @@ _COUNTED_AT = {
     ast.LtE: {0: True},
 }
 """For a count compared with a number: which outcome means that there is nothing."""
+_LISTS = {"hit_ids": "hit_list", "present": "present_list", "other": "listed"}
+"""The kind of a list of the elements of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,17 @@ class Value:
     Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert;
     ``bins`` how often each number occurs among ids; ``count`` one element of counts or bins, ``group`` what it counts;
     ``hit`` which counts are not zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
-    ``hit_ids``, ``[n]``; ``expert_row`` and ``expert`` one element of these; ``rows`` one row for each true element of
-    a mask; ``split`` a tuple of such; ``other``.
+    ``hit_ids``, ``[n]``, ``hit_list`` a list of these; ``listed`` a list of ids, ``present`` each number among ids once,
+    ``present_list`` a list or a set of these; ``expert_row`` and ``expert`` one element of hits or of what is present;
+    ``rows`` one row for each true element of a mask; ``split`` a tuple of such; ``other``.
     """
 
     key: Hashable
     group: Hashable
     kind: str = "other"
-    of: Hashable = None  # for counts, bins and what comes from them, the key of the one-hot tensor or of the ids
-    dims: int | None = None
+    of: Hashable = None  # for counts, bins, what is present and what comes from them, the key of the one-hot tensor or of the
+    # ids; for one-hot rows of ids that have the experts in the last axis, or in the first of three, the key of the ids
+    dims: int | None = None  # how many axes there are; of a split, in each part
 
 
 class Reader:
@@ -98,7 +112,7 @@ class Reader:
         self.values = {
             name: value
             for name, value in self.values.items()
-            if value.kind in ("rows", "split") or (written is not None and not _mentions(value.key, written))
+            if value.kind in ("rows", "split") or (written is not None and not mentions(value.key, written))
         }
 
     def resolve(self, e: ast.expr) -> Any:
@@ -148,9 +162,11 @@ class Reader:
 
     def _written(self, call: ast.Call) -> Iterator[Hashable]:
         """Keys of what a call may write to; None for anything."""
-        if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_"):
+        if _is_in_place(call):
             yield from self._keys_behind(call.func.value)
         if not self.is_pure(call):
+            if isinstance(call.func, ast.Attribute) and self.resolve(call.func) is None:
+                yield from self._keys_behind(call.func.value)  # as a list that loses an element
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 yield from [None] if isinstance(argument, ast.Starred) else self._keys_behind(argument)
 
@@ -171,6 +187,12 @@ class Reader:
         if isinstance(call.func, ast.Name):
             return any(function is builtin for builtin in _CALLS_BUILTIN)
         return isinstance(call.func, ast.Attribute) and hasattr(torch.Tensor, call.func.attr)
+
+    def only_makes(self, e: ast.expr) -> bool:
+        """Whether an expression does nothing but give a value."""
+        calls = [node for node in ast.walk(e) if isinstance(node, ast.Call)]
+        named = any(isinstance(node, ast.NamedExpr) for node in ast.walk(e))
+        return not named and all(map(self.is_pure, calls)) and not any(map(_is_in_place, calls))
 
     def _unknown(self, kind: str = "other", group: Hashable = None) -> Value:
         key = "#", next(self._numbers)
@@ -203,10 +225,12 @@ class Reader:
         return Value(key, key, kind, of)
 
     def _compared(self, left: Value, op: ast.cmpop, right: ast.expr) -> Value:
-        if left.kind == "counts" and _COUNTED_AT.get(type(op), {}).get(_number(right)) is False:
+        if left.kind == "counts" and COUNTED_AT.get(type(op), {}).get(number(right)) is False:
             return replace(left, key=("hit", left.key), kind="hit")
         if isinstance(op, ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE):
-            return self._made(type(op), left.key, self.read(right).key, kind="mask")
+            other = self.read(right)
+            mask = self._made(type(op), left.key, other.key, kind="mask")
+            return replace(mask, group=(type(op), elements_of(left.key), other.key)) if other.kind == "expert" else mask
         return self._unknown()
 
     def _item(self, value: Value, index: ast.expr) -> Value:
@@ -214,37 +238,45 @@ class Reader:
         first = next((part for part in parts if not (isinstance(part, ast.Constant) and part.value is None)), None)
         if first is None or any(isinstance(part, ast.Starred) for part in parts):
             return self._unknown()
-        if value.kind in ("split", "hit_split") and _number(first) is not None:
-            return replace(value, key=(value.key, _number(first)), kind="rows" if value.kind == "split" else "hit_ids")
-        if value.kind == "expert_row" and len(parts) == 1 and _number(first) == 0:
+        if value.kind in ("split", "hit_split") and number(first) is not None:
+            return replace(value, key=(value.key, number(first)), kind="rows" if value.kind == "split" else "hit_ids")
+        if value.kind == "expert_row" and len(parts) == 1 and number(first) == 0:
             return replace(value, kind="expert")
         if value.kind in ("counts", "bins") and len(parts) == 1 and not isinstance(first, ast.Slice):
             kind = "item" if value.kind == "counts" else ast.Eq
             return Value(("item", value.key, self.read(first).key), (kind, value.of, self.read(first).key), "count")
-        if isinstance(first, ast.Slice) and len(parts) == 1 and ast.unparse(first) == ":":
+        if is_whole(first) and len(parts) == 1:
             return value
-        if isinstance(first, ast.Slice):
-            column = len(parts) == 2 and ast.unparse(first) == ":" and _number(parts[1]) is not None
-            if column and value.kind in ("rows", "hits"):
-                return replace(value, key=(value.key, _number(parts[1])), kind="hit_ids" if value.kind == "hits" else "rows")
+        if is_whole(first) and value.kind in ("rows", "hits"):
+            if len(parts) != 2 or number(parts[1]) is None:
+                return self._unknown()
+            kind, dims = ("hit_ids" if value.kind == "hits" else "rows"), (1 if value.dims == 2 else None)
+            return replace(value, key=(value.key, number(parts[1])), kind=kind, dims=dims)
+        selected = [self._made("whole") if is_whole(part) else self.read(part) for part in parts]
+        if any(isinstance(part, ast.Slice) and not is_whole(part) for part in parts):
             return self._unknown()
-        selected = self.read(first)
-        if selected.kind in ("rows", "mask"):
-            return self._unknown("rows", selected.group)
-        key = "item", value.key, *(self.read(part).key for part in parts)
+        if (by := selected[parts.index(first)]).kind in ("rows", "mask"):
+            return self._unknown("rows", by.group)
+        key = "item", value.key, *(part.key for part in selected)
         return Value(key, key, value.kind if value.kind in ("mask", "onehot") else "other")
 
     def _call(self, func: ast.expr, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
         function = self.resolve(func)
-        if function is F.one_hot:
-            return self._unknown("onehot")
+        if function is F.one_hot and args:
+            return replace(self._unknown("onehot"), of=elements_of(self.read(args[0]).key))
         if function is torch.bincount and len(args) == 1 and options.keys() <= {"minlength"}:
             ids = self.read(without_views(args[0]))
             return Value(("bincount", ids.key), ids.group, "bins", ids.key)
+        if function is torch.unique and len(args) == 1:
+            return self._method(self.read(args[0]), "unique", args[1:], options)
+        if function in (set, sorted, list, tuple) and len(args) == 1 and not options:
+            of = self.read(args[0])
+            kind = "present_list" if function is set and of.kind == "listed" else of.kind
+            return replace(of, kind=kind) if kind in ("present_list", "hit_list") else self._unknown()
         if function is torch.unbind and args:
             return self._method(self.read(args[0]), "unbind", args[1:], options)
         if function in (torch.where, torch.nonzero) and len(args) == 1:
-            return self._nonzero(self.read(args[0]), function is torch.where or _is_true(options.get("as_tuple")))
+            return self._nonzero(self.read(args[0]), function is torch.where or is_true(options.get("as_tuple")))
         if function is row_groups.rows:
             key = "row group", func.lineno
             return Value(key, key, "rows")
@@ -263,28 +295,38 @@ class Reader:
     def _method(self, value: Value, name: str, args: list[ast.expr], options: dict[str | None, ast.expr]) -> Value:
         key = name, value.key, *(ast.dump(arg) for arg in (*args, *options.values()))
         if name == "nonzero":
-            return self._nonzero(value, _is_true(options.get("as_tuple")) or (len(args) == 1 and _is_true(args[0])))
+            return self._nonzero(value, is_true(options.get("as_tuple")) or (len(args) == 1 and is_true(args[0])))
         if name in ("item", "squeeze", "tolist") and value.kind in ("expert", "expert_row"):
             return replace(value, kind="expert")
-        if name in ("squeeze", "flatten", "view", "reshape", "tolist") and value.kind in ("hits", "hit_ids"):
+        if name in ("squeeze", "flatten", "view", "reshape") and value.kind in ("hits", "hit_ids"):
             return replace(value, key=key, kind="hit_ids")
+        if name == "unique" and value.kind == "other" and not args and options.keys() <= {"sorted"}:
+            return Value(key, key, "present", elements_of(value.key))
+        if name == "tolist" and (kind := _LISTS.get(value.kind)) is not None:
+            return Value(key, key, kind, elements_of(value.key) if kind == "listed" else value.of)
+        if name == "tolist" and value.kind == "rows" and value.dims == 1:
+            return replace(value, key=key)
+        if name in ("cpu", "detach") and value.kind in ("other", "present", "rows"):
+            return value
         if name in ("tolist", "cpu", "item") and value.kind in ("bins", "count"):
             return value
-        if name == "unbind" and value.kind == "rows" and _is_last_of_two(args, options):
-            return replace(value, kind="split")
-        if name in _VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
-            return replace(value, key=key, dims=len(args) if name == "permute" else None)
+        if name == "unbind" and value.kind == "rows" and is_last_of_two(args, options):
+            return replace(value, kind="split", dims=1 if value.dims == 2 else None)
+        if name in VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
+            first = name == "permute" and len(args) == 3 and number(args[0]) == 2
+            of = value.of if first and value.kind == "onehot" and value.dims is None else None
+            return replace(value, key=key, of=of, dims=len(args) if name == "permute" else None)
         if name == "any" and (args or options) and value.kind in ("mask", "onehot", "other"):
             return replace(value, key=key, kind="mask")
-        if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or _is_zero(args)):
+        if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or is_zero(args)):
             return replace(value, key=key, kind="mask")
         if name in ("gt", "greater") and len(args) == 1:
             return self._compared(value, ast.Gt(), args[0])
         if name in ("eq", "ne") and len(args) == 1:
             return self._compared(value, ast.Eq() if name == "eq" else ast.NotEq(), args[0])
-        if name == "sum" and value.kind == "onehot" and value.dims == 3 and _sums_last_two(args, options):
+        if name == "sum" and value.kind == "onehot" and value.dims == 3 and sums_last_two(args, options):
             return Value(key, key, "counts", value.key)
-        if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and _is_zero(args[:1]):
+        if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and is_zero(args[:1]):
             return self._unknown("rows", self.read(args[1]).group)
         return self._unknown()
 
@@ -293,99 +335,16 @@ class Reader:
         if value.kind == "hit":
             return Value(key, value.group, "hit_split" if split else "hits", value.of)
         if value.kind in ("mask", "onehot", "other"):
-            return Value(key, value.group, "split" if split else "rows")
+            return Value(key, value.group, "split" if split else "rows", dims=1 if split else 2)
         return self._unknown()
 
-    # Conditions.
 
-    def empty_when(self, test: ast.expr) -> tuple[Hashable, bool] | None:
-        """The group that has nothing in it when ``test`` has the outcome that is returned with it."""
-        match test:
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                inner = self.empty_when(operand)
-                return inner and (inner[0], not inner[1])
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                group = self._counted(left)
-                outcome = _COUNTED_AT.get(type(op), {}).get(_number(right))
-                return None if group is None or outcome is None else (group, outcome)
-        group = self._counted(test)
-        group = self._any(test) if group is None else group
-        return None if group is None else (group, False)
-
-    def _any(self, e: ast.expr) -> Hashable | None:
-        """The group of the mask that ``e`` asks whether any element of it is true."""
-        match e:
-            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
-                return self._any(inner)
-            case ast.Call(func=ast.Name(), args=[inner], keywords=[]) if self.resolve(e.func) is bool:
-                return self._any(inner)
-            case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.any:
-                return self._group(mask, "mask", "onehot", "other")
-            case ast.Call(func=ast.Attribute(value=mask, attr="any"), args=[], keywords=[]) if self.resolve(e.func) is None:
-                return self._group(mask, "mask", "onehot", "other")
-        return None
-
-    def _counted(self, e: ast.expr) -> Hashable | None:
-        """The group whose members ``e`` counts."""
-        match e:
-            case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
-                return self._counted(inner)
-            case ast.Call(func=ast.Attribute(value=rows, attr="numel" | "nelement"), args=[], keywords=[]):
-                return self._group(rows, "rows", "mask")
-            case ast.Call(func=ast.Attribute(value=rows, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
-                return self._group(rows, "rows")
-            case ast.Subscript(value=ast.Attribute(value=rows, attr="shape"), slice=ast.Constant(value=0)):
-                return self._group(rows, "rows")
-            case ast.Call(func=ast.Name(), args=[rows], keywords=[]) if self.resolve(e.func) is len:
-                return self._group(rows, "rows")
-            case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]) if self.resolve(e.func) is None:
-                return self._group(mask, "mask", "onehot")
-            case ast.Call(func=func, args=[mask], keywords=[]) if self.resolve(func) is torch.sum:
-                return self._group(mask, "mask", "onehot")
-        return self._group(e, "count")
-
-    def counted_in(self, test: ast.expr) -> str | None:
-        """The name of the counts that a condition reads one element of."""
-        subscripts = (node for node in ast.walk(test) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name))
-        return next((node.value.id for node in subscripts if self.read(node).kind == "count"), None)
-
-    def _group(self, e: ast.expr, *kinds: str) -> Hashable | None:
-        value = self.read(e)
-        return value.group if value.kind in kinds else None
+def _is_in_place(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_")
 
 
-def _mentions(key: Hashable, part: Hashable) -> bool:
-    return key == part or (isinstance(key, tuple) and any(_mentions(inner, part) for inner in key))
-
-
-def _number(e: ast.expr | None) -> int | None:
-    return e.value if isinstance(e, ast.Constant) and type(e.value) is int else None
-
-
-def _is_true(e: ast.expr | None) -> bool:
-    return isinstance(e, ast.Constant) and e.value is True
-
-
-def _is_zero(args: list[ast.expr]) -> bool:
-    return len(args) == 1 and _number(args[0]) == 0
-
-
-def without_views(e: ast.expr) -> ast.expr:
-    """The tensor whose elements, in any shape, ``e`` gives."""
-    while isinstance(e, ast.Call) and isinstance(e.func, ast.Attribute) and e.func.attr in _VIEWS:
-        e = e.func.value
-    return e
-
-
-def _is_last_of_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
-    axes = [*args, *options.values()]
-    return len(axes) == 1 and ast.unparse(axes[0]) in ("1", "-1")
-
-
-def _sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
-    """Whether the axes of a sum are the last two of three."""
-    axes = args[0] if len(args) == 1 and not options else options.get("dim") if not args and len(options) == 1 else None
-    try:
-        return axes is not None and set(ast.literal_eval(axes)) in ({-1, -2}, {1, 2})
-    except (ValueError, TypeError):
-        return False
+def elements_of(key: Hashable) -> Hashable:
+    """The key of the tensor that a tensor with this key has the elements of, in whatever shape."""
+    while isinstance(key, tuple) and key[0] in VIEWS:
+        key = key[1]
+    return key

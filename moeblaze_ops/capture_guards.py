@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from moeblaze_ops import row_groups
-from moeblaze_ops.capture_emptiness import Reader, without_views
+from moeblaze_ops.capture_emptiness import Reader
+from moeblaze_ops.capture_syntax import without_views
 
 _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
 _VALUES = frozenset(("sum", "mean", "unsqueeze", "squeeze", "view", "reshape", "expand", "flatten", "new_zeros", "new_empty"))

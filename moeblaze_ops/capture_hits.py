@@ -3,47 +3,128 @@
     hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()        mask one-hot, [E, K, T]
     for e in hit: ...                                               becomes   for e in range(mask.shape[0]): ...
 
-``e`` was a tensor, of shape [1] or [], and becomes a number; every use of it has to mean the same for both.
+    for e in ids.unique(): ...                                      becomes   for e in row_groups.numbers(ids, len(experts)): ...
+
+That all ids are numbers of experts is proven in the graph. Where ``e`` was a tensor, of shape [1] or [], it becomes a
+number; every use of it has to mean the same for both.
 """
 
 import ast
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moeblaze_ops.capture_emptiness import Reader, Value
-from moeblaze_ops.capture_guards import Unproven, stored
+from moeblaze_ops.capture_emptiness import Reader, Value, elements_of
+from moeblaze_ops.capture_guards import Unproven, loaded, stored
+from moeblaze_ops.capture_syntax import is_path
+from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 _AS_NUMBER = frozenset(("item", "squeeze"))
+_COMPARED_ALIKE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_HITS = frozenset(("hits", "hit_ids", "hit_list"))
+_PRESENT = frozenset(("present", "present_list"))
+SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "bins"}
+"""Kinds of values that say which experts have tokens."""
 
 
 @dataclass(frozen=True)
 class HitLoop:
-    """A loop over hit experts: the name of the one-hot tensor, and what an iteration gives."""
+    """A loop over hit experts: the name of the one-hot tensor or of the ids, and what an iteration gives.
+
+    ``groups``: any of which is empty for an expert that was not hit, by the tensor whose elements they are selected by.
+    ``present``: the loop is over the numbers among ids. ``listed``: its variable is a number already.
+    """
 
     container: str
     expert: Value
-    group: tuple
+    groups: dict[str, tuple]
+    present: bool
+    listed: bool
 
 
-def hit_loop(loop: ast.For, outer: Reader, inner: Reader) -> HitLoop | None:
-    """The loop as one over hit experts, or None; ``inner`` learns of the loop's variable."""
-    hits = outer.read(loop.iter)
-    if hits.kind not in ("hits", "hit_ids") or not isinstance(loop.target, ast.Name) or loop.orelse:
+def loops_over_hits(block: Sequence[ast.stmt], reader: Reader) -> Iterator[ast.For]:
+    """Those in a block that go over hit experts; ``reader`` is taken through it."""
+    for statement in block:
+        match statement:
+            case ast.For():
+                if reader.read(statement.iter).kind in _HITS | _PRESENT:
+                    yield statement
+                names = stored(statement)
+                yield from loops_over_hits(statement.body, reader.in_every_round(statement, names))
+                reader.forget(names)
+                reader.forget_masks()
+            case ast.With():
+                yield from loops_over_hits(statement.body, reader)
+            case ast.If():
+                for branch in (statement.body, statement.orelse):
+                    yield from loops_over_hits(branch, reader.copy())
+                reader.execute(statement)
+            case _:
+                reader.execute(statement)
+
+
+def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
+    """A loop over ``hits`` as one over hit experts, or None; ``inner`` learns of the loop's variable."""
+    if hits.kind not in _HITS | _PRESENT or not isinstance(loop.target, ast.Name) or loop.orelse:
         return None
-    container = next((name for name, value in inner.values.items() if value.key == hits.of), None)
+    present = hits.kind in _PRESENT
+    keys = {name: elements_of(value.key) if present else value.key for name, value in inner.values.items()}
+    container = next((name for name, key in keys.items() if key == hits.of), None)
     if container is None:
         return None
     key = "expert", loop.lineno
     expert = Value(key, key, "expert_row" if hits.kind == "hits" else "expert")
     inner.values[loop.target.id] = expert
-    return HitLoop(container, expert, ("item", hits.of, key))
+    groups = {container: ((ast.Eq if present else "item"), hits.of, key)}
+    for name, value in inner.values.items() if present else ():
+        if value.kind == "onehot" and value.dims == 3 and value.of == hits.of:
+            groups[name] = "item", value.key, key
+    return HitLoop(container, expert, groups, present, listed=hits.kind.endswith("_list"))
 
 
 def over_all_experts(loop: ast.For, found: HitLoop) -> None:
     """Make the loop one over all experts.
 
     Raises:
-        Unproven: a use of the variable may mean something else for a number.
+        Unproven: a use of the variable may mean something else for a number, or it is not known how many experts there are.
     """
+    name, container = loop.target.id, name_of(found.container)
+    if found.present:
+        experts = next(_indexed_by(loop, name), None)
+        if experts is None:
+            raise Unproven(loop, f"{name} is no index of anything outside")
+        numbers = row_groups_call("numbers", container, ast.Call(name_of("len"), [experts], []))
+    else:
+        size = ast.Subscript(ast.Attribute(container, "shape", ast.Load()), ast.Constant(0), ast.Load())
+        numbers = ast.Call(name_of("range"), [size], [])
+    if not found.listed:
+        loop.body = _with_numbers(loop, found)
+    elif any(name in stored(statement) for statement in loop.body):
+        raise Unproven(loop, f"{name} is set")
+    loop.iter = located(numbers, loop.iter)
+
+
+def _indexed_by(loop: ast.For, name: str) -> Iterator[ast.expr]:
+    """What a round takes an item of by its own number, or by a name with this number in it: modules first."""
+    found, numbers = [], {name}
+    for node in ast.walk(loop):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=other)], value=ast.Call() as call) if loaded(call) <= {name, "int"}:
+                numbers.add(other)
+    for node in ast.walk(loop):
+        match node:
+            case ast.Subscript(value=of, slice=index, ctx=ast.Load()) if not isinstance(index, ast.Tuple | ast.Slice):
+                pass
+            case ast.Call(func=ast.Name(id="getattr"), args=[of, index]):
+                pass
+            case _:
+                continue
+        if numbers & loaded(index) and is_path(of) and not loaded(of) & stored(loop):
+            found.append(of)
+    yield from sorted(found, key=lambda of: isinstance(of, ast.Name) and of.id != "self")
+
+
+def _with_numbers(loop: ast.For, found: HitLoop) -> list[ast.stmt]:
+    """The body of the loop with a number in the place of a tensor."""
     name = loop.target.id
     rewrite = _AsNumber(name, found.container, row=found.expert.kind == "expert_row", calls=_only_called(loop))
     body = []
@@ -57,11 +138,7 @@ def over_all_experts(loop: ast.For, found: HitLoop) -> None:
             case _:
                 statement = rewrite.visit(statement)
         body.append(statement)
-    loop.body = body
-    size = f"range({found.container}.shape[0])"
-    loop.iter = ast.copy_location(ast.parse(size, mode="eval").body, loop.iter)
-    for node in ast.walk(loop.iter):
-        ast.copy_location(node, loop.iter)
+    return body
 
 
 def _only_called(loop: ast.For) -> set[str]:
@@ -106,6 +183,10 @@ class _AsNumber(ast.NodeTransformer):
             node.args = [self.visit(arg) for arg in node.args]
             node.keywords = [self.visit(keyword) for keyword in node.keywords]
             return node
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "eq" and len(node.args) == 1 and not self.row:
+            node.func = self.visit(node.func)
+            node.args = [e if self._is(e) else self.visit(e) for e in node.args]
+            return node
         if any(self._is(n) for n in ast.iter_child_nodes(node)) or (
             isinstance(node.func, ast.Attribute) and self._reads(node.func.value)
         ):
@@ -131,11 +212,18 @@ class _AsNumber(ast.NodeTransformer):
                 return ast.fix_missing_locations(node)
         return self.generic_visit(node)
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        if not self.row and self._is(node.left):
-            node.comparators = [self.visit(comparator) for comparator in node.comparators]
-            return node
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        if node.conversion != -1 and self.name in loaded(node.value):
+            raise Unproven(node, f"{self.name} may differ for a number")
+        if self._is(node.value) and not self.row:
+            return node  # a tensor without axes is formatted as its number
         return self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if self.row or not all(isinstance(op, _COMPARED_ALIKE) for op in node.ops):
+            return self.generic_visit(node)
+        node.left, *node.comparators = (e if self._is(e) else self.visit(e) for e in (node.left, *node.comparators))
+        return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if self._is(node):

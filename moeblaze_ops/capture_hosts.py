@@ -70,7 +70,7 @@ def numbers_on_device(e: ast.expr, hosts: dict[str, Host], resolve: Resolve) -> 
             known = hosts.get(name)
             return e if known is not None and known.rows is None and not known.from_zero else None
         case ast.Call(func=ast.Attribute(value=inner, attr=attr)) if attr in _TO_HOST and resolve(e.func) is None:
-            return _without_copies(inner)
+            return without_copies(inner)
         case ast.Call(func=ast.Name() as func, args=[inner], keywords=[]) if resolve(func) in (list, tuple):
             return numbers_on_device(inner, hosts, resolve)
         case ast.Call(func=func, args=[inner, *along]) if _is_numpy_cumsum(resolve(func)) and _along_first(along, e.keywords):
@@ -113,18 +113,19 @@ def _split(e: ast.expr, hosts: dict[str, Host], resolve: Resolve) -> tuple[ast.e
     arguments = dict(zip(("sizes", "dim"), rest, strict=False)) | options
     sizes = arguments.get("sizes", options.get("split_size_or_sections", options.get("split_size")))
     along = arguments.get("dim")
-    if sizes is None or (along is not None and not _is_zero(along)):
+    if sizes is None or (along is not None and not is_zero(along)):
         return None
     tensor = numbers_on_device(sizes, hosts, resolve)
     return tensor and (rows, tensor)
 
 
-def _without_copies(e: ast.expr) -> ast.expr:
+def without_copies(e: ast.expr) -> ast.expr:
+    """The tensor that an expression for a tensor on the host is a copy of."""
     match e:
         case ast.Call(func=ast.Attribute(value=inner, attr=attr), args=[], keywords=[]) if attr in _COPIES:
-            return _without_copies(inner)
+            return without_copies(inner)
         case ast.Call(func=ast.Attribute(value=inner, attr="to"), args=[ast.Constant(value="cpu")], keywords=[]):
-            return _without_copies(inner)
+            return without_copies(inner)
     return e
 
 
@@ -139,8 +140,8 @@ def _is_numpy_cumsum(function: Any) -> bool:
 
 
 def _along_first(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
-    return all(map(_is_zero, args)) and all(k.arg in ("axis", "dim") and _is_zero(k.value) for k in keywords)
+    return all(map(is_zero, args)) and all(k.arg in ("axis", "dim") and is_zero(k.value) for k in keywords)
 
 
-def _is_zero(e: ast.expr) -> bool:
+def is_zero(e: ast.expr) -> bool:
     return isinstance(e, ast.Constant) and type(e.value) is int and e.value == 0

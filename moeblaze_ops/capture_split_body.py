@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeblaze_ops.capture_emptiness import MODULE
 from moeblaze_ops.capture_guards import Unproven, stored
+from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 START, END, SIZE, NOTHING = (1, 0, 0), (0, 1, 0), (-1, 1, 0), (0, 0, 0)
 """Coefficients of the start and the end of a group, and a constant."""
@@ -241,19 +241,3 @@ _EMPTY = {
     (ast.GtE, (-1, 1, -1)): False, (ast.Lt, (-1, 1, -1)): True,
 }  # fmt: skip
 """By how two numbers are compared and their difference; no group has fewer than no rows."""
-
-
-def name_of(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
-
-
-def row_groups_call(function: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(name_of(MODULE), function, ast.Load()), list(args), [])
-
-
-def located(new: ast.AST, place: ast.AST) -> Any:
-    """``new``, and what it holds that has no place yet, where ``place`` is."""
-    for node in ast.walk(new):
-        if "lineno" in node._attributes and not hasattr(node, "lineno"):
-            ast.copy_location(node, place)
-    return new

@@ -18,25 +18,27 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_hosts import Host, host, hosts_of, made_by_bincount, numbers_on_device
-from moeblaze_ops.capture_split_body import END, LIKE, MODULE, ROWS, SIZE, START, Round, located, name_of, row_groups_call
+from moeblaze_ops.capture_hosts import Host, host, hosts_of, is_zero, made_by_bincount, numbers_on_device
+from moeblaze_ops.capture_split_body import END, LIKE, ROWS, SIZE, START, Round
+from moeblaze_ops.capture_split_results import as_loop, as_tensor, collected_in, last_value
+from moeblaze_ops.capture_syntax import is_path
+from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 _ENDS, _GROUP, _SPLIT = "_moeblaze_ends", "_moeblaze_group", "_moeblaze_split"
-_CATS = (torch.cat, torch.concat, torch.concatenate)
 
 
 class Splits:
-    """One pass over one function, whose tree it changes; loops whose lines are in ``refused`` stay.
+    """One pass over one function, whose tree it changes; loops whose lines are in ``refused`` or in ``others`` stay.
 
     After ``rewrite``, ``loops`` holds the loops that are changed, by the identity of their nodes.
     """
 
-    def __init__(self, function: ast.FunctionDef, reader: Reader, refused: dict[int, str], cells: Sequence[str]):
-        self.function, self.reader, self.refused, self.cells = function, reader, refused, cells
+    def __init__(
+        self, function: ast.FunctionDef, reader: Reader, refused: dict[int, str], others: set[int], cells: Sequence[str]
+    ):
+        self.function, self.reader, self.refused, self.others, self.cells = function, reader, refused, others, cells
         self.loops: dict[int, ast.For] = {}
         self._numbers: dict[str, ast.Assign] = {}  # names whose numbers stay on the device now, and where they are set
         self._own: set[int] = set()  # nodes that read them as a tensor
@@ -44,14 +46,8 @@ class Splits:
     def rewrite(self) -> bool:
         """Whether the tree is whole; otherwise there are more refused lines now, and it has to be made again."""
         before = len(self.refused)
-        if not any(name.startswith("_moeblaze") for name in loaded(self.function) | stored(self.function)):
-            self._block(self.function.body, [], [])
-            self._check_numbers()
-        if self.loops:
-            documented = ast.get_docstring(self.function, clean=False) is not None
-            place = self.function.body[0]
-            name = ast.Import([ast.alias("moeblaze_ops.row_groups", MODULE)])
-            self.function.body.insert(int(documented), located(name, place))
+        self._block(self.function.body, [], [])
+        self._check_numbers()
         return len(self.refused) == before
 
     def refuse(self, loop: ast.stmt, reason: object) -> None:
@@ -62,7 +58,7 @@ class Splits:
         for statement in list(block):
             at = block.index(statement)
             before, after = [*above, *block[:at]], [*block[at + 1 :], *below]
-            if statement.lineno in self.refused:
+            if statement.lineno in self.refused or statement.lineno in self.others:
                 continue
             match statement:
                 case ast.For():
@@ -70,7 +66,7 @@ class Splits:
                 case ast.Assign(targets=[ast.Name()], value=ast.ListComp(generators=[_])) if _SplitLoop(
                     self, statement, before, after
                 ).counts():
-                    start, loop, *rest = _as_loop(statement, self.cells)
+                    start, loop, *rest = as_loop(statement, self.cells)
                     changed = self._loop(loop, [*before, start], after)
                     if changed == [loop]:
                         self.refuse(statement, "it may do something else as a loop")
@@ -249,7 +245,7 @@ class _SplitLoop:
         """What a round takes its own item of."""
         for node in ast.walk(loop):
             match node:
-                case ast.Subscript(value=of, slice=ast.Name(id=index)) if index in self.indices and _is_path(of):
+                case ast.Subscript(value=of, slice=ast.Name(id=index)) if index in self.indices and is_path(of):
                     if not loaded(of) & stored(loop):
                         yield of
 
@@ -258,15 +254,14 @@ class _SplitLoop:
     def _round(self, loop: ast.For, kind: tuple, used: dict[str, Host], from_zero: bool) -> Round:
         """Go through a round of ``loop`` and change its body."""
         set_inside = set().union(*(stored(s) for s in loop.body))
-        running = frozenset(name for name in set_inside if _last_value(self.above, name, _is_zero))
-        lists = {name for name in _appended_to(loop) if _last_value(self.above, name, _is_empty_list)}
+        running = frozenset(name for name in set_inside if last_value(self.above, name, is_zero))
         round_ = Round(
             resolve=self.resolve,
             indices=frozenset(self.indices - set_inside),
             numbers={name: kind for name, found in used.items() if found.rows is None},
             from_zero=from_zero,
             parts={name: name_of(name) for name, found in used.items() if found.rows is not None},
-            lists=lists,
+            lists=collected_in(loop, self.above),
             values=dict.fromkeys(running, START) | ({self.number: kind} if self.number else {}),
             running=running,
         )
@@ -289,7 +284,7 @@ class _SplitLoop:
             if names := gone & loaded(statement):
                 raise Unproven(statement, f"{', '.join(sorted(names))} is read after the loop")
         for name in round_.appended:
-            _as_tensor(self, name)
+            as_tensor(name, self.above, self.below, self.resolve)
 
     def _statements(self, loop: ast.For, round_: Round, kind: tuple, used: dict[str, Host]) -> list[ast.stmt]:
         set_inside = stored(loop)
@@ -334,99 +329,3 @@ def _one_by_one(s: ast.stmt) -> list[ast.stmt]:
             if all(isinstance(name, ast.Name) for name in names) and not stored(s) & loaded(s) and len(stored(s)) == len(names):
                 return [ast.copy_location(ast.Assign([n], v), s) for n, v in zip(names, values, strict=True)]
     return [s]
-
-
-def _is_path(e: ast.expr) -> bool:
-    return isinstance(e, ast.Name) or (isinstance(e, ast.Attribute) and _is_path(e.value))
-
-
-def _is_zero(e: ast.expr) -> bool:
-    return isinstance(e, ast.Constant) and type(e.value) is int and e.value == 0
-
-
-def _is_empty_list(e: ast.expr) -> bool:
-    return isinstance(e, ast.List) and not e.elts
-
-
-def _last_value(above: Sequence[ast.stmt], name: str, accept) -> ast.Assign | None:
-    """The statement that set a name last, where it gives it a value of a kind and nothing reads it since."""
-    for statement in reversed(above):
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                return statement if accept(value) else None
-        if name in stored(statement) | loaded(statement):
-            return None
-    return None
-
-
-def _appended_to(loop: ast.For) -> Iterator[str]:
-    for node in ast.walk(loop):
-        match node:
-            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"))):
-                yield name
-
-
-def _as_tensor(split: _SplitLoop, name: str) -> None:
-    """Make a list of results, one of each group, the tensor that they are concatenated to.
-
-    Raises:
-        Unproven: it is read in another way.
-    """
-    start = _last_value(split.above, name, _is_empty_list)
-    start.value = ast.copy_location(ast.Constant(None), start)
-    joined = _Joined(name, split.resolve)
-    for statement in split.below:
-        joined.visit(statement)
-        if isinstance(statement, ast.Assign) and name in stored(statement):
-            break
-
-
-class _Joined(ast.NodeTransformer):
-    def __init__(self, name: str, resolve):
-        self.name, self.resolve = name, resolve
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        match node:
-            case ast.Call(func=func, args=[ast.Name(id=name), *along], keywords=keywords) if name == self.name:
-                dims = [*along, *(k.value for k in keywords if k.arg in ("dim", "axis"))]
-                if self.resolve(func) in _CATS and len(dims) == len(along) + len(keywords) <= 1 and all(map(_is_zero, dims)):
-                    return node.args[0]
-        return self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        # With no part at all, of no tokens, torch.cat would raise.
-        match node.test:
-            case (
-                ast.Name(id=name)
-                | ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)])
-                | ast.Compare(
-                    left=ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)]),
-                    ops=[ast.Gt() | ast.NotEq()],
-                    comparators=[ast.Constant(value=0)],
-                )
-            ) if name == self.name:
-                return self.visit(node.body)
-        return self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id == self.name and isinstance(node.ctx, ast.Load):
-            raise Unproven(node, f"{self.name} is more than what is concatenated")
-        return node
-
-
-def _as_loop(statement: ast.Assign, cells: Sequence[str]) -> list[ast.stmt]:
-    """``name = [f(i) for i in it if test(i)]`` as a loop that appends to a list.
-
-    Raises:
-        Unproven: it is another kind of comprehension.
-    """
-    comprehension, name = statement.value, statement.targets[0].id
-    generator = comprehension.generators[0]
-    append = ast.Call(ast.Attribute(name_of(name), "append", ast.Load()), [comprehension.elt], [])
-    skips = [ast.If(ast.UnaryOp(ast.Not(), test), [ast.Continue()], []) for test in generator.ifs]
-    loop = ast.For(generator.target, generator.iter, [*skips, ast.Expr(append)], [])
-    start = ast.Assign([ast.Name(name, ast.Store())], ast.List([], ast.Load()))
-    # What the comprehension shares with the function stays in cells, as in the code that it takes the place of.
-    shared = ast.Lambda(ast.arguments([], [], None, [], [], None, []), ast.Tuple([name_of(c) for c in cells], ast.Load()))
-    kept = [ast.If(ast.Constant(False), [ast.Expr(shared)], [])] if cells else []
-    return [located(s, statement) for s in (start, loop, *kept)]

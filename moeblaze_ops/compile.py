@@ -341,6 +341,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt is not None and justification.groups_that_overlap(gm):
         attempt.left = "rows would be in groups that are no counts of ids"
         raise NotJustified(attempt.left)
+    if attempt is not None and justification.unknown_ids(gm):
+        attempt.left = "ids may be no numbers of experts"
+        raise NotJustified(attempt.left)
     try:
         report = rewrite_graph(gm)
     except Exception as error:

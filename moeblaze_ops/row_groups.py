@@ -1,7 +1,7 @@
-"""Rows that stand in groups, one behind another, without any number on the host.
+"""Rows of tokens in groups, one of each expert, without any number on the host.
 
-What ``capture_splits`` puts in the place of slices such as ``x[start:end]``, and of the concatenation of what became of
-them. Dynamo traces these functions; they only run as they are where a graph breaks.
+What ``capture`` puts in the place of slices such as ``x[start:end]``, of the concatenation of what became of them, and
+of the numbers that occur among ids. Dynamo traces these functions; they only run as they are where a graph breaks.
 """
 
 import torch
@@ -11,6 +11,20 @@ from torch import Tensor
 def kept(numbers: Tensor) -> Tensor:
     """``numbers`` as they are now, where a copy to the host would have kept them."""
     return numbers.clone()
+
+
+def numbers(ids: Tensor, count: int) -> range:
+    """The numbers below ``count``, where a loop is over those that occur among ``ids``: all of them are below it.
+
+    Whoever captures this proves that, and removes the check.
+
+    Args:
+        ids: numbers of experts. Any shape, integer.
+        count: how many experts there are.
+    """
+    inside = (ids >= 0) & (ids < count)
+    torch._assert_async(inside.all())
+    return range(count)
 
 
 def rows(ends: Tensor, group: int, like: Tensor) -> Tensor:

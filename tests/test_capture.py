@@ -9,12 +9,19 @@ from torch._dynamo.utils import counters
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops.capture import captured
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
+from tests import moe_lists as lists
+from tests import moe_named as named
+from tests import moe_present as present
+from tests import moe_split as split
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
 T = 12
+CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED)
+NEAR_MISSES = (*guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES, *named.NEAR_MISSES)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +51,8 @@ def make_layer(combine, **kwargs) -> zoo.ModuleListMoE:
     layer = zoo.ModuleListMoE(combine, **kwargs)
     layer.router = Router(layer.router)
     layer.calls = 0
+    if combine in (*named.NAMED, *named.NEAR_MISSES):
+        layer.experts = nn.ModuleDict({f"expert_{e}": expert for e, expert in enumerate(layer.experts)})
     return layer
 
 
@@ -76,7 +85,7 @@ def assert_one_rewritten_graph(records) -> None:
     assert capture.done and not capture.left
 
 
-@pytest.mark.parametrize("combine", (*guarded.GUARDED, *counted.GUARDED), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", CAPTURED, ids=lambda f: f.__name__)
 def test_one_graph(combine):
     layer = make_layer(combine, expert=zoo.PlainMLP if combine is guarded.if_any else zoo.GluMLP)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -96,7 +105,7 @@ def captures(layer, x) -> bool:
     return True
 
 
-@pytest.mark.parametrize("combine", (*guarded.GUARDED, *counted.GUARDED), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", CAPTURED, ids=lambda f: f.__name__)
 def test_spellings_break_without_us(combine):
     assert not captures(make_layer(combine), torch.randn(T, zoo.D))
 
@@ -131,9 +140,19 @@ def check_twins(make) -> list:
     return records
 
 
-@pytest.mark.parametrize("combine", (*guarded.NEAR_MISSES, *counted.NEAR_MISSES), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses_are_left_alone(combine):
     assert_left_alone(check_twins(lambda: make_layer(combine)))
+
+
+def test_numbers_that_are_more_than_experts():
+    records = check_twins(lambda: make_layer(present.numbers_are_counted))
+    assert not any(record.done for record in kept(records, moeblaze_compile.CaptureRecord))
+
+
+def test_lists_in_a_list_are_no_rows():
+    result = captured(lists.list_of_pairs.__code__, vars(lists))
+    assert result.code is None and any("'hits.numel() == 0' stays" in line for line in result.left)
 
 
 class CountingExpert(zoo.GluMLP):
@@ -287,7 +306,10 @@ def test_without_the_switch_nothing_is_captured():
     assert not kept(records, moeblaze_compile.CaptureRecord)
 
 
-@pytest.mark.parametrize("combine", [guarded.if_any_rows, guarded.hit_rows], ids=lambda f: f.__name__)
+COMPILED = (guarded.if_any_rows, guarded.hit_rows, split.deepseek_infer, split.llama_moe)
+
+
+@pytest.mark.parametrize("combine", COMPILED, ids=lambda f: f.__name__)
 def test_inductor(combine):
     torch.set_default_dtype(torch.float32)
     layer = make_layer(combine)
@@ -311,3 +333,8 @@ def test_explain_says_why_a_captured_frame_was_dropped(capsys):
     layer = make_layer(guarded.numel_continue, expert=CountingExpert)
     explanation = moeblaze_ops.explain(layer, torch.randn(T, zoo.D))
     assert any("kept after all" in note and "a Python object is changed" in note for note in explanation.notes)
+
+
+def test_explain_says_that_ids_may_name_no_expert(capsys):
+    explanation = moeblaze_ops.explain(make_layer(present.minus_one_is_the_last), torch.randn(T, zoo.D))
+    assert any("kept after all" in note and "ids may be no numbers of experts" in note for note in explanation.notes)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch._inductor.config
 from torch import nn
 
 import moeblaze_ops
@@ -136,15 +135,6 @@ def test_any_number_of_tokens():
         for num_tokens in (5, 9, 14):
             x = torch.randn(num_tokens, zoo.D)
             torch.testing.assert_close(guarded.step(layer, run, x), guarded.step(layer, layer, x))
-    assert_one_rewritten_graph(records)
-
-
-@pytest.mark.parametrize("combine", [split.deepseek_infer, split.llama_moe], ids=lambda f: f.__name__)
-def test_inductor(combine):
-    torch.set_default_dtype(torch.float32)
-    layer = make_layer(combine)
-    with torch._inductor.config.patch(force_disable_caches=True), moeblaze_compile.recording() as records:
-        check(layer, torch.compile(layer, backend="moeblaze", fullgraph=True), atol=1e-5, rtol=1e-4)
     assert_one_rewritten_graph(records)
 
 

@@ -8,7 +8,10 @@ from moeblaze_ops import compile as moeblaze_compile
 
 pytest.importorskip("transformers")
 
+from transformers.models.nllb_moe import configuration_nllb_moe, modeling_nllb_moe
+
 from tests import test_hf_models as models
+from tests.rewrite_harness import rewriting_backend, rewritten_in
 from tests.test_hf_registry import assert_steps_equal
 
 
@@ -33,3 +36,27 @@ def test_training_step(name):
     assert_steps_equal(actual, models.training_step(model, model, ids))
     reports = [record.report for record in records if isinstance(record, moeblaze_compile.GraphRecord) and not record.dropped]
     assert [len(report.rewritten) for report in reports] == [1]
+
+
+class Nllb(torch.nn.Module):
+    """NLLB-MoE's experts, which have names, behind a router."""
+
+    def __init__(self):
+        super().__init__()
+        config = configuration_nllb_moe.NllbMoeConfig(d_model=16, num_experts=4, activation_dropout=0.0, moe_token_dropout=0.0)
+        self.gate = torch.nn.Linear(16, 4)
+        self.experts = modeling_nllb_moe.NllbMoeExperts(config, ffn_dim=24)
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+        return self.experts(x, ids, weights)
+
+
+def test_experts_by_name():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer, x = Nllb().double(), torch.randn(12, 16, dtype=torch.float64)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x))
+    torch._dynamo.reset()
+    assert len(rewritten_in(records)) == 1

@@ -1,0 +1,69 @@
+"""Conditions on whether a group of tokens is empty: ``if mask.any():``, ``if idx.numel() == 0:``, ``if counts[e] > 0:``."""
+
+import ast
+from collections.abc import Hashable
+
+import torch
+
+from moeblaze_ops.capture_emptiness import COUNTED_AT, Reader
+from moeblaze_ops.capture_syntax import number
+
+
+def empty_when(test: ast.expr, reader: Reader) -> tuple[Hashable, bool] | None:
+    """The group that has nothing in it when ``test`` has the outcome that is returned with it."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = empty_when(operand, reader)
+            return inner and (inner[0], not inner[1])
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            group = _counted(left, reader)
+            outcome = COUNTED_AT.get(type(op), {}).get(number(right))
+            return None if group is None or outcome is None else (group, outcome)
+    group = _counted(test, reader)
+    group = _any(test, reader) if group is None else group
+    return None if group is None else (group, False)
+
+
+def counted_in(test: ast.expr, reader: Reader) -> str | None:
+    """The name of the counts that a condition reads one element of."""
+    subscripts = (node for node in ast.walk(test) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name))
+    return next((node.value.id for node in subscripts if reader.read(node).kind == "count"), None)
+
+
+def _any(e: ast.expr, reader: Reader) -> Hashable | None:
+    """The group of the mask that ``e`` asks whether any element of it is true."""
+    match e:
+        case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
+            return _any(inner, reader)
+        case ast.Call(func=ast.Name(), args=[inner], keywords=[]) if reader.resolve(e.func) is bool:
+            return _any(inner, reader)
+        case ast.Call(func=func, args=[mask], keywords=[]) if reader.resolve(func) is torch.any:
+            return _group(mask, reader, "mask", "onehot", "other")
+        case ast.Call(func=ast.Attribute(value=mask, attr="any"), args=[], keywords=[]) if reader.resolve(e.func) is None:
+            return _group(mask, reader, "mask", "onehot", "other")
+    return None
+
+
+def _counted(e: ast.expr, reader: Reader) -> Hashable | None:
+    """The group whose members ``e`` counts."""
+    match e:
+        case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
+            return _counted(inner, reader)
+        case ast.Call(func=ast.Attribute(value=rows, attr="numel" | "nelement"), args=[], keywords=[]):
+            return _group(rows, reader, "rows", "mask")
+        case ast.Call(func=ast.Attribute(value=rows, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
+            return _group(rows, reader, "rows")
+        case ast.Subscript(value=ast.Attribute(value=rows, attr="shape"), slice=ast.Constant(value=0)):
+            return _group(rows, reader, "rows")
+        case ast.Call(func=ast.Name(), args=[rows], keywords=[]) if reader.resolve(e.func) is len:
+            return _group(rows, reader, "rows")
+        case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]) if reader.resolve(e.func) is None:
+            return _group(mask, reader, "mask", "onehot")
+        case ast.Call(func=func, args=[mask], keywords=[]) if reader.resolve(func) is torch.sum:
+            return _group(mask, reader, "mask", "onehot")
+    return _group(e, reader, "count")
+
+
+def _group(e: ast.expr, reader: Reader, *kinds: str) -> Hashable | None:
+    value = reader.read(e)
+    return value.group if value.kind in kinds else None

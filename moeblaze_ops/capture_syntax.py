@@ -1,0 +1,56 @@
+"""What single expressions say, whatever stands around them: numbers, axes, views."""
+
+import ast
+from collections.abc import Hashable
+
+VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
+"""Methods that give the elements of a tensor in another shape."""
+
+
+def mentions(key: Hashable, part: Hashable) -> bool:
+    """Whether ``part`` is, or is part of, a key."""
+    return key == part or (isinstance(key, tuple) and any(mentions(inner, part) for inner in key))
+
+
+def number(e: ast.expr | None) -> int | None:
+    """The number that a literal is."""
+    return e.value if isinstance(e, ast.Constant) and type(e.value) is int else None
+
+
+def is_true(e: ast.expr | None) -> bool:
+    return isinstance(e, ast.Constant) and e.value is True
+
+
+def is_zero(args: list[ast.expr]) -> bool:
+    return len(args) == 1 and number(args[0]) == 0
+
+
+def is_whole(e: ast.expr) -> bool:
+    """The slice of a whole axis."""
+    return isinstance(e, ast.Slice) and e.lower is e.upper is e.step is None
+
+
+def is_path(e: ast.expr) -> bool:
+    """A name, or an attribute of one."""
+    return isinstance(e, ast.Name) or (isinstance(e, ast.Attribute) and is_path(e.value))
+
+
+def without_views(e: ast.expr) -> ast.expr:
+    """The tensor whose elements, in any shape, ``e`` gives."""
+    while isinstance(e, ast.Call) and isinstance(e.func, ast.Attribute) and e.func.attr in VIEWS:
+        e = e.func.value
+    return e
+
+
+def is_last_of_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
+    axes = [*args, *options.values()]
+    return len(axes) == 1 and ast.unparse(axes[0]) in ("1", "-1")
+
+
+def sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
+    """Whether the axes of a sum are the last two of three."""
+    axes = args[0] if len(args) == 1 and not options else options.get("dim") if not args and len(options) == 1 else None
+    try:
+        return axes is not None and set(ast.literal_eval(axes)) in ({-1, -2}, {1, 2})
+    except (ValueError, TypeError):
+        return False
