@@ -233,9 +233,13 @@ class Matcher:
             var, body = self._algebra.open(e)
             for term in self._distributed(body):
                 yield self._algebra.sum(var, term)
-        elif e.kind == "mul" and len(inner := [f for f in e.args if _sums_experts(f)]) == 1:
+        elif (
+            e.kind == "mul"
+            and len(inner := [f for f in e.args if _sums_experts(f)]) == 1
+            and (terms := list(self._distributed(inner[0]))) != inner
+        ):
             others = [f for f in e.args if f is not inner[0]]
-            for term in self._distributed(inner[0]):
+            for term in terms:
                 yield from self._distributed(self._algebra.mul(term, *others))
         else:
             yield e
