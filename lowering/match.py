@@ -100,7 +100,7 @@ class Matcher:
         self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
-        self._term_ids: dict[Expr, frozenset[Value]] = {}
+        self._term_ids: dict[tuple[Expr, Expr], frozenset[Value]] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
         """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
@@ -165,7 +165,7 @@ class Matcher:
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
         """How many expert terms each set of ids chooses."""
-        return Counter(self._ids(term) for term in terms if self._is_expert(term, feature))
+        return Counter(self._ids(term, feature) for term in terms if self._is_expert(term, feature))
 
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
@@ -181,7 +181,7 @@ class Matcher:
         tokens, feature = self._indices(value)
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)]
-        ids = frozenset(v for term in terms for v in self._ids(term))
+        ids = frozenset(v for term in terms for v in self._ids(term, feature))
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
@@ -190,7 +190,7 @@ class Matcher:
             masked = [term for term in terms if _is_masked(term) and feature in term.free]
             if len(masked) < 2:
                 return None
-            counts = Counter(map(self._ids, masked))
+            counts = Counter(self._ids(term, feature) for term in masked)
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
             others = [term for term in terms if term not in experts]
@@ -250,10 +250,10 @@ class Matcher:
             known = self._expert_terms[term] = is_expert_term(term, feature)
         return known
 
-    def _ids(self, term: Expr) -> frozenset[Value]:
-        known = self._term_ids.get(term)
+    def _ids(self, term: Expr, feature: Expr) -> frozenset[Value]:
+        known = self._term_ids.get((term, feature))
         if known is None:
-            known = self._term_ids[term] = frozenset(_routed_by(term))
+            known = self._term_ids[term, feature] = frozenset(_routed_by(term, feature))
         return known
 
     def _prove(
@@ -314,7 +314,7 @@ class Matcher:
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)), base=base,
+            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(self._ids(term, feature) for term in terms), base=base,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -347,8 +347,17 @@ def _may_combine(node: fx.Node) -> bool:
     return (inplace_name(node) or target_name(node)) in _COMBINES
 
 
-def _routed_by(term: Expr) -> Iterator[Value]:
-    """Integer tensors that a term compares with an expert or indexes weights by."""
+def _routed_by(term: Expr, feature: Expr) -> Iterator[Value]:
+    """Integer tensors that a term compares with an expert or indexes weights by.
+
+    Not those behind a factor that all features share and that is computed from a product: it may come from other layers.
+    """
+    if term.kind == "mul" or (term.kind == "sum" and term.args[0].args[2] == "r"):
+        for part in term.args if term.kind == "mul" else term.args[1:]:
+            yield from _routed_by(part, feature)
+        return
+    if term.has_dot and feature not in term.free:
+        return
     for e in subexpressions(term, lambda e: e.kind == "leaf"):
         if not e.args[0].dtype.is_floating_point:
             yield e.args[0]
