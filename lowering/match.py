@@ -83,6 +83,12 @@ class Decline:
     ids: frozenset[Value] = field(default_factory=frozenset)
     experts: Counter = field(default_factory=Counter)  # expert terms of its sum, by ids
     rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
+    masked: bool = False  # ``experts`` counts terms with masks that are no experts
+
+    @property
+    def may_follow_layer(self) -> bool:
+        """Whether it may be a function of complete layers, as a residual or a linear layer behind one is."""
+        return self.masked or self.reason is Reason.OTHER_TERMS
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -129,8 +135,8 @@ class Matcher:
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
     def _only_adds(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
-        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        if outer.reason is not Reason.OTHER_TERMS and not outer.rows:
+        """Whether all experts of a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
+        if not outer.may_follow_layer and not outer.rows:
             return False
         behind = dependencies(self.view, outer.root) - {outer.root}
         inner = [result for result in results if result.root in behind]
@@ -145,7 +151,7 @@ class Matcher:
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own.
 
-        Where the candidate failed for other terms in its sum, the sum of all its experts may be one.
+        Where the candidate may follow a layer, the sum of all its experts may be one.
         """
         for node in dependencies(self.view, whole.root):
             if not _may_combine(node) or (value := self._result(node)) is None:
@@ -154,7 +160,7 @@ class Matcher:
             if not experts or not experts.keys() <= whole.experts.keys():
                 continue
             partial = any(count < whole.experts[ids] for ids, count in experts.items())
-            if partial or whole.reason is not Reason.OTHER_TERMS:
+            if partial or not whole.may_follow_layer:
                 yield node
 
     def _experts_of(self, value: Value) -> Counter:
@@ -191,7 +197,7 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = Counter(self._ids(term, feature) for term in masked)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts, masked=True)
         try:
             others = [term for term in terms if term not in experts]
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
