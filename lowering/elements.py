@@ -26,6 +26,8 @@ _SHALLOW = frozenset((
     "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where",
 ))  # fmt: skip
 _MAX_UNROLLED = 1024
+_MAX_NESTED_SUMS = 8
+"""Sums inside sums that are expanded, between two products: matrices that are normalised over and over have more."""
 
 
 class Unroll(Exception):
@@ -41,6 +43,7 @@ class Evaluator(IndexingRules, GroupRules):
     def __init__(self) -> None:
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
+        self._nested_sums: dict[Value, int] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }
@@ -72,9 +75,22 @@ class Evaluator(IndexingRules, GroupRules):
         rule = self._rules.get(value.op)
         integers = not value.dtype.is_floating_point
         shallow = integers or kind in _SHALLOW or (kind == "contract" and any(map(_is_mask, value.args[0])))
-        if rule is None or (depth >= MAX_PROJECTIONS and not shallow):
+        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._sums_below(value) > _MAX_NESTED_SUMS:
             return self.algebra.leaf(value, indices)
         return rule(value, indices, depth)
+
+    def _sums_below(self, value: Value) -> int:
+        """How many sums stand one inside the other in ``value``, down to where a product ends the chain."""
+        stack = [value]
+        while stack:
+            top = stack[-1]
+            below = [] if top.op == "contract" or top.op not in self._rules else _operands(top)
+            if unknown := [x for x in below if x not in self._nested_sums]:
+                stack += unknown
+                continue
+            stack.pop()
+            self._nested_sums[top] = max((self._nested_sums[x] for x in below), default=0) + (top.op == "sum")
+        return self._nested_sums[value]
 
     def _sum(self, var: Expr, body: Callable[[Expr], Expr]) -> Expr:
         try:
@@ -301,6 +317,11 @@ class Evaluator(IndexingRules, GroupRules):
             return e
         others.remove(kept[0])
         return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
+
+
+def _operands(value: Value) -> list[Value]:
+    parts = [part for arg in value.args for part in (arg if isinstance(arg, tuple) else (arg,))]
+    return [part for part in parts if isinstance(part, Value)]
 
 
 def accumulators(value: Value) -> list[Value]:

@@ -107,6 +107,9 @@ class Algebra:
         return found
 
     def const(self, value: float) -> Expr:
+        """A number; a whole one is an int in whatever type it came, since equal numbers are one expression."""
+        if isinstance(value, bool | float) and abs(value) < 2**53 and value == int(value):
+            value = int(value)
         return self._intern("const", value)
 
     def var(self, level: int, extent: Size, tag: str) -> Expr:

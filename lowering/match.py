@@ -83,6 +83,12 @@ class Decline:
     ids: frozenset[Value] = field(default_factory=frozenset)
     experts: Counter = field(default_factory=Counter)  # expert terms of its sum, by ids
     rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
+    masked: bool = False  # ``experts`` counts terms with masks that are no experts
+
+    @property
+    def may_follow_layer(self) -> bool:
+        """Whether it may be a function of complete layers, as a residual or a linear layer behind one is."""
+        return self.masked or self.reason is Reason.OTHER_TERMS
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -100,7 +106,7 @@ class Matcher:
         self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
-        self._term_ids: dict[Expr, frozenset[Value]] = {}
+        self._term_ids: dict[tuple[Expr, Expr], frozenset[Value]] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
         """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
@@ -129,8 +135,8 @@ class Matcher:
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
     def _only_adds(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
-        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        if outer.reason is not Reason.OTHER_TERMS and not outer.rows:
+        """Whether all experts of a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
+        if not outer.may_follow_layer and not outer.rows:
             return False
         behind = dependencies(self.view, outer.root) - {outer.root}
         inner = [result for result in results if result.root in behind]
@@ -145,7 +151,7 @@ class Matcher:
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own.
 
-        Where the candidate failed for other terms in its sum, the sum of all its experts may be one.
+        Where the candidate may follow a layer, the sum of all its experts may be one.
         """
         for node in dependencies(self.view, whole.root):
             if not _may_combine(node) or (value := self._result(node)) is None:
@@ -154,7 +160,7 @@ class Matcher:
             if not experts or not experts.keys() <= whole.experts.keys():
                 continue
             partial = any(count < whole.experts[ids] for ids, count in experts.items())
-            if partial or whole.reason is not Reason.OTHER_TERMS:
+            if partial or not whole.may_follow_layer:
                 yield node
 
     def _experts_of(self, value: Value) -> Counter:
@@ -165,7 +171,7 @@ class Matcher:
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
         """How many expert terms each set of ids chooses."""
-        return Counter(self._ids(term) for term in terms if self._is_expert(term, feature))
+        return Counter(self._ids(term, feature) for term in terms if self._is_expert(term, feature))
 
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
@@ -181,7 +187,7 @@ class Matcher:
         tokens, feature = self._indices(value)
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)]
-        ids = frozenset(v for term in terms for v in self._ids(term))
+        ids = frozenset(v for term in terms for v in self._ids(term, feature))
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
@@ -190,8 +196,8 @@ class Matcher:
             masked = [term for term in terms if _is_masked(term) and feature in term.free]
             if len(masked) < 2:
                 return None
-            counts = Counter(map(self._ids, masked))
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
+            counts = Counter(self._ids(term, feature) for term in masked)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts, masked=True)
         try:
             others = [term for term in terms if term not in experts]
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
@@ -233,9 +239,13 @@ class Matcher:
             var, body = self._algebra.open(e)
             for term in self._distributed(body):
                 yield self._algebra.sum(var, term)
-        elif e.kind == "mul" and len(inner := [f for f in e.args if _sums_experts(f)]) == 1:
+        elif (
+            e.kind == "mul"
+            and len(inner := [f for f in e.args if _sums_experts(f)]) == 1
+            and (terms := list(self._distributed(inner[0]))) != inner
+        ):
             others = [f for f in e.args if f is not inner[0]]
-            for term in self._distributed(inner[0]):
+            for term in terms:
                 yield from self._distributed(self._algebra.mul(term, *others))
         else:
             yield e
@@ -246,10 +256,10 @@ class Matcher:
             known = self._expert_terms[term] = is_expert_term(term, feature)
         return known
 
-    def _ids(self, term: Expr) -> frozenset[Value]:
-        known = self._term_ids.get(term)
+    def _ids(self, term: Expr, feature: Expr) -> frozenset[Value]:
+        known = self._term_ids.get((term, feature))
         if known is None:
-            known = self._term_ids[term] = frozenset(_routed_by(term))
+            known = self._term_ids[term, feature] = frozenset(_routed_by(term, feature))
         return known
 
     def _prove(
@@ -310,7 +320,7 @@ class Matcher:
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)), base=base,
+            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(self._ids(term, feature) for term in terms), base=base,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -343,8 +353,17 @@ def _may_combine(node: fx.Node) -> bool:
     return (inplace_name(node) or target_name(node)) in _COMBINES
 
 
-def _routed_by(term: Expr) -> Iterator[Value]:
-    """Integer tensors that a term compares with an expert or indexes weights by."""
+def _routed_by(term: Expr, feature: Expr) -> Iterator[Value]:
+    """Integer tensors that a term compares with an expert or indexes weights by.
+
+    Not those behind a factor that all features share and that is computed from a product: it may come from other layers.
+    """
+    if term.kind == "mul" or (term.kind == "sum" and term.args[0].args[2] == "r"):
+        for part in term.args if term.kind == "mul" else term.args[1:]:
+            yield from _routed_by(part, feature)
+        return
+    if term.has_dot and feature not in term.free:
+        return
     for e in subexpressions(term, lambda e: e.kind == "leaf"):
         if not e.args[0].dtype.is_floating_point:
             yield e.args[0]

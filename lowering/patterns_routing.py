@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.expressions import Algebra, Expr
 from moeblaze_ops.lowering.reasons import Reason, prove
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
@@ -118,7 +118,10 @@ def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | N
 
 
 def _compares(e: Expr) -> bool:
-    return any(True for _ in subexpressions(e, lambda s: s.kind == "eq"))
+    """Whether comparisons decide if ``e`` is zero; those inside a function, as of another layer's output, do not."""
+    if e.kind in ("mul", "cast", "any") or (e.kind == "sum" and e.args[0].args[2] == "r"):
+        return any(_compares(part) for part in e.args if isinstance(part, Expr))
+    return e.kind == "eq"
 
 
 def _expert_of(comparison: Expr, expert: Expr | None) -> Expr | None:

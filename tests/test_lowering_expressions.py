@@ -39,6 +39,18 @@ def test_order_of_terms_and_factors_is_forgotten(algebra):
     assert algebra.mul(a, algebra.zero) is algebra.zero
 
 
+@pytest.mark.parametrize("number", [2.0, 1.0, True, -3.0])
+def test_whole_numbers_are_ints_whoever_names_them_first(number):
+    algebra = Algebra()
+    assert algebra.const(number) is algebra.const(int(number))
+    assert type(algebra.const(int(number)).args[0]) is int
+
+
+@pytest.mark.parametrize("number", [0.5, 2.0**60, float("inf"), float("-inf")])
+def test_other_numbers_stay(algebra, number):
+    assert algebra.const(number).args == (number,) and type(algebra.const(number).args[0]) is float
+
+
 def test_comparison_equals_its_square_and_a_product_does_not(algebra):
     a, b = algebra.var(0, 5, "r"), algebra.var(1, 5, "r")
     same = algebra.eq(a, b)
