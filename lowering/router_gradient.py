@@ -2,6 +2,9 @@
 
 Autograd gives ``expert_up_backward(...)[0] + dlogits @ W``. On CUDA the product is an extern kernel that reads and writes all of
 dx once more, after a copy of it. Handed to the op, the product is part of the sum over a token's rows instead.
+
+A layer that goes by ranges of rows or of tokens gives dx and the gradient of the routing weights at once, so there the product
+can only follow: it is added in place, since a second dx would not fit into what such a layer is limited to.
 """
 
 import operator
@@ -13,6 +16,8 @@ from torch import fx
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _ROUTER = slice(8, 10)
 """Where ``expert_up_backward`` takes the factors of the product."""
+_IN_PARTS = (torch.ops.moeblaze.expert_mlp_ranged_backward.default, torch.ops.moeblaze.expert_mlp_chunked_backward.default)
+"""What gives dx first, and is done with the routing weights at the same time."""
 _LARGEST_ROUTER = 1024
 """Experts up to which the product is small beside what the sum reads."""
 
@@ -25,6 +30,9 @@ def add_router_gradient(total: fx.Node) -> bool:
             continue
         if experts.meta["val"].shape != total.meta["val"].shape:
             continue  # the product is broadcast against it
+        if dx.args[0].target in _IN_PARTS:
+            _add_in_place(total, experts, dx, mm)
+            return True
         moved = _later_ancestors(mm, dx.args[0], total)
         if moved is not None:
             _replace(total, experts, dx, mm, moved)
@@ -44,11 +52,7 @@ def _without_views(node) -> fx.Node | None:
 def _fits(total: fx.Node, dx: fx.Node, mm: fx.Node) -> bool:
     if dx.target is not operator.getitem or dx.args[1] != 0 or mm.target != torch.ops.aten.mm.default:
         return False
-    backward = dx.args[0]
-    if backward.target != torch.ops.moeblaze.expert_up_backward.default or len(backward.users) > 1:
-        return False
-    # With weights on the input their gradient comes out of the same op, and leads to the logits.
-    if backward.args[3] is not None or any(given is not None for given in backward.args[_ROUTER]):
+    if not (dx.args[0].target in _IN_PARTS or _takes_product(dx.args[0])):
         return False
     values = [node.meta["val"] for node in (dx, mm, *mm.args)]
     num_experts = values[2].shape[1]
@@ -60,6 +64,13 @@ def _fits(total: fx.Node, dx: fx.Node, mm: fx.Node) -> bool:
         and isinstance(num_experts, int)
         and num_experts <= _LARGEST_ROUTER
     )
+
+
+def _takes_product(backward: fx.Node) -> bool:
+    if backward.target != torch.ops.moeblaze.expert_up_backward.default or len(backward.users) > 1:
+        return False
+    # With weights on the input their gradient comes out of the same op, and leads to the logits.
+    return backward.args[3] is None and all(given is None for given in backward.args[_ROUTER])
 
 
 def _later_ancestors(mm: fx.Node, backward: fx.Node, total: fx.Node) -> list[fx.Node] | None:
@@ -89,9 +100,22 @@ def _replace(total: fx.Node, experts: fx.Node, dx: fx.Node, mm: fx.Node, moved: 
     # The strides that the op asks Inductor for.
     eager_args, eager_kwargs = backward.meta["eager_input_vals"]
     added.meta["eager_input_vals"] = _with_router(eager_args, [node.meta["val"] for node in mm.args]), eager_kwargs
-    if experts is not dx:
-        with graph.inserting_before(total):
-            result = graph.call_function(torch.ops.aten.reshape.default, (result, experts.args[1]))
+    _use_instead(result, total, experts if experts is not dx else None)
+
+
+def _add_in_place(total: fx.Node, experts: fx.Node, dx: fx.Node, mm: fx.Node) -> None:
+    """Nobody else reads dx, in front of the sum or behind it."""
+    with total.graph.inserting_before(total):
+        added = total.graph.call_function(torch.ops.aten.addmm_.default, (dx, *mm.args))
+    added.meta = dict(dx.meta)
+    _use_instead(dx, total, experts if experts is not dx else None)
+
+
+def _use_instead(result: fx.Node, total: fx.Node, view: fx.Node | None) -> None:
+    """Let the users of ``total`` read ``result``, in the shape of ``view`` if there is one."""
+    if view is not None:
+        with total.graph.inserting_before(total):
+            result = total.graph.call_function(torch.ops.aten.reshape.default, (result, view.args[1]))
         result.meta = dict(total.meta)
     total.replace_all_uses_with(result)
     _erase(total)

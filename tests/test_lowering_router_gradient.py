@@ -54,11 +54,13 @@ def test_routers_product_is_part_of_the_sum_where_the_input_is_kept(limited, mon
     assert fakecuda.launches(code).count("_combine_kernel") == 1
 
 
-def test_ranges_of_rows_have_no_logits_gradient_to_multiply(monkeypatch):
-    """It follows from all ranges, and dx is a sum over them."""
-    monkeypatch.setattr("moeblaze_ops.functional.choose_parts", lambda *args: ("ranges", 110_000))
+@pytest.mark.parametrize("parts", [("ranges", 110_000), ("chunks", 3 * T)], ids=["ranges", "chunks"])
+def test_routers_product_is_added_in_place_to_a_gradient_in_parts(parts, monkeypatch):
+    """It follows from the routing weights' gradient, which all parts give together."""
+    monkeypatch.setattr("moeblaze_ops.functional.choose_parts", lambda *args: parts)
     code = backward_code(kept_input, shape=(8 * T, D))
-    assert "expert_mlp_ranged_backward" in code and sum(products(code)) == 2
+    assert products(code) == (1, 0)
+    assert code.count("aten.addmm_.default(") == 1
 
 
 def test_tokens_in_sequences():
