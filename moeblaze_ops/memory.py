@@ -117,9 +117,9 @@ def memory_estimate(
     with torch.enable_grad():
         parts, size = choose_parts(T, D, F, E, K, dtype, gated, torch.device("cuda" if device is None else device))
     if keep == "input" and parts == "ranges":
-        return _ranged_estimate(T, sizes, size)
+        return _ranged_estimate(T, sizes, size, compiled)
     if keep == "input" and parts == "chunks":
-        return _chunked_estimate(T, sizes, size)
+        return _chunked_estimate(T, sizes, size, compiled)
     return _estimate(T, sizes, keep, compiled)
 
 
@@ -142,20 +142,20 @@ def _estimate(
     T: int, sizes: LayerSizes, keep: str, compiled: bool, rows_bytes: Callable[[int, LayerSizes], int] = _rows_bytes
 ) -> MemoryEstimate:
     size_of = _buffers(T, sizes) | {"rows": rows_bytes(T * sizes.K, sizes)}
-    return _summed(size_of, _kept(sizes, keep), _kept(sizes, "input"), _steps(sizes, keep, compiled))
+    return _summed(size_of, _kept(sizes, keep), _kept(sizes, "input"), _steps(sizes, keep, compiled) | _router_step(sizes, compiled))
 
 
-def _chunked_estimate(T: int, sizes: LayerSizes, chunk_tokens: int) -> MemoryEstimate:
+def _chunked_estimate(T: int, sizes: LayerSizes, chunk_tokens: int, compiled: bool) -> MemoryEstimate:
     chunk = next(token_ranges(T, chunk_tokens)).stop
     of_chunk = _buffers(chunk, sizes) | {"rows": _rows_bytes(chunk * sizes.K, sizes)}
     size_of = _buffers(T, sizes)
     size_of |= {f"chunk of {name}": size for name, size in of_chunk.items()}
     size_of |= {f"sum of {name}": size_of[name] * max(1, 4 // sizes.dtype.itemsize) for name in ("w_up", "w_down")}
     kept = tuple(name for name in _kept(sizes, "input") if name != "routing")
-    return _summed(size_of, kept, kept, _chunked_steps(sizes))
+    return _summed(size_of, kept, kept, _chunked_steps(sizes) | _router_step(sizes, compiled))
 
 
-def _ranged_estimate(T: int, sizes: LayerSizes, limit: int) -> MemoryEstimate:
+def _ranged_estimate(T: int, sizes: LayerSizes, limit: int, compiled: bool) -> MemoryEstimate:
     N, E = T * sizes.K, sizes.E
     of_rows = range_sizes(sizes.D, sizes.F, E, sizes.dtype, sizes.gated)
     first, *others = row_ranges(N, E, of_rows, limit)
@@ -168,7 +168,7 @@ def _ranged_estimate(T: int, sizes: LayerSizes, limit: int) -> MemoryEstimate:
         of_range["rows"] = _rows_bytes(len(rows), sizes, column_bytes) if rows else 0
         size_of |= {f"{name} {part}": size for part, size in of_range.items()}
     kept = _kept(sizes, "input")
-    return _summed(size_of, kept, kept, _ranged_steps(sizes, bool(others)))
+    return _summed(size_of, kept, kept, _ranged_steps(sizes, bool(others)) | _router_step(sizes, compiled))
 
 
 def _summed(
@@ -222,7 +222,7 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
         "expert_up_backward": ("x", "h", "w_down", "rows", "x"),
         "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
     }
-    return steps | _router_step(sizes)
+    return steps
 
 
 def _ranged_steps(sizes: LayerSizes, has_others: bool) -> dict[str, tuple[str, ...]]:
@@ -241,7 +241,7 @@ def _ranged_steps(sizes: LayerSizes, has_others: bool) -> dict[str, tuple[str, .
         "expert_mlp_backward, other range": (*results, "other h", "other a", "other partials"),
         "expert_up_backward, other range": (*results, "other h", "other rows"),
     }
-    return steps | (others if has_others else {}) | _router_step(sizes)
+    return steps | (others if has_others else {})
 
 
 def _chunked_steps(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
@@ -257,13 +257,15 @@ def _chunked_steps(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
     if sizes.dtype.itemsize < 4:
         steps["gradient of w_up"] = (*results, "w_up")
         steps["gradient of w_down"] = ("x", "x", "weights", "w_up", "sum of w_down", "w_down")
-    return steps | _router_step(sizes)
+    return steps
 
 
-def _router_step(sizes: LayerSizes) -> dict[str, tuple[str, ...]]:
+def _router_step(sizes: LayerSizes, compiled: bool) -> dict[str, tuple[str, ...]]:
+    """The gradient of the router; compiled, its part of the tokens' gradient has no buffer of its own."""
     if not sizes.router:
         return {}
-    return {"router": ("x", "w_down", "x", "w_up", "x", "router", "logits", "logits")}
+    of_tokens = ("x",) if compiled and sizes.dtype.itemsize == 2 else ("x", "x")
+    return {"router": ("x", "w_down", *of_tokens, "w_up", "router", "logits", "logits")}
 
 
 @dataclass(frozen=True)
