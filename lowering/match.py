@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
 from moeblaze_ops.lowering.bases import find_base
+from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
@@ -62,7 +63,7 @@ class MoEMatch:
     D: int
     F: int
     dtype: torch.dtype
-    routed_by: frozenset[frozenset[Value]] = frozenset()
+    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
 
     @property
@@ -81,13 +82,13 @@ class Decline:
     reason: Reason
     detail: str
     ids: frozenset[Value] = field(default_factory=frozenset)
-    experts: Counter = field(default_factory=Counter)  # expert terms of its sum, by ids
+    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``, the experts of its sum
     rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
 
     @property
     def progress(self) -> tuple[int, int]:
         """How far the proof came, and for how many experts."""
-        return self.reason.rank, self.experts.total()
+        return self.reason.rank, self.chosen.total()
 
 
 class Matcher:
@@ -100,14 +101,14 @@ class Matcher:
         self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
-        self._term_ids: dict[Expr, frozenset[Value]] = {}
+        self._choices: dict[Expr, Chosen] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
         """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
         found: list[MoEMatch] = []
         declined: list[Decline] = []
         taken: set[fx.Node] = set()
-        parts: set[fx.Node] = set()  # sums of some of the terms of a layer that was declined
+        parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
         for node in reversed(list(self.view.graph.nodes)):
             if node in taken or node in parts or not _may_combine(node):
                 continue
@@ -119,42 +120,33 @@ class Matcher:
                 declined.append(result)
                 parts.update(self._parts(result))
         for decline in declined:
-            if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._only_adds(decline, found):
+            if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
                 if isinstance(result, MoEMatch):
                     found.append(result)
                     taken.update(result.region.nodes)
-        declined = _furthest(declined, taken)
-        declined = [d for d in declined if not self._only_adds(d, [*found, *declined])]
+        results = [*found, *(decline for decline in declined if decline.root not in taken)]
+        declined = _furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
-    def _only_adds(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
+    def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        if outer.reason is not Reason.OTHER_TERMS and not outer.rows:
-            return False
         behind = dependencies(self.view, outer.root) - {outer.root}
         inner = [result for result in results if result.root in behind]
         if outer.rows:
             nodes = set().union(*(dependencies(self.view, result.root) for result in inner))
             return all(row.node in nodes for row in outer.rows)
-        routed: set[frozenset[Value]] = set()
-        for result in inner:
-            routed.update(result.routed_by if isinstance(result, MoEMatch) else result.experts)
-        return outer.experts.keys() <= routed
+        if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
+            inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
+        return is_sum_of(outer.chosen, [result.chosen for result in inner])
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
-        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own.
-
-        Where the candidate failed for other terms in its sum, the sum of all its experts may be one.
-        """
+        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
         for node in dependencies(self.view, whole.root):
             if not _may_combine(node) or (value := self._result(node)) is None:
                 continue
             experts = self._experts_of(value)
-            if not experts or not experts.keys() <= whole.experts.keys():
-                continue
-            partial = any(count < whole.experts[ids] for ids, count in experts.items())
-            if partial or whole.reason is not Reason.OTHER_TERMS:
+            if experts and is_part(experts, whole.chosen):
                 yield node
 
     def _experts_of(self, value: Value) -> Counter:
@@ -164,8 +156,7 @@ class Matcher:
         return known
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
-        """How many expert terms each set of ids chooses."""
-        return Counter(self._ids(term) for term in terms if self._is_expert(term, feature))
+        return Counter(self._chosen(term) for term in terms if self._is_expert(term, feature))
 
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
@@ -181,7 +172,7 @@ class Matcher:
         tokens, feature = self._indices(value)
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)]
-        ids = frozenset(v for term in terms for v in self._ids(term))
+        ids = frozenset(values_of(map(self._chosen, terms)))
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
@@ -190,7 +181,7 @@ class Matcher:
             masked = [term for term in terms if _is_masked(term) and feature in term.free]
             if len(masked) < 2:
                 return None
-            counts = Counter(map(self._ids, masked))
+            counts = Counter(map(self._chosen, masked))
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
             others = [term for term in terms if term not in experts]
@@ -198,8 +189,8 @@ class Matcher:
             prove(not others or base is not None, Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts, base)
         except Declined as declined:
-            counts = self._experts(experts, feature)
-            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, counts)
+            chosen = Counter(map(self._chosen, experts))
+            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -246,10 +237,10 @@ class Matcher:
             known = self._expert_terms[term] = is_expert_term(term, feature)
         return known
 
-    def _ids(self, term: Expr) -> frozenset[Value]:
-        known = self._term_ids.get(term)
+    def _chosen(self, term: Expr) -> Chosen:
+        known = self._choices.get(term)
         if known is None:
-            known = self._term_ids[term] = frozenset(_routed_by(term))
+            known = self._choices[term] = chosen_by(term)
         return known
 
     def _prove(
@@ -310,7 +301,7 @@ class Matcher:
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(map(self._ids, terms)), base=base,
+            F=lead.width.args[1], dtype=dtype, chosen=Counter(map(self._chosen, terms)), base=base,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -341,15 +332,6 @@ def _may_combine(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     return (inplace_name(node) or target_name(node)) in _COMBINES
-
-
-def _routed_by(term: Expr) -> Iterator[Value]:
-    """Integer tensors that a term compares with an expert or indexes weights by."""
-    for e in subexpressions(term, lambda e: e.kind == "leaf"):
-        if not e.args[0].dtype.is_floating_point:
-            yield e.args[0]
-        for index in e.args[1]:
-            yield from (leaf.args[0] for leaf in subexpressions(index, lambda i: i.kind == "leaf"))
 
 
 def _is_row_product(e: Expr) -> bool:
@@ -392,12 +374,10 @@ def _spelling(region: Region, routing: Routing) -> str:
     return "dense batched" if routing.expert.kind == "var" else "masked experts"
 
 
-def _furthest(declined: Sequence[Decline], taken: set[fx.Node]) -> list[Decline]:
+def _furthest(declined: Sequence[Decline]) -> list[Decline]:
     """The best attempt for each set of ids, innermost of equals; ``declined`` is in reversed graph order."""
     best: dict[frozenset[Value], Decline] = {}
     for decline in declined:
-        if decline.root in taken:
-            continue
         known = best.get(decline.ids)
         if known is None or decline.progress >= known.progress:
             best[decline.ids] = decline
