@@ -359,6 +359,7 @@ def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | No
         return None
     prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
     usable = weights.dtype in (dtype, torch.float32)
+    prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
     return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
 
 
