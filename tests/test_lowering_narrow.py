@@ -81,15 +81,3 @@ def test_ids_that_wrap_around():
         return zoo.MASKED[0](self, x, weights, (ids.to(torch.uint8) + 254).to(torch.int64)) + wide.sum(-1, keepdim=True)
 
     check_against_eager(zoo.ModuleListMoE(wrapped), torch.randn(10, zoo.D), tolerance=1e-5)
-
-
-def test_no_slots():
-    """Rows divided by a K of zero."""
-
-    def none(self, x, weights, ids):
-        weights, ids = weights[:, :0], ids[:, :0]
-        order = ids.reshape(-1).argsort()
-        token = order // ids.shape[1]
-        return torch.zeros_like(x).index_add(0, token, self.experts[0](x[token]) * weights.reshape(-1)[order, None])
-
-    assert not rewrite_of(zoo.ModuleListMoE(none), torch.randn(6, zoo.D)).rewritten
