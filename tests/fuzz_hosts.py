@@ -25,8 +25,7 @@ def guarded(layer: Layer, rng: random.Random) -> list[str]:
         empty = rng.choice(("token.numel() == 0", "token.shape[0] == 0", "len(token) == 0"))
         inside = [*find, f"if {empty}:", "    continue", *rows]
     else:
-        counts = rng.choice(("torch.bincount(ids.flatten(), minlength=E)", "F.one_hot(ids, E).sum((0, 1))"))
-        setup = [f"counts = {counts}" + (".tolist()" if kind == "list" else "")]
+        setup = ["counts = torch.bincount(ids.flatten(), minlength=E)" + (".tolist()" if kind == "list" else "")]
         inside = rng.choice((
             ["if counts[e] == 0:", "    continue", *find, *rows], ["if counts[e] > 0:", *indented([*find, *rows], 1)],
         ))  # fmt: skip
