@@ -222,7 +222,8 @@ class Evaluator(IndexingRules, GroupRules):
             if value.dtype == torch.bool:
                 return e if _is_indicator(e) else self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
-            return e if whole or x.dtype == torch.bool or _is_count(e) else self.algebra.cast(value.dtype, e)
+            counted = _is_count(e) and _holds_count(value.dtype, e)
+            return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
         if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
             return e
@@ -235,6 +236,8 @@ class Evaluator(IndexingRules, GroupRules):
 
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
         name, xs, params = value.args
+        if value.dtype in _LARGEST_EXACT and not value.dtype.is_floating_point:
+            return self.algebra.leaf(value, indices)  # it may wrap around
         args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
         return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
 
@@ -262,7 +265,11 @@ class Evaluator(IndexingRules, GroupRules):
         def body(bound: Indices) -> Expr:
             return self.element(x, self._reduced_indices(value, indices, bound), depth)
 
-        return self._bind(indices, [x.shape[d] for d in dims], body)
+        return self._counted(value, indices, self._bind(indices, [x.shape[d] for d in dims], body))
+
+    def _counted(self, value: Value, indices: Indices, e: Expr) -> Expr:
+        """``e``, unless it is a count that may be too large for the dtype of ``value``, of which it is an element."""
+        return e if not _is_count(e) or _holds_count(value.dtype, e) else self.algebra.leaf(value, indices)
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
@@ -276,7 +283,7 @@ class Evaluator(IndexingRules, GroupRules):
         x, dim = value.args
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, (*indices[:dim], var, *indices[dim + 1 :]), depth)
-        return self.algebra.prefix(var, body, indices[dim]) if var.kind == "var" else body
+        return self._counted(value, indices, self.algebra.prefix(var, body, indices[dim]) if var.kind == "var" else body)
 
     def _element_contract(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, labels, out = value.args
@@ -351,6 +358,22 @@ def _is_count(e: Expr) -> bool:
     if e.kind in ("sum", "prefix"):
         return _is_count(e.args[1])
     return _is_indicator(e) or (e.kind == "mul" and all(map(_is_count, e.args)))
+
+
+_LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 1, torch.uint8: 2**8 - 1, torch.int16: 2**15 - 1}
+"""The largest number up to which a narrow dtype holds every one."""
+
+
+def _holds_count(dtype: torch.dtype, count: Expr) -> bool:
+    return dtype not in _LARGEST_EXACT or _largest(count) <= _LARGEST_EXACT[dtype]
+
+
+def _largest(count: Expr) -> float:
+    """An upper bound of a count."""
+    if count.kind in ("sum", "prefix"):
+        size = count.args[0].args[1]
+        return size * _largest(count.args[1]) if isinstance(size, int) else math.inf
+    return math.prod(map(_largest, count.args)) if count.kind == "mul" else 1
 
 
 def _lower_bound(e: Expr) -> float:

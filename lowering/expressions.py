@@ -196,6 +196,8 @@ class Algebra:
 
     def _split(self, e: Expr, size: Size) -> tuple[Expr, Expr] | None:
         """Quotient and remainder of ``e`` by ``size`` where the linear form shows them."""
+        if size == 0:
+            return None  # an index into nothing
         if e.kind == "const" and isinstance(size, int):
             return self.const(e.args[0] // size), self.const(e.args[0] % size)
         if self._fits(e, size):

@@ -7,7 +7,7 @@ in the graph by `operands` and `layouts`. Nothing here changes the graph.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
 from moeblaze_ops.lowering.bases import find_base
+from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
@@ -62,7 +63,7 @@ class MoEMatch:
     D: int
     F: int
     dtype: torch.dtype
-    routed_by: frozenset[frozenset[Value]] = frozenset()
+    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
 
     @property
@@ -81,19 +82,13 @@ class Decline:
     reason: Reason
     detail: str
     ids: frozenset[Value] = field(default_factory=frozenset)
-    experts: Counter = field(default_factory=Counter)  # expert terms of its sum, by ids
+    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``, the experts of its sum
     rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
-    masked: bool = False  # ``experts`` counts terms with masks that are no experts
-
-    @property
-    def may_follow_layer(self) -> bool:
-        """Whether it may be a function of complete layers, as a residual or a linear layer behind one is."""
-        return self.masked or self.reason is Reason.OTHER_TERMS
 
     @property
     def progress(self) -> tuple[int, int]:
         """How far the proof came, and for how many experts."""
-        return self.reason.rank, self.experts.total()
+        return self.reason.rank, self.chosen.total()
 
 
 class Matcher:
@@ -106,14 +101,14 @@ class Matcher:
         self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
-        self._term_ids: dict[tuple[Expr, Expr], frozenset[Value]] = {}
+        self._choices: dict[tuple[Expr, Expr], Chosen] = {}
 
     def matches(self) -> list[MoEMatch | Decline]:
         """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
         found: list[MoEMatch] = []
         declined: list[Decline] = []
         taken: set[fx.Node] = set()
-        parts: set[fx.Node] = set()  # sums of some of the terms of a layer that was declined
+        parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
         for node in reversed(list(self.view.graph.nodes)):
             if node in taken or node in parts or not _may_combine(node):
                 continue
@@ -125,42 +120,33 @@ class Matcher:
                 declined.append(result)
                 parts.update(self._parts(result))
         for decline in declined:
-            if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._only_adds(decline, found):
+            if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
                 if isinstance(result, MoEMatch):
                     found.append(result)
                     taken.update(result.region.nodes)
-        declined = _furthest(declined, taken)
-        declined = [d for d in declined if not self._only_adds(d, [*found, *declined])]
+        results = [*found, *(decline for decline in declined if decline.root not in taken)]
+        declined = _furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
-    def _only_adds(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
-        """Whether all experts of a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        if not outer.may_follow_layer and not outer.rows:
-            return False
+    def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
+        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
         behind = dependencies(self.view, outer.root) - {outer.root}
         inner = [result for result in results if result.root in behind]
         if outer.rows:
             nodes = set().union(*(dependencies(self.view, result.root) for result in inner))
             return all(row.node in nodes for row in outer.rows)
-        routed: set[frozenset[Value]] = set()
-        for result in inner:
-            routed.update(result.routed_by if isinstance(result, MoEMatch) else result.experts)
-        return outer.experts.keys() <= routed
+        if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
+            inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
+        return is_sum_of(outer.chosen, [result.chosen for result in inner])
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
-        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own.
-
-        Where the candidate may follow a layer, the sum of all its experts may be one.
-        """
+        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
         for node in dependencies(self.view, whole.root):
             if not _may_combine(node) or (value := self._result(node)) is None:
                 continue
             experts = self._experts_of(value)
-            if not experts or not experts.keys() <= whole.experts.keys():
-                continue
-            partial = any(count < whole.experts[ids] for ids, count in experts.items())
-            if partial or not whole.may_follow_layer:
+            if experts and is_part(experts, whole.chosen):
                 yield node
 
     def _experts_of(self, value: Value) -> Counter:
@@ -170,8 +156,7 @@ class Matcher:
         return known
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
-        """How many expert terms each set of ids chooses."""
-        return Counter(self._ids(term, feature) for term in terms if self._is_expert(term, feature))
+        return self._chosen((term for term in terms if self._is_expert(term, feature)), feature)
 
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
@@ -187,7 +172,7 @@ class Matcher:
         tokens, feature = self._indices(value)
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)]
-        ids = frozenset(v for term in terms for v in self._ids(term, feature))
+        ids = frozenset(values_of(self._chosen(terms, feature)))
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
@@ -196,16 +181,16 @@ class Matcher:
             masked = [term for term in terms if _is_masked(term) and feature in term.free]
             if len(masked) < 2:
                 return None
-            counts = Counter(self._ids(term, feature) for term in masked)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts, masked=True)
+            counts = self._chosen(masked, feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
             others = [term for term in terms if term not in experts]
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
             prove(not others or base is not None, Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts, base)
         except Declined as declined:
-            counts = self._experts(experts, feature)
-            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, counts)
+            chosen = self._chosen(experts, feature)
+            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -256,10 +241,14 @@ class Matcher:
             known = self._expert_terms[term] = is_expert_term(term, feature)
         return known
 
-    def _ids(self, term: Expr, feature: Expr) -> frozenset[Value]:
-        known = self._term_ids.get((term, feature))
+    def _chosen(self, terms: Iterable[Expr], feature: Expr) -> Counter:
+        """How often each expert is chosen."""
+        return Counter(self._choice(term, feature) for term in terms)
+
+    def _choice(self, term: Expr, feature: Expr) -> Chosen:
+        known = self._choices.get((term, feature))
         if known is None:
-            known = self._term_ids[term, feature] = frozenset(_routed_by(term, feature))
+            known = self._choices[term, feature] = chosen_by(term, feature)
         return known
 
     def _prove(
@@ -320,7 +309,7 @@ class Matcher:
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, routed_by=frozenset(self._ids(term, feature) for term in terms), base=base,
+            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -353,24 +342,6 @@ def _may_combine(node: fx.Node) -> bool:
     return (inplace_name(node) or target_name(node)) in _COMBINES
 
 
-def _routed_by(term: Expr, feature: Expr) -> Iterator[Value]:
-    """Integer tensors that a term compares with an expert or indexes weights by.
-
-    Not those behind a factor that all features share and that is computed from a product: it may come from other layers.
-    """
-    if term.kind == "mul" or (term.kind == "sum" and term.args[0].args[2] == "r"):
-        for part in term.args if term.kind == "mul" else term.args[1:]:
-            yield from _routed_by(part, feature)
-        return
-    if term.has_dot and feature not in term.free:
-        return
-    for e in subexpressions(term, lambda e: e.kind == "leaf"):
-        if not e.args[0].dtype.is_floating_point:
-            yield e.args[0]
-        for index in e.args[1]:
-            yield from (leaf.args[0] for leaf in subexpressions(index, lambda i: i.kind == "leaf"))
-
-
 def _is_row_product(e: Expr) -> bool:
     return e.kind == "leaf" and e.args[0].op == "grouped_mm"
 
@@ -396,6 +367,7 @@ def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | No
         return None
     prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
     usable = weights.dtype in (dtype, torch.float32)
+    prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
     return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
 
 
@@ -411,12 +383,10 @@ def _spelling(region: Region, routing: Routing) -> str:
     return "dense batched" if routing.expert.kind == "var" else "masked experts"
 
 
-def _furthest(declined: Sequence[Decline], taken: set[fx.Node]) -> list[Decline]:
+def _furthest(declined: Sequence[Decline]) -> list[Decline]:
     """The best attempt for each set of ids, innermost of equals; ``declined`` is in reversed graph order."""
     best: dict[frozenset[Value], Decline] = {}
     for decline in declined:
-        if decline.root in taken:
-            continue
         known = best.get(decline.ids)
         if known is None or decline.progress >= known.progress:
             best[decline.ids] = decline

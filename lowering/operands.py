@@ -24,6 +24,11 @@ class Operand:
     gathered: bool = False
     factor: float = 1
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the cast to ``dtype`` changes numbers."""
+        return torch.promote_types(fake_of(self.node).dtype, self.dtype) != self.dtype
+
 
 class Finder:
     """Looks for operands among the nodes that one result depends on, the latest first."""
@@ -89,7 +94,7 @@ class Finder:
         casts = {t.args[0] if t.kind == "cast" else None for t in targets}
         if len(casts) == 1 and None not in casts:
             found = self._search(tuple(t.args[1] for t in targets), columns, width, depth)
-            return found and Operand(found.node, casts.pop())
+            return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
         return None
 
     def _holds(self, value: Value, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.expressions import same_size, size_of
+
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _ROUTER = slice(8, 10)
 """Where ``expert_up_backward`` takes the factors of the product."""
@@ -24,11 +26,13 @@ _LARGEST_ROUTER = 1024
 
 def add_router_gradient(total: fx.Node) -> bool:
     """Replace ``total`` if it is the gradient of a layer's tokens plus a product, and say whether it was."""
+    if total.kwargs:
+        return False  # a multiple of one of them
     for experts, product in (total.args[:2], total.args[1::-1]):
         dx, mm = _without_views(experts), _without_views(product)
         if dx is None or mm is None or not _fits(total, dx, mm):
             continue
-        if experts.meta["val"].shape != total.meta["val"].shape:
+        if not _same_shape(experts, total):
             continue  # the product is broadcast against it
         if dx.args[0].target in _IN_PARTS:
             _add_in_place(total, experts, dx, mm)
@@ -60,7 +64,7 @@ def _fits(total: fx.Node, dx: fx.Node, mm: fx.Node) -> bool:
         values[0].is_cuda
         and values[0].dtype in (torch.bfloat16, torch.float16)
         and len({value.dtype for value in (*values, total.meta["val"])}) == 1
-        and values[0].shape == values[1].shape
+        and _same_shape(dx, mm)
         and isinstance(num_experts, int)
         and num_experts <= _LARGEST_ROUTER
     )
@@ -70,7 +74,14 @@ def _takes_product(backward: fx.Node) -> bool:
     if backward.target != torch.ops.moeblaze.expert_up_backward.default or len(backward.users) > 1:
         return False
     # With weights on the input their gradient comes out of the same op, and leads to the logits.
-    return backward.args[3] is None and all(given is None for given in backward.args[_ROUTER])
+    is_free = backward.args[3] is None and all(given is None for given in backward.args[_ROUTER])
+    return is_free and "eager_input_vals" in backward.meta
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    """Without a guard: it is too late for one."""
+    sizes, others = a.meta["val"].shape, b.meta["val"].shape
+    return len(sizes) == len(others) and all(same_size(size_of(m), size_of(n)) for m, n in zip(sizes, others, strict=True))
 
 
 def _later_ancestors(mm: fx.Node, backward: fx.Node, total: fx.Node) -> list[fx.Node] | None:

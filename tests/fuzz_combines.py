@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 
+from tests.fuzz_hosts import guarded, split
 from tests.fuzz_layer import Layer, bias, expert_method, indented, mlp, stored
 
 
@@ -30,7 +31,11 @@ def _share(layer: Layer, rng: random.Random) -> tuple[list[str], str]:
     ))  # fmt: skip
 
 
-def _fresh(rng: random.Random) -> str:
+def _fresh(layer: Layer, rng: random.Random) -> str:
+    """What the sum starts from: zeros, or the output of something else."""
+    if rng.random() < 0.2:
+        layer.parameters.append(("w_base", "D, D"))
+        return "out = " + rng.choice(("F.silu(x @ self.w_base)", "x @ self.w_base", "F.linear(x, self.w_base)"))
     return "out = " + rng.choice(("torch.zeros_like(x)", "x.new_zeros(x.shape)", "torch.zeros(T, D, dtype=x.dtype)"))
 
 
@@ -41,7 +46,7 @@ def _masked(layer: Layer, rng: random.Random) -> list[str]:
         "out = out + y * s", "out = y * s + out", "out += s * y", "out.add_(y * s)", "out = torch.add(out, y.mul(s))",
         "out = torch.addcmul(out, y, s)",
     ))  # fmt: skip
-    return [*lines, _fresh(rng), "for e in range(E):", f"    s = {share}", "    y = self.expert(e, x)", f"    {step}"]
+    return [*lines, _fresh(layer, rng), "for e in range(E):", f"    s = {share}", "    y = self.expert(e, x)", f"    {step}"]
 
 
 def _stack(layer: Layer, rng: random.Random) -> list[str]:
@@ -75,7 +80,7 @@ def _slots(layer: Layer, rng: random.Random) -> list[str]:
         "out += torch.where(ids[:, k] == e, weights[:, k], 0.0)[:, None] * self.expert(e, x)",
         "out = out + (ids[:, k] == e)[:, None].to(x.dtype) * (weights[:, k, None] * self.expert(e, x))",
     ))  # fmt: skip
-    return [_fresh(rng), "for k in range(K):", "    for e in range(E):", f"        {step}"]
+    return [_fresh(layer, rng), "for k in range(K):", "    for e in range(E):", f"        {step}"]
 
 
 def _select(layer: Layer, rng: random.Random) -> list[str]:
@@ -106,7 +111,7 @@ def _select(layer: Layer, rng: random.Random) -> list[str]:
             "out.index_put_((token,), y * s, accumulate=True)", "out.scatter_add_(0, token[:, None].expand(-1, D), y * s)",
         ]  # fmt: skip
     step = [*find, f"y = self.expert(e, {rows})", f"s = {weight}", rng.choice(adds)]
-    return [*setup, _fresh(rng), "for e in range(E):", *indented(step, 1)]
+    return [*setup, _fresh(layer, rng), "for e in range(E):", *indented(step, 1)]
 
 
 def _stored(layer: Layer, rng: random.Random) -> list[str]:
@@ -139,6 +144,7 @@ def _sorted(layer: Layer, rng: random.Random) -> list[str]:
     ))]  # fmt: skip
     lines += ["counts = " + rng.choice((
         "torch.bincount(flat, minlength=E)", "torch.histc(chosen.float(), bins=E, min=0, max=E - 1)", "F.one_hot(flat, E).sum(0)",
+        "torch.histc(flat.float(), bins=E, min=0, max=E - 1).int()", "ids.new_zeros((T, E)).scatter_(1, ids, 1).sum(0)",
         "(chosen[:, None] == torch.arange(E)).sum(0)",
     ))]  # fmt: skip
     lines += [rng.choice(("offs = counts.cumsum(0).to(torch.int32)", "offs = torch.cumsum(counts, 0, dtype=torch.int32)"))]
@@ -159,7 +165,7 @@ def _sorted(layer: Layer, rng: random.Random) -> list[str]:
     return lines + rng.choice((
         ["out = y[torch.argsort(order)].view(T, K, D).sum(1)"],
         ["inverse = torch.empty_like(order)", "inverse[order] = torch.arange(T * K)", "out = y[inverse].view(T, K, D).sum(1)"],
-        [_fresh(rng), "out.index_add_(0, token, y)"],
+        [_fresh(layer, rng), "out.index_add_(0, token, y)"],
         ["out = torch.zeros_like(x).index_add(0, token, y)"],
         ["out = torch.zeros_like(x).scatter_add(0, token[:, None].expand(-1, D), y)"],
     ))  # fmt: skip
@@ -217,5 +223,5 @@ def _dense(layer: Layer, rng: random.Random) -> list[str]:
 
 FAMILIES = {
     "masked": _masked, "stack": _stack, "slots": _slots, "select": _select, "sorted": _sorted, "gathered": _gathered,
-    "dense": _dense, "stored": _stored,
+    "dense": _dense, "stored": _stored, "guarded": guarded, "split": split,
 }  # fmt: skip

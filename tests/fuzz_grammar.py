@@ -21,8 +21,9 @@ def draw(rng: random.Random) -> Layer:
     gated = storage in ("packed", "interleaved") or rng.random() < 0.7
     biases = ((False, False),) * 3 + ((True, True), (True, False), (False, True))
     bias = (False, False) if storage == "flat" else rng.choice(biases)
+    shapes = [shape for shape in SHAPES if family != "split" or shape != (1,)]  # one row is no sorted rows
     layer = Layer(
-        family, storage, rng.choice(DTYPES), rng.choice(SHAPES), E, rng.randint(1, min(3, E)), rng.choice((8, 16)),
+        family, storage, rng.choice(DTYPES), rng.choice(shapes), E, rng.randint(1, min(3, E)), rng.choice((8, 16)),
         rng.choice((8, 24)), gated, rng.choice(sorted(GATED if gated else UNGATED)), bias,
         (rng.random() < 0.5, rng.random() < 0.5),
     )  # fmt: skip

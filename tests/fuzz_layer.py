@@ -136,7 +136,10 @@ def expert_method(layer: Layer, rng: random.Random) -> None:
         weight = f"self.w_{name}[e * H : (e + 1) * H]" if layer.storage == "flat" and slices else f"{tensor}[e]"
         if linear and layer.bias[name == "down"] and rng.random() < 0.5:
             return f"F.linear({rows}, {weight}, self.b_{name}[e])"
-        text = rng.choice((f"F.linear({rows}, {weight})", f"{rows} @ {weight}.t()")) if linear else f"{rows} @ {weight}"
+        axes, (i, o) = ("oi" if linear else "io"), ("hd" if name == "down" else "dh")
+        einsum = f"torch.einsum('...{i},{axes.replace('i', i).replace('o', o)}->...{o}', {rows}, {weight})"
+        texts = (f"F.linear({rows}, {weight})", f"{rows} @ {weight}.t()", einsum) if linear else (f"{rows} @ {weight}", einsum)
+        text = rng.choice(texts)
         return text + bias(layer, name, "[e]")
 
     layer.expert = [*mlp(layer, rng, "x", product), "return y"]

@@ -13,6 +13,7 @@ import argparse
 import copy
 import itertools
 import json
+import linecache
 import logging
 import multiprocessing
 import random
@@ -34,11 +35,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from moeblaze_ops import compile as switch  # noqa: E402
 from moeblaze_ops import config  # noqa: E402
+from moeblaze_ops.lowering.rewrite import Candidate  # noqa: E402
 from tests.fuzz_grammar import draw  # noqa: E402
 from tests.fuzz_layer import Layer  # noqa: E402
 from tests.fuzz_mutations import mutate  # noqa: E402
-from tests.rewrite_harness import Rewriting  # noqa: E402
+from tests.rewrite_harness import rewritten_in  # noqa: E402
 
 UNCHANGED = 0.35
 # Of the largest value. fp64 programs with fp32 scores are held to those of fp32.
@@ -56,7 +59,9 @@ class Case:
 
     def build(self) -> tuple[nn.Module, Tensor]:
         names: dict = {}
-        exec(compile(self.layer.source, f"<seed {self.seed}>", "exec"), names)
+        file, source = f"<seed {self.seed}>", self.layer.source
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        exec(compile(source, file, "exec"), names)
         torch.manual_seed(self.seed)
         dtype = getattr(torch, self.layer.dtype)
         return names["MoE"]().to(dtype), names["inputs"]().to(dtype)
@@ -79,19 +84,32 @@ class Outcome:
     detail: str = ""
 
 
-class _Backend(Rewriting):
-    """Runs what was rewritten through AOTAutograd, and what was not as it is."""
+class _Backend:
+    """Rewrites as the switch does; runs what was rewritten through AOTAutograd, and what was not as it is."""
 
     error: Exception | None = None  # of the rewrite
 
+    def __init__(self):
+        self.records: list[switch.Record] = []
+
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
-        self.run = False
         try:
-            forward = super().__call__(gm, example_inputs)
+            report = switch._rewrite(gm)
+        except switch.NotJustified:
+            raise
         except Exception as error:
             self.error = error
             raise
-        return aot_eager(gm, example_inputs) if self.rewritten else forward
+        return aot_eager(gm, example_inputs) if report.rewritten else gm.forward
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        reports = [record.report for record in self.records if isinstance(record, switch.GraphRecord)]
+        return [candidate for report in reports for candidate in report.candidates]
+
+    @property
+    def rewritten(self) -> list[Candidate]:
+        return rewritten_in(self.records)
 
 
 def case_of(seed: int) -> Case:
@@ -167,8 +185,11 @@ def _ties(module: nn.Module, x: Tensor) -> bool:
 
 def _compiled(module: nn.Module, x: Tensor, train: bool, backend: Callable) -> dict[str, Tensor]:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return _run(module, torch.compile(module.__class__.forward, backend=backend), x, train)
+    compiled = torch.compile(module.__class__.forward, backend=backend)
+    if not isinstance(backend, _Backend):
+        return _run(module, compiled, x, train)
+    with mock.patch.object(switch, "_rewriting_backends", [backend]), switch.recording() as backend.records:
+        return _run(module, compiled, x, train)
 
 
 def _raised(module: nn.Module, x: Tensor, train: bool, error: Exception, *, in_rewrite: bool) -> Outcome:

@@ -421,13 +421,6 @@ def gate_of_another_slot(self, x, weights, ids):
     return torch.einsum("tkd,tk->td", y, weights)
 
 
-@_lookalike("SLOT_WEIGHTS", "linear")
-def gathered_with_weights_of_another_slot(self, x, weights, ids):
-    gate = F.silu(torch.einsum("td,tkfd->tkf", x, self.w1[ids]))
-    y = torch.einsum("tkf,tkdf->tkd", gate * torch.einsum("td,tkfd->tkf", x, self.w3[ids]), self.w2[ids])
-    return (y.sum(1, keepdim=True) * weights.unsqueeze(-1)).sum(1)
-
-
 @_lookalike("ROUTING", "packed", bias=True)
 def llama4_with_biases(self, x, weights, ids):
     scores = torch.zeros(x.shape[0], self.E, dtype=x.dtype).scatter_(1, ids, weights)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.moe_fuzz import case_of, outcome_of
 
-SEEDS, CHUNK = 160, 20
+SEEDS, CHUNK = 120, 20
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -32,6 +32,13 @@ def test_remainder_that_may_overflow_stays(algebra):
     assert algebra.div(position, 2).kind == "div" and algebra.mod(position, 2).kind == "mod"
 
 
+def test_position_in_nothing_stays(algebra):
+    """As of the slots of a layer with a K of zero."""
+    s = algebra.var(0, 0, "r")
+    assert algebra.div(s, 0).kind == "div" and algebra.mod(s, 0).kind == "mod"
+    assert algebra.div(algebra.const(3), 0).kind == "div"
+
+
 def test_order_of_terms_and_factors_is_forgotten(algebra):
     a, b, c = (algebra.var(i, 5, "r") for i in range(3))
     assert algebra.add(a, algebra.add(b, c)) is algebra.add(algebra.add(c, a), b)

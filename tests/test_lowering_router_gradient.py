@@ -1,10 +1,15 @@
 """The router's part of the tokens' gradient, in the code that Inductor generates for a CUDA device; no device is needed."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 
 import moeblaze_ops
+from moeblaze_ops.lowering.router_gradient import add_router_gradient
 from tests import fakecuda
 
 T, K, E, D, HIDDEN = 32, 2, 4, 64, 128
@@ -114,3 +119,109 @@ def test_residual_is_added_to_the_sum():
         return layer(x.relu(), *parameters) + x.relu()
 
     assert products(backward_code(residual)) == (1, 0)
+
+
+class Fork(torch.autograd.Function):
+    """Two of a tensor, whose gradients are added by a function."""
+
+    @staticmethod
+    def forward(ctx, x, add):
+        ctx.add = add
+        return x.clone(), x.clone()
+
+    @staticmethod
+    def backward(ctx, of_experts, of_router):
+        return ctx.add(of_experts, of_router), None
+
+
+def forked(add: Callable) -> Callable:
+    def function(x, router, *weights):
+        of_experts, of_router = Fork.apply(x, add)
+        return layer(of_experts, router, *weights, logits_of=lambda x, router: F.linear(of_router, router))
+
+    return function
+
+
+def two_layers(x, router, *weights):
+    return layer(layer(x, router, *weights), router, *weights)
+
+
+def transposed_router(x, router, *weights):
+    return layer(x, router.t().contiguous(), *weights, logits_of=torch.matmul)
+
+
+def tokens_used_otherwise(x, *parameters):
+    return layer(x, *parameters) * x.tanh()
+
+
+def tokens_in_sequences(x, *parameters):
+    return layer(x.view(2, T // 2, D).view(-1, D), *parameters)
+
+
+def wide_router(x, router, *weights):
+    return layer(x, router, *weights, logits_of=lambda x, router: F.linear(x.float(), router.float()))
+
+
+# The functions, and how many sums become a part of the op.
+NUMBERS = {
+    "one layer": (layer, 1),
+    "two layers": (two_layers, 2),
+    "tokens that something else uses": (tokens_used_otherwise, None),
+    "transposed router": (transposed_router, 1),
+    "tokens in sequences": (tokens_in_sequences, 1),
+    "two routers": (two_routers, None),
+    "a router in fp32": (wide_router, 0),
+    "weights on the input": (on_input, 0),
+    "a sum": (forked(torch.add), 1),
+    "a sum of views": (forked(lambda a, b: (a.view(2, -1, D) + b.view(2, -1, D)).view(-1, D)), 1),
+    "a multiple": (forked(lambda a, b: torch.add(a, b, alpha=3)), 0),
+    "a multiple of the experts' part": (forked(lambda a, b: torch.add(b, a, alpha=3)), 0),
+    "a broadcast product": (forked(lambda a, b: (a.view(-1, 1, D) + b).sum(1)), 0),
+    "a broadcast gradient": (forked(lambda a, b: (a + b.view(-1, 1, D)).sum(1)), 0),
+    "an experts' part that is used twice": (forked(lambda a, b: (a + b) * a), 0),
+    "a product that is used twice": (forked(lambda a, b: (a + b) * b), 0),
+    "a difference": (forked(torch.sub), 0),
+    "another order of rows": (forked(lambda a, b: a + b.flip(0)), 0),
+    "another type": (forked(lambda a, b: (a.float() + b.float()).to(a.dtype)), 0),
+}
+
+
+def check_backward(counts: list[int]) -> Callable:
+    """A backend that runs each backward graph with and without the router's gradient in the op."""
+
+    def compile_backward(gm: fx.GraphModule, inputs: list) -> Callable:
+        changed = fakecuda._for_cuda(gm)
+        sums = [node for node in changed.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+        counts.append(sum(map(add_router_gradient, sums)))
+        for node in changed.graph.nodes:
+            node.kwargs = {**node.kwargs, **({"device": torch.device("cpu")} if "device" in node.kwargs else {})}
+        changed.graph.lint()
+        changed.recompile()
+
+        def run(*args):
+            expected, actual = gm(*args), changed(*args)
+            for a, b in zip(actual, expected, strict=True):
+                if b is not None and not isinstance(b, int):
+                    torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-7 * b.abs().max().item())
+            return actual
+
+        return run
+
+    return aot_autograd(fw_compiler=lambda gm, inputs: gm, bw_compiler=compile_backward)
+
+
+SYMBOLIC = ("two layers", "a sum of views", "a broadcast product")
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [*((name, False) for name in NUMBERS), *((name, True) for name in SYMBOLIC)])
+def test_numbers(name, dynamic):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    function, expected = NUMBERS[name]
+    sizes = ((T, D), (E, D), (E, 2 * HIDDEN, D), (E, D, HIDDEN))
+    inputs = [torch.randn(size).to(torch.bfloat16).requires_grad_() for size in sizes]
+    inputs[0] = (inputs[0].detach() * 3).requires_grad_()
+    counts: list[int] = []
+    out = torch.compile(function, backend=check_backward(counts), dynamic=dynamic)(*inputs)
+    out.backward(torch.randn_like(out))
+    assert expected is None or counts == [expected]
