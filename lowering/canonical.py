@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value, fake_of
@@ -142,11 +143,18 @@ def _getattr(view: GraphView, x: Any, name: str) -> Any:
 def sliced(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
     if start == 0 and step == 1 and same_size(length, x.shape[dim]):
         return x
+    _require_known(x.shape[dim])
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     return view.make("slice", x, dim, start, step, shape=shape, dtype=x.dtype)
 
 
+def _require_known(size: Size) -> None:
+    # Some of the true elements of a mask would look like all of them.
+    require(not free_unbacked_symbols(size), "a whole axis, where only the data tell its size")
+
+
 def selected(view: GraphView, x: Value, dim: int, index: int) -> Value:
+    _require_known(x.shape[dim])
     if isinstance(index, int) and index < 0:
         require(isinstance(x.shape[dim], int), "negative index on a symbolic axis")
         index += x.shape[dim]
