@@ -6,7 +6,7 @@ a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their `
     reshape (x)          permute (x, dims)      slice (x, dim, start, step)     select (x, dim, index)
     expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
     cast (x)             pointwise (name, xs, params)    full (number)          arange (start, step)
-and those of `canonical_products` and `canonical_indexing`. A new spelling of a known kind is one function here.
+and those of `canonical_products`, `canonical_indexing` and `canonical_vmap`. A new spelling of a known kind is one function here.
 """
 
 import math
@@ -364,9 +364,14 @@ def _sigmoid(view: GraphView, x: Any) -> Value:
 @form("softmax")
 def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
     """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
-    require(is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1], "scattered values")
+    if not (is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1]):
+        probabilities = view.opaque(view._node)
+        probabilities.fades = True
+        return probabilities
     values = cast(view, x.args[3], output_dtype(view))
-    return rescattered(view, x, 0, view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype))
+    probabilities = view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype)
+    probabilities.fades = True
+    return rescattered(view, x, 0, probabilities)
 
 
 @form("truediv", "div", "divide", "true_divide")
