@@ -6,7 +6,7 @@ a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their `
     reshape (x)          permute (x, dims)      slice (x, dim, start, step)     select (x, dim, index)
     expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
     cast (x)             pointwise (name, xs, params)    full (number)          arange (start, step)
-and those of `canonical_products` and `canonical_indexing`. A new spelling of a known kind is one function here.
+and those of `canonical_products`, `canonical_indexing` and `canonical_vmap`. A new spelling of a known kind is one function here.
 """
 
 import math
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value, fake_of
@@ -142,11 +143,18 @@ def _getattr(view: GraphView, x: Any, name: str) -> Any:
 def sliced(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
     if start == 0 and step == 1 and same_size(length, x.shape[dim]):
         return x
+    _require_known(x.shape[dim])
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     return view.make("slice", x, dim, start, step, shape=shape, dtype=x.dtype)
 
 
+def _require_known(size: Size) -> None:
+    # Some of the true elements of a mask would look like all of them.
+    require(not free_unbacked_symbols(size), "a whole axis, where only the data tell its size")
+
+
 def selected(view: GraphView, x: Value, dim: int, index: int) -> Value:
+    _require_known(x.shape[dim])
     if isinstance(index, int) and index < 0:
         require(isinstance(x.shape[dim], int), "negative index on a symbolic axis")
         index += x.shape[dim]
@@ -356,9 +364,14 @@ def _sigmoid(view: GraphView, x: Any) -> Value:
 @form("softmax")
 def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
     """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
-    require(is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1], "scattered values")
+    if not (is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1]):
+        probabilities = view.opaque(view._node)
+        probabilities.fades = True
+        return probabilities
     values = cast(view, x.args[3], output_dtype(view))
-    return rescattered(view, x, 0, view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype))
+    probabilities = view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype)
+    probabilities.fades = True
+    return rescattered(view, x, 0, probabilities)
 
 
 @form("truediv", "div", "divide", "true_divide")

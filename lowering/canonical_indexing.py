@@ -31,10 +31,12 @@ from moeblaze_ops.lowering.canonical import (
     tensor,
 )
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
+from moeblaze_ops.lowering.fading import is_fading
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name
 
 
 def _coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
+    mask = cast(view, mask, torch.bool)
     return tuple(
         view.make("nonzero", mask, dim, shape=(rows,), dtype=torch.int64) for dim in range(len(mask.shape))
     )
@@ -365,6 +367,7 @@ def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)
     values, indices = view.opaque(view._node)
     indices.bound = tensor(x).shape[axis(x, dim)]
+    values.fades = is_fading(x)
     return values, indices
 
 

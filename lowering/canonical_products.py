@@ -47,14 +47,31 @@ def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], ou
 
 
 @form("einsum")
-def _einsum(view: GraphView, equation: str, *operands: Any) -> Value:
+def _einsum(view: GraphView, equation: Any, *operands: Any) -> Value:
+    if isinstance(equation, Value):
+        equation, operands = _written_out((equation, *operands))
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    require("->" in equation, "explicit equation")
-    left, out = equation.replace(" ", "").split("->")
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    out = out if arrow else _implied_output(left)
     labels, out = _without_ellipses(left.split(","), out, [len(tensor(x).shape) for x in operands])
     require(all(len(set(label)) == len(label) for label in labels), "no diagonal")
     return contract(view, operands, labels, out)
+
+
+def _written_out(args: tuple) -> tuple[str, tuple]:
+    """The equation and the operands of tensors that each have a list of numbers of their axes behind them."""
+    letters = {Ellipsis: "...", **dict(enumerate(string.ascii_uppercase + string.ascii_lowercase))}
+    operands, lists = args[0 : len(args) // 2 * 2 : 2], args[1::2]
+    labels = ["".join(letters[n] for n in axes) for axes in lists]
+    out = "->" + "".join(letters[n] for n in args[-1]) if len(args) % 2 else ""
+    return ",".join(labels) + out, operands
+
+
+def _implied_output(left: str) -> str:
+    """Any ellipsis, and in alphabetical order the letters that stand there once."""
+    letters = left.replace("...", "").replace(",", "")
+    return ("..." if "..." in left else "") + "".join(sorted(c for c in letters if letters.count(c) == 1))
 
 
 def _without_ellipses(labels: list[str], out: str, ranks: list[int]) -> tuple[tuple[str, ...], str]:

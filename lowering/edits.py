@@ -121,6 +121,9 @@ class Inserter:
 
     def rows(self, operand: Operand, width: int) -> fx.Node:
         """An operand as ``[T, width]`` in the dtype it is used in."""
+        if operand.rest:
+            slots = (replace(operand, rest=()), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
+            return self.call(torch.cat, [self.rows(slot, 1) for slot in slots], 1)
         node, fake = operand.node, fake_of(operand.node)
         if fake.dim() != 2 or fake.shape[1] != width:
             node = self.call("reshape", node, (-1, width))

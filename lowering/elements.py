@@ -6,15 +6,17 @@ Evaluation stops (a leaf) at operators without canonical form and below the seco
 gathers, casts and products are looked through.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from moeblaze_ops.lowering.axes import common_groups
+from moeblaze_ops.lowering.counts import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.elements_groups import GroupRules
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
+from moeblaze_ops.lowering.elements_runs import RunRules
 from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.fading import chosen
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.values import Value
 
@@ -23,11 +25,12 @@ Indices = tuple[Expr, ...]
 MAX_PROJECTIONS = 2
 _SHALLOW = frozenset((
     "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
-    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where",
+    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes",
 ))  # fmt: skip
 _MAX_UNROLLED = 1024
 _MAX_NESTED_SUMS = 8
 """Sums inside sums that are expanded, between two products: matrices that are normalised over and over have more."""
+_LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
 
 
 class Unroll(Exception):
@@ -37,13 +40,14 @@ class Unroll(Exception):
         self.var = var
 
 
-class Evaluator(IndexingRules, GroupRules):
+class Evaluator(IndexingRules, GroupRules, RunRules):
     """Elements of the values of one graph."""
 
     def __init__(self) -> None:
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._nested_sums: dict[Value, int] = {}
+        self._starts: dict[Value, tuple[Size, ...]] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }
@@ -181,28 +185,21 @@ class Evaluator(IndexingRules, GroupRules):
         if index.kind == "var":
             raise Unroll(index)
 
-    def _element_cat(self, value: Value, indices: Indices, depth: int) -> Expr:
-        xs, dim = value.args
-        at, start = indices[dim], 0
-        for x in xs:
-            local = self.algebra.linear(-start, [(1, at)]) if isinstance(start, int) else None
-            size = x.shape[dim]
-            if local is None or not isinstance(size, int):
-                break
-            if _lower_bound(local) >= 0 and (bound := self._upper_bound(local)) is not None and bound < size:
-                return self.element(x, (*indices[:dim], local, *indices[dim + 1 :]), depth)
-            start = start + size
-        return self.algebra.leaf(value, indices)
+    # Slices under `torch.vmap`.
 
-    def _upper_bound(self, e: Expr) -> int | None:
-        constant, terms = (e.args[0], e.args[1]) if e.kind == "linear" else (0, ((1, e),))
-        total = constant if e.kind != "const" else e.args[0]
-        for coefficient, atom in terms if e.kind != "const" else ():
-            extent = self.algebra.extent(atom)
-            if not isinstance(extent, int) or not isinstance(coefficient, int) or coefficient < 0:
-                return None
-            total += coefficient * (extent - 1)
-        return total
+    def _element_lane(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, level = value.args
+        return self.element(x, (*indices[:dim], self._lane(level, x.shape[dim]), *indices[dim:]), depth)
+
+    def _element_lanes(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, level, dim = value.args
+        if indices[dim].height:
+            return self.algebra.leaf(value, indices)
+        inner = self.element(x, (*indices[:dim], *indices[dim + 1 :]), depth)
+        return self.algebra.substitute(inner, {self._lane(level, value.shape[dim]): indices[dim]})
+
+    def _lane(self, level: int, count: Size) -> Expr:
+        return self.algebra.var(_LANE - level, count, "r")
 
     # Numbers.
 
@@ -217,12 +214,12 @@ class Evaluator(IndexingRules, GroupRules):
         (x,) = value.args
         e = self.element(x, indices, depth)
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
-            if value.dtype == torch.bool and e.kind == "sum" and _is_indicator(e.args[1]):
+            if value.dtype == torch.bool and e.kind == "sum" and is_indicator(e.args[1]):
                 return self.algebra.any(*self.algebra.open(e))
             if value.dtype == torch.bool:
-                return e if _is_indicator(e) else self.algebra.cast(value.dtype, e)
+                return e if is_indicator(e) else chosen(self.algebra, e) or self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
-            counted = _is_count(e) and _holds_count(value.dtype, e)
+            counted = is_count(e) and holds_count(value.dtype, e)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
         if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
@@ -236,20 +233,22 @@ class Evaluator(IndexingRules, GroupRules):
 
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
         name, xs, params = value.args
-        if value.dtype in _LARGEST_EXACT and not value.dtype.is_floating_point:
+        if value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point:
             return self.algebra.leaf(value, indices)  # it may wrap around
         args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
+        if name in ("gt", "ne") and args[1] is self.algebra.zero and (mask := chosen(self.algebra, args[0])) is not None:
+            return mask
         return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
 
     # Reductions.
 
-    def _bind(self, used: Indices, sizes: list[Size], body: Callable[[Indices], Expr], tag: str = "r") -> Expr:
+    def _bind(self, used: Indices, sizes: list[Size], body: Callable[[Indices], Expr], tags: Sequence[str]) -> Expr:
         if not sizes:
             return body(())
-        var = self.algebra.fresh(used, sizes[0], tag)
+        var = self.algebra.fresh(used, sizes[0], tags[0])
 
         def inner(index: Expr) -> Expr:
-            return self._bind((*used, var), sizes[1:], lambda rest: body((index, *rest)), tag)
+            return self._bind((*used, var), sizes[1:], lambda rest: body((index, *rest)), tags[1:])
 
         return self._sum(var, inner)
 
@@ -265,11 +264,11 @@ class Evaluator(IndexingRules, GroupRules):
         def body(bound: Indices) -> Expr:
             return self.element(x, self._reduced_indices(value, indices, bound), depth)
 
-        return self._counted(value, indices, self._bind(indices, [x.shape[d] for d in dims], body))
+        return self._counted(value, indices, self._bind(indices, [x.shape[d] for d in dims], body, "r" * len(dims)))
 
     def _counted(self, value: Value, indices: Indices, e: Expr) -> Expr:
         """``e``, unless it is a count that may be too large for the dtype of ``value``, of which it is an element."""
-        return e if not _is_count(e) or _holds_count(value.dtype, e) else self.algebra.leaf(value, indices)
+        return e if not is_count(e) or holds_count(value.dtype, e) else self.algebra.leaf(value, indices)
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
@@ -277,7 +276,7 @@ class Evaluator(IndexingRules, GroupRules):
             return self.algebra.leaf(value, indices)
         var = self.algebra.fresh(indices, x.shape[dims[0]])
         body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
-        return self.algebra.any(var, body) if _is_indicator(body) else self.algebra.leaf(value, indices)
+        return self.algebra.any(var, body) if is_indicator(body) else self.algebra.leaf(value, indices)
 
     def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim = value.args
@@ -291,22 +290,44 @@ class Evaluator(IndexingRules, GroupRules):
         pairs = [pair for x, label in zip(xs, labels, strict=True) for pair in zip(label, x.shape, strict=True)]
         sizes = {letter: size for letter, size in pairs if same_size(size, 1)}
         sizes |= {letter: size for letter, size in pairs if not same_size(size, 1)}  # axes of size 1 are broadcast
-        bound = [letter for letter in sizes if letter not in of]
         weights = [_is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
         projects = any(weights)
         inner = depth + projects
 
-        def body(vars: Indices) -> Expr:
-            index = {**of, **dict(zip(bound, vars, strict=True))}
-            factors = []
+        def factors(index: dict[str, Expr]) -> list[Expr]:
+            found = []
             for x, label in zip(xs, labels, strict=True):
-                at = [self.algebra.zero if same_size(n, 1) else index[c] for c, n in zip(label, x.shape, strict=True)]
-                factors.append(self.element(x, tuple(at), inner))
-            if projects:
-                factors = [f if weight else self._with_number(f, vars) for f, weight in zip(factors, weights, strict=True)]
-            return self.algebra.mul(*factors)
+                at = (self.algebra.zero if same_size(n, 1) else index[c] for c, n in zip(label, x.shape, strict=True))
+                found.append(self.element(x, tuple(at), inner))
+            return found
 
-        return self._bind(indices, [sizes[b] for b in bound], body, "d" if projects else "r")
+        def body(vars: Indices) -> Expr:
+            found = factors({**of, **dict(zip(bound, vars, strict=True))})
+            if projects:
+                features = tuple(var for var, c in zip(vars, bound, strict=True) if c not in chosen)
+                found = [f if weight else self._with_number(f, features) for f, weight in zip(found, weights, strict=True)]
+            return self.algebra.mul(*found)
+
+        # Outermost are experts and slots, of these first the letters that the output of an expert has.
+        bound = sorted((c for c in sizes if c not in of), key=lambda c: all({c, out[-1:]} - set(label) for label in labels))
+        chosen = self._chosen(bound, sizes, indices, lambda index: factors({**of, **index})) if projects else set(bound)
+        bound.sort(key=lambda c: c not in chosen)
+        return self._bind(indices, [sizes[c] for c in bound], body, ["r" if c in chosen else "d" for c in bound])
+
+    def _chosen(
+        self, letters: list[str], sizes: dict[str, Size], used: Indices, factors: Callable[[dict[str, Expr]], list[Expr]]
+    ) -> set[str]:
+        """Of the letters that a projection sums over, those of experts or slots: ids are compared with them, or read at them."""
+        if len(letters) < 2:
+            return set()
+        level = max((v.args[0] for e in used for v in e.free), default=-1) + 1
+        index = {letter: self.algebra.var(level + i, sizes[letter], "r") for i, letter in enumerate(letters)}
+        try:
+            found = factors(index)
+        except Unroll:
+            return set()
+        choices = [e for factor in found for e in subexpressions(factor, _is_choice)]
+        return {letter for letter, var in index.items() if any(var in choice.free for choice in choices)}
 
     def _per_token(self, label: str, of: dict[str, Expr]) -> bool:
         return any(_moves_with_token(of[letter]) for letter in label if letter in of)
@@ -344,46 +365,14 @@ def accumulators(value: Value) -> list[Value]:
 _EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-def _is_indicator(e: Expr) -> bool:
-    return e.kind in ("eq", "any") or (e.kind == "mul" and all(map(_is_indicator, e.args)))
-
-
 def _is_scale(e: Expr) -> bool:
     """What an expert gets of a token: a number that all features share, not a constant."""
     return e.kind != "const" and not any(var.args[2] == "d" for var in e.free)
 
 
-def _is_count(e: Expr) -> bool:
-    """Built from comparisons by sums and products only: a small integer whatever its dtype."""
-    if e.kind in ("sum", "prefix"):
-        return _is_count(e.args[1])
-    return _is_indicator(e) or (e.kind == "mul" and all(map(_is_count, e.args)))
-
-
-_LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 1, torch.uint8: 2**8 - 1, torch.int16: 2**15 - 1}
-"""The largest number up to which a narrow dtype holds every one."""
-
-
-def _holds_count(dtype: torch.dtype, count: Expr) -> bool:
-    return dtype not in _LARGEST_EXACT or _largest(count) <= _LARGEST_EXACT[dtype]
-
-
-def _largest(count: Expr) -> float:
-    """An upper bound of a count."""
-    if count.kind in ("sum", "prefix"):
-        size = count.args[0].args[1]
-        return size * _largest(count.args[1]) if isinstance(size, int) else math.inf
-    return math.prod(map(_largest, count.args)) if count.kind == "mul" else 1
-
-
-def _lower_bound(e: Expr) -> float:
-    """A lower bound of an index expression whose atoms are non-negative."""
-    if e.kind == "const":
-        return e.args[0]
-    if e.kind == "linear":
-        known = isinstance(e.args[0], int) and all(isinstance(c, int) and c >= 0 for c, _ in e.args[1])
-        return e.args[0] if known else -math.inf
-    return 0
+def _is_choice(e: Expr) -> bool:
+    """A comparison, or what a tensor of ids holds where it is an index."""
+    return e.kind == "eq" or (e.kind == "leaf" and not e.args[0].dtype.is_floating_point)
 
 
 def _moves_with_token(index: Expr) -> bool:
@@ -394,7 +383,7 @@ def _moves_with_token(index: Expr) -> bool:
 
 def _is_weight(value: Value, *, gathered: bool) -> bool:
     """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one."""
-    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat"):
+    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane"):
         gathered = gathered and value.op != "index"
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
     return value.op == "input" and not gathered

@@ -50,7 +50,7 @@ class GroupRules:
         row = group.args[2]
         if row is self.algebra.zero:
             return self._only_group(group)
-        if row.kind != "inverse":
+        if row.kind != "inverse" or row.args[0].op != "argsort":
             return group
         keys = row.args[0].args[0]
         return self.element(keys, (row.args[1],)) if self._counts(*self.algebra.open(group), keys) else group

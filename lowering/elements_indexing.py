@@ -22,6 +22,9 @@ class IndexingRules:
     element: Callable[..., Expr]
     _broadcast: Callable[..., Expr]
     reshape_indices: Callable[..., "Indices"]
+    runs: Callable[..., list[tuple[Size, Size]]]
+    partitioned: Callable[..., Size | None]
+    reordered: Callable[..., Expr | None]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -30,7 +33,7 @@ class IndexingRules:
         shape = value.shape[first : first + rank]
         rest = iter((*indices[:first], *indices[first + rank :]))
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
-        return self.element(x, own, depth)
+        return self.reordered(x, own, depth) or self.element(x, own, depth)
 
     def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, dim, index = value.args
@@ -52,34 +55,68 @@ class IndexingRules:
         keyed = [i for i, t in enumerate(tensors) if t is not None]
         if any(len(tensors[i].shape) != 1 for i in keyed) or keyed != list(range(len(keyed))):
             return self.algebra.leaf(value, indices)
-        rows = tensors[0].shape[0]
-        row = self.algebra.fresh(indices, rows)
-        keys = [self.element(tensors[i], (row,), depth) for i in keyed]
-        rest = indices[len(keyed) :]
-        body = self._broadcast(values, (rows, *value.shape[len(keyed) :]), (row, *rest), depth)
-        base = self.element(x, indices, depth)
-        landed = self._land(row, keys, indices[: len(keyed)], value.shape, body, depth)
-        if accumulate:
-            return self.algebra.add(base, landed.total(self.algebra))
-        return landed.replaces(self.algebra, base) or self.algebra.leaf(value, indices)
+        if not accumulate and _counts_up(x, tensors, values) and self.partitioned(tensors[0]) is not None:
+            return self.algebra.inverse(tensors[0], indices[0])
+        rows, rest = tensors[0].shape[0], indices[len(keyed) :]
+
+        def row_at(index: Expr) -> tuple[list[Expr], Expr]:
+            body = self._broadcast(values, (rows, *value.shape[len(keyed) :]), (index, *rest), depth)
+            return [self.element(tensors[i], (index,), depth) for i in keyed], body
+
+        at, sizes = indices[: len(keyed)], value.shape
+        return self._stored(value, indices, self.runs(tensors[0]), row_at, at, sizes, depth)
 
     def _element_scatter(self, value: Value, indices: "Indices", depth: int) -> Expr:
-        x, dim, index, source, accumulate = value.args
-        row = self.algebra.fresh(indices, index.shape[dim])
-        at = (*indices[:dim], row, *indices[dim + 1 :])
-        key, body = self.element(index, at, depth), self.element(source, at, depth)
-        base = self.element(x, indices, depth)
-        landed = self._land(row, [key], (indices[dim],), value.shape[dim:], body, depth)
-        if accumulate:
-            return self.algebra.add(base, landed.total(self.algebra))
-        return landed.replaces(self.algebra, base) or self.algebra.leaf(value, indices)
+        _, dim, index, source, _ = value.args
+
+        def row_at(row: Expr) -> tuple[list[Expr], Expr]:
+            at = (*indices[:dim], row, *indices[dim + 1 :])
+            return [self.element(index, at, depth)], self.element(source, at, depth)
+
+        runs = [(0, index.shape[dim])] if dim else self.runs(index)
+        return self._stored(value, indices, runs, row_at, (indices[dim],), value.shape[dim:], depth)
+
+    def _stored(
+        self,
+        value: Value,
+        indices: "Indices",
+        runs: list[tuple[Size, Size]],
+        row_at: Callable[[Expr], tuple[list[Expr], Expr]],
+        at: "Indices",
+        sizes: tuple[Size, ...],
+        depth: int,
+    ) -> Expr:
+        """The element of a put or a scatter, after one run of rows after another was added or stored."""
+        x, accumulate = value.args[0], value.args[-1]
+        element = self.element(x, indices, depth)
+        for start, size in runs:
+            row = self.algebra.fresh(indices, size)
+            keys, body = row_at(self.algebra.linear(start, [(1, row)]))
+            landed = self._land(row, keys, at, sizes, body, depth)
+            added = self.algebra.add(element, landed.total(self.algebra)) if accumulate else None
+            element = added or landed.replaces(self.algebra, element)
+            if element is None:
+                return self.algebra.leaf(value, indices)
+        return element
+
+    def landed(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> Expr:
+        """The sum of ``body`` over the rows u with ``keys(u) == at``."""
+        return self._land(row, keys, at, sizes, body, depth).total(self.algebra)
+
+    def coordinates(self, key: Expr) -> list[Expr] | None:
+        """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
+        if key.kind != "nonzero":
+            return _flattened_coordinates(key)
+        return [key] if len(key.args[0].shape) == 1 else None
 
     def _land(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed":
         """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
-        if len(keys) == 1 and (coordinates := _flattened_coordinates(keys[0], sizes[0])) is not None:
-            shape = coordinates[0].args[0].shape
+        coordinates = _flattened_coordinates(keys[0]) if len(keys) == 1 else None
+        if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
@@ -213,7 +250,13 @@ def _strides(shape: tuple[Size, ...]) -> list[Size]:
     return strides[::-1]
 
 
-def _flattened_coordinates(key: Expr, size: Size) -> list[Expr] | None:
+def _counts_up(x: Value, tensors: tuple[Value | None, ...], values: Value) -> bool:
+    """Whether rows 0, 1, ... are stored in a vector as long as there are."""
+    vector = len(x.shape) == len(tensors) == 1 and values.op == "arange" and values.args == (0, 1)
+    return vector and same_size(values.shape[0], x.shape[0])
+
+
+def _flattened_coordinates(key: Expr) -> list[Expr] | None:
     """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
     if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
         return None
@@ -223,7 +266,7 @@ def _flattened_coordinates(key: Expr, size: Size) -> list[Expr] | None:
         return None
     strides = {atom: stride for stride, atom in key.args[1]}
     row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
-    return coordinates if row_major and same_size(math.prod(mask.shape), size) else None
+    return coordinates if row_major else None
 
 
 def _compared(hits: Expr) -> Expr | None:

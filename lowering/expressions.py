@@ -23,6 +23,8 @@ Kinds (``Expr.kind``) and their ``args``:
     distinct (leaf value-expression, var)       1; records that `expr` must differ for different `var`
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,6 +36,9 @@ _BOUND = -100  # levels of bound variables go down from here, those of opened on
 _OPEN = 1000
 IDEMPOTENT = ("eq", "any", "distinct")
 """Kinds whose values are 0 and 1: they equal their squares."""
+
+CHOSEN = "chosen"
+"""The function that is 1 where a weight is not zero, made by `fading.chosen`: the weight times it is the weight."""
 
 _SCALED = "scaled"
 _BINDERS = ("sum", "any", "prefix", "group")
@@ -155,7 +160,8 @@ class Algebra:
             return int(total) if getattr(total, "is_Integer", True) else sympy.expand(total)
         return None
 
-    def _fits(self, e: Expr, size: Size) -> bool:
+    def fits(self, e: Expr, size: Size) -> bool:
+        """Whether a non-negative index expression stays below ``size``."""
         bound = self.extent(e)
         if bound is None:
             return False
@@ -187,6 +193,7 @@ class Algebra:
                 if quotient in sums and same_size(sums[quotient], scale * atom.args[1]):
                     del sums[atom], sums[quotient]
                     collect(scale, atom.args[0])
+        constant = size_of(constant)
         ordered = tuple(sorted(((c, a) for a, c in sums.items() if c != 0), key=lambda term: term[1].uid))
         if not ordered:
             return self.const(constant)
@@ -200,7 +207,7 @@ class Algebra:
             return None  # an index into nothing
         if e.kind == "const" and isinstance(size, int):
             return self.const(e.args[0] // size), self.const(e.args[0] % size)
-        if self._fits(e, size):
+        if self.fits(e, size):
             return self.zero, e
         constant, terms = (e.args[0], e.args[1]) if e.kind == "linear" else (0, ((1, e),))
         whole: list[tuple[Size, Expr]] = []
@@ -215,7 +222,7 @@ class Algebra:
             (whole if divides else rest).append((quotient if divides else coefficient, atom))
         base = constant // size if isinstance(constant, int) and isinstance(size, int) else 0
         remainder = self.linear(constant - base * size, rest)
-        return (self.linear(base, whole), remainder) if (whole or base) and self._fits(remainder, size) else None
+        return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
 
     def div(self, e: Expr, size: Size) -> Expr:
         split = self._split(e, size)
@@ -249,10 +256,11 @@ class Algebra:
             for f in factor.args if factor.kind == "mul" else (factor,):
                 if f.kind == "const":
                     constant *= f.args[0]
-                elif f.kind not in IDEMPOTENT or f not in flat:
+                elif not (f.kind in IDEMPOTENT or _is_chosen(f)) or f not in flat:
                     flat.append(f)
         if constant == 0:
             return self.zero
+        flat = [f for f in flat if not (_is_chosen(f) and Counter(_factors(*f.args[1])) <= Counter(flat))]
         if constant != 1:
             flat.append(self.const(constant))
         if not flat:
@@ -264,6 +272,8 @@ class Algebra:
         if var.kind == "const":
             return body
         body = self._without_permutation(var, body)
+        if not body.has_dot and (only := self._only_term(var, body)) is not None:
+            return only
         factors = body.args if body.kind == "mul" else (body,)
         outside = [f for f in factors if var not in f.free]
         inside = [f for f in factors if var in f.free]
@@ -272,6 +282,15 @@ class Algebra:
             count = self.const(extent) if isinstance(extent, int) else self._intern("call", "size", (), (extent,))
             return self.mul(count, *outside)
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
+
+    def _only_term(self, var: Expr, body: Expr) -> Expr | None:
+        """What is left of the sum over ``var`` of a product with ``var == index``."""
+        factors = _factors(body)
+        for hit in factors:
+            sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
+            if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
+                return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
+        return None
 
     def any(self, var: Expr, body: Expr) -> Expr:
         return self._close("any", var, body) if var in body.free else body
@@ -386,6 +405,24 @@ class Algebra:
             return self.inverse(args[0], visit(args[1]))
         assert kind == "distinct", kind
         return self.distinct(*map(visit, args))
+
+
+def _is_chosen(e: Expr) -> bool:
+    return e.kind == "call" and e.args[0] == CHOSEN
+
+
+def _factors(e: Expr) -> tuple[Expr, ...]:
+    return e.args if e.kind == "mul" else (e,)
+
+
+def lower_bound(e: Expr) -> float:
+    """A lower bound of an index expression whose atoms are not negative."""
+    if e.kind == "const":
+        return e.args[0]
+    if e.kind == "linear":
+        known = isinstance(e.args[0], int) and all(isinstance(c, int) and c >= 0 for c, _ in e.args[1])
+        return e.args[0] if known else -math.inf
+    return 0
 
 
 def _find(e: Expr, accept: Callable[[Expr], bool]) -> Expr | None:

@@ -15,7 +15,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.lowering.canonical_indexing
-import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
+import moeblaze_ops.lowering.canonical_products
+import moeblaze_ops.lowering.canonical_vmap  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.bases import find_base
 from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.canonical import TABLE
@@ -28,7 +29,7 @@ from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
 from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
-from moeblaze_ops.lowering.patterns_routing import Routing, read_compared, read_indexed, weight_indices
+from moeblaze_ops.lowering.patterns_routing import Routing, expert_index, read_compared, read_indexed, without_input_mask
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.regions import Region, prove_region
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name, target_name
@@ -232,6 +233,10 @@ class Matcher:
             others = [f for f in e.args if f is not inner[0]]
             for term in terms:
                 yield from self._distributed(self._algebra.mul(term, *others))
+        elif e.kind == "mul" and e.has_dot and (choices := next(filter(_adds_choices, e.args), None)) is not None:
+            others = [f for f in e.args if f is not choices]
+            for term in choices.args:
+                yield from self._distributed(self._algebra.mul(term, *others))
         else:
             yield e
 
@@ -257,6 +262,7 @@ class Matcher:
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
+        experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
         routings = [self._routing(expert, feature) for expert in experts]
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k = find_routing(self._algebra, finder, routings, depth)
@@ -302,7 +308,7 @@ class Matcher:
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
-        operands = {x.node, ids.node, *(n for view in views_used for n in view.nodes), *([weights.node] if weights else [])}
+        operands = {x.node, *ids.nodes, *(n for view in views_used for n in view.nodes), *(weights.nodes if weights else ())}
         region = prove_region(self.view, root, frozenset(operands), dtype, base)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
@@ -313,13 +319,7 @@ class Matcher:
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
-        weights = [p.weight for p in (*expert.up, expert.down)] + [
-            p.bias for p in (*expert.up, expert.down) if p.bias is not None
-        ]
-        features = (expert.width, expert.feature_in, feature)
-        indices = weight_indices(weights, features)
-        prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
-        index = next(iter(indices), None)
+        index = expert_index(expert, feature)
         factors = (*expert.routing, *expert.scale)
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         if index is None or index in expert.binders:
@@ -332,8 +332,13 @@ class Matcher:
 def _sums_experts(e: Expr) -> bool:
     if e.kind == "sum" and e.args[0].args[2] == "r":
         body = e.args[1]
-        return any(map(_sums_experts, body.args if body.kind == "mul" else (body,)))
+        return any(_sums_experts(f) or _adds_choices(f) for f in (body.args if body.kind == "mul" else (body,)))
     return e.kind == "add" and sum(term.has_dot for term in e.args) > 1
+
+
+def _adds_choices(e: Expr) -> bool:
+    """A score as the sum of those of single slots."""
+    return e.kind == "add" and not e.has_dot and all(map(_is_masked, e.args))
 
 
 def _may_combine(node: fx.Node) -> bool:

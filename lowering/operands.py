@@ -9,20 +9,26 @@ from torch import fx
 
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr, Size, same_size
-from moeblaze_ops.lowering.values import GraphView, Value, fake_of
+from moeblaze_ops.lowering.values import GraphView, Value, fake_of, has_storage
 
 
 @dataclass(frozen=True)
 class Operand:
     """A node that holds an operand of the ops, up to a reshape to ``[T, C]``, a cast to ``dtype`` and a constant factor.
 
-    ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them.
+    ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them. ``rest``: it holds
+    the first slot of each token, and these the others.
     """
 
     node: fx.Node
     dtype: torch.dtype
     gathered: bool = False
     factor: float = 1
+    rest: tuple["Operand", ...] = ()
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (self.node, *(slot.node for slot in self.rest))
 
     @property
     def is_rounded(self) -> bool:
@@ -38,7 +44,8 @@ class Finder:
     ):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
-        nodes = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
+        tensors = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
+        nodes = filter(has_storage, tensors)  # no slice under vmap
         self._nodes = sorted(nodes, key=view.position.__getitem__, reverse=True)
         self._found: dict[tuple, Operand | None] = {}
 

@@ -9,7 +9,7 @@ from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
 from moeblaze_ops.lowering.operands import Finder, Operand
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.patterns_routing import Routing
-from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.reasons import Reason, prove
 
 
 def is_permuted(e: Expr) -> bool:
@@ -68,7 +68,26 @@ def _find_per_slot(
             found_weights = _find_scores(finder, routings, depth)
         prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
         return found_ids, found_weights, top_k
-    raise Declined(*_unaligned(next(iter(weights_of)), "expert ids"))
+    return _find_apart(algebra, finder, weights_of, depth)
+
+
+def _find_apart(
+    algebra: Algebra, finder: Finder, weights_of: dict[Expr, Expr], depth: int
+) -> tuple[Operand, Operand | None, int]:
+    """Ids and weights of which every slot has tensors ``[T]`` of its own."""
+    ids, weights = [], []
+    for own, product in weights_of.items():
+        ids.append(finder.find_ids((own,), (algebra.zero,), 1))
+        prove(ids[-1] is not None and ids[-1].dtype == ids[0].dtype, *_unaligned(own, "expert ids"))
+        if product is not algebra.one:
+            weights.append(finder.find_scaled((product,), (algebra.zero,), 1, depth))
+            prove(weights[-1] is not None and weights[-1].dtype == weights[0].dtype, *_unaligned(product, "routing weights"))
+    prove(len(weights) in (0, len(ids)), Reason.SLOT_WEIGHTS, "some slots have no weights")
+    return _joined(ids), _joined(weights) if weights else None, len(ids)
+
+
+def _joined(slots: list[Operand]) -> Operand:
+    return replace(slots[0], rest=tuple(slots[1:]))
 
 
 def _find_scores(finder: Finder, routings: Sequence[Routing], depth: int) -> Operand | None:

@@ -53,7 +53,7 @@ class _Trail:
 
 def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, if nobody else reads its choices."""
-    if match.weights is None or match.weights.gathered:
+    if match.weights is None or match.weights.gathered or match.weights.rest or match.experts.rest:
         return None
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_order)

@@ -1,11 +1,12 @@
 """From the factors beside an expert to its routing: which ids choose it, and with which weights."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.reasons import Reason, prove
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
@@ -23,8 +24,16 @@ class Routing:
     score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
 
 
-def weight_indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
-    """The expert ids that weights are indexed by: index atoms that are not feature variables."""
+def expert_index(expert: ExpertTerm, feature: Expr) -> Expr | None:
+    """The expert id that all weights are indexed by, None where each expert has tensors of its own."""
+    leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
+    indices = _indices(leaves, (expert.width, expert.feature_in, feature))
+    prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
+    return next(iter(indices), None)
+
+
+def _indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
+    """What weights are indexed by that is no feature variable."""
     found: set[Expr] = set()
     for weight in weights:
         while weight.kind == "cast":
@@ -73,6 +82,22 @@ def read_compared(
     prove(expert is None or all(expert not in f.free for f in plain), Reason.ROUTING, "weights vary with the expert")
     weights, score = (*chosen.weights, *plain), algebra.mul(chosen.factor, *plain)
     return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), score)
+
+
+def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> ExpertTerm:
+    """An expert with the mask of its input among the weights of its output, where those are zero for what is masked.
+
+    Or where the output is, as that of an expert without biases is for a token of zeros; a mask has no other numbers than 0
+    and 1 there, while elsewhere its ids are proven to differ.
+    """
+    index = expert_index(expert, feature) if expert.routing and expert.scale else None
+    if not expert.routing or not expert.scale or index not in (None, *expert.binders):
+        return expert
+    mask = read_compared(algebra, index, expert.binders, expert.scale)
+    biased = expert.formula is not None or any(p.bias is not None for p in (*expert.up, expert.down))
+    if mask.weights or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
+        return expert
+    return replace(expert, routing=(*expert.routing, *expert.scale), scale=())
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,16 @@ class Value:
     """An interned tensor value: ``op`` applied to ``args`` (values and constants).
 
     ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known.
+    ``fades`` says what `fading` means by it.
     """
 
-    __slots__ = ("args", "bound", "dtype", "is_permutation", "node", "op", "shape")
+    __slots__ = ("args", "bound", "dtype", "fades", "is_permutation", "node", "op", "shape")
 
     def __init__(self, op: str, args: tuple, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node):
         self.op, self.args, self.shape, self.dtype, self.node = op, args, shape, dtype, node
         self.is_permutation = op == "argsort"
         self.bound: Size | None = shape[0] if self.is_permutation else None
+        self.fades = False
 
     def __repr__(self) -> str:
         return f"{self.op}@{self.node.name}"
@@ -52,6 +54,11 @@ def _storage_of(node: fx.Node) -> int | None:
         return fake.untyped_storage()._cdata
     except NotImplementedError:  # subclasses without storage
         return None
+
+
+def has_storage(node: fx.Node) -> bool:
+    """Whether a tensor has memory that its aliases can be told by."""
+    return _storage_of(node) is not None
 
 
 def target_name(node: fx.Node) -> str:

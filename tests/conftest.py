@@ -10,6 +10,15 @@ def _strict(monkeypatch):
     monkeypatch.setattr(config, "strict", True)
 
 
+@pytest.fixture
+def fp64():
+    """Numbers of which the last bits are no matter, the same in every run."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

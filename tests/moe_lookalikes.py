@@ -292,6 +292,28 @@ def rows_of_slots_in_another_order(self, x, weights, ids):
     return out
 
 
+@_lookalike("ROUTING")
+def some_rows_by_narrow(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        torch._check(token.shape[0] >= 1)
+        token, slot = token.narrow(0, 0, 1), slot.narrow(0, 0, 1)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+@_lookalike("ROUTING")
+def some_rows_by_split(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        torch._check(token.shape[0] >= 2)
+        token, slot = (rows.split([2, token.shape[0] - 2])[0] for rows in (token, slot))
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
 @_lookalike("SLOT_WEIGHTS")
 def write_through_an_alias(self, x, weights, ids):
     out = torch.zeros_like(x) + self.experts[0](x) * _share(weights, ids, 0)

@@ -61,6 +61,20 @@ TWINS = {
     "ellipsis_loop": ("gate * torch.sigmoid(gate)", "gate * torch.sigmoid(gate.flip(-1))"),
     "sorted_torchtune": ("max=self.E)", "max=self.E + 1)"),
     "sorted_scaled_wide": ("weights.view(-1)[order]", "weights.view(-1)"),
+    "joined_index_add": ("torch.cat(outs)", "torch.cat(outs[::-1])"),
+    "joined_weights": ("torch.cat(shares)", "torch.cat(shares).flip(0)"),
+    "joined_hits": ("weights[hits[:, 0], hits[:, 1]]", "weights[hits[:, 0], 1 - hits[:, 1]]"),
+    "joined_slots": (".index_copy(0, torch.cat(slots)", ".index_copy(0, torch.cat(slots[::-1])"),
+    "joined_unsort": ("torch.cat(slots).argsort()", "torch.cat(slots)"),
+    "joined_inverse": ("weights.reshape(-1)[order, None]", "weights.reshape(-1)[:, None]"),
+    "nonzero_loop": ("> 0", "> 0.4"),
+    "nonzero_mask": ("scores[:, e].bool()", "scores[:, e - 1].bool()"),
+    "nonzero_where": ("scores != 0", "scores != 0.5"),
+    "nonzero_joined": ("torch.nonzero(scores[:, e])", "torch.nonzero(scores[:, e].round())"),
+    "einsum_masked_tokens": ("F.one_hot(ids, self.E)", "F.one_hot(ids.flip(0), self.E)"),
+    "einsum_weighted_tokens": ("(self.w1, self.w3)", "(self.w1, self.w3.flip(0))"),
+    "einsum_combined": ("ad\", self.w2", "ad\", self.w2.flip(1)"),
+    "einsum_of_slots": ("tk,tke,ted->td", "tk,tme,ted->td"),
     "gathered_rows": ("weights.unsqueeze(-1)).sum(1)", "weights.unsqueeze(-1)).amax(1)"),
 }
 
@@ -82,5 +96,5 @@ def build(name: str) -> nn.Module:
     for function in zoo.SEPARATE:
         if function.__name__ == name:
             return zoo.ModuleListMoE(_twin(function))
-    function, storage, bias = next(entry for entry in zoo.STACKED if entry[0].__name__ == name)
+    function, storage, bias = zoo.BY_NAME[name]
     return zoo.StackedMoE(_twin(function), storage, bias=bias)

@@ -19,6 +19,15 @@ from tests.zoo_batched import (
     gathered_per_slot,
     gathered_rows,
 )
+from tests.zoo_einsum import einsum_combined, einsum_masked_tokens, einsum_of_slots, einsum_weighted_tokens
+from tests.zoo_joined import (
+    joined_hits,
+    joined_index_add,
+    joined_inverse,
+    joined_slots,
+    joined_unsort,
+    joined_weights,
+)
 from tests.zoo_loops import (
     dbrx_loop,
     ellipsis_loop,
@@ -52,6 +61,7 @@ from tests.zoo_masked import (
     masked_sum,
 )
 from tests.zoo_modules import FF, D, E, GluMLP, K, ModuleListMoE, PlainMLP, Router, StackedMoE
+from tests.zoo_nonzero import nonzero_joined, nonzero_loop, nonzero_mask, nonzero_where
 from tests.zoo_sorted import (
     grouped_mm_fallback,
     sorted_index_add,
@@ -92,8 +102,10 @@ LOOPS = (
     loop_slots,
     loop_joined_slots,
 )
+JOINED = (joined_index_add, joined_weights, joined_hits, joined_slots, joined_unsort, joined_inverse)
+NONZERO = (nonzero_loop, nonzero_mask, nonzero_where, nonzero_joined)
 BATCHED = (dense_modules, dense_then_gather, dense_then_index, dense_buffer, dense_cat)
-SEPARATE = (*MASKED, *LOOPS, *BATCHED)
+SEPARATE = (*MASKED, *LOOPS, *JOINED, *NONZERO, *BATCHED)
 """Spellings of separate experts, for `ModuleListMoE`."""
 
 # (spelling, storage, biases)
@@ -120,4 +132,15 @@ STACKED = (
     (ellipsis_loop, "split", False),
     (sorted_torchtune, "split", False),
     (sorted_scaled_wide, "split", False),
+    (einsum_masked_tokens, "split", False),
+    (einsum_weighted_tokens, "split", False),
+    (einsum_combined, "split", False),
+    (einsum_of_slots, "split", False),
 )
+BY_NAME = {entry[0].__name__: entry for entry in STACKED}
+
+
+def stacked(name: str, **options) -> StackedMoE:
+    """The layer of a spelling in ``STACKED``."""
+    function, storage, bias = BY_NAME[name]
+    return StackedMoE(function, storage, bias=bias, **options)

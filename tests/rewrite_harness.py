@@ -12,6 +12,13 @@ from torch._dynamo.backends.debugging import aot_eager
 from moeblaze_ops import compile as switch
 from moeblaze_ops.lowering.rewrite import Candidate, RewriteReport, rewrite_graph
 
+OLD_SPELLINGS = {
+    "where", "nonzero", "one_hot", "index_add", "index_add_", "iadd", "setitem", "scatter", "scatter_add", "argsort", "sort",
+    "bincount", "histc", "cumsum", "_grouped_mm", "grouped_mm_fallback", "einsum", "bmm", "matmul", "silu",
+    "_assert_scalar.default",
+}  # fmt: skip
+"""Operators of which none is left of a layer that was replaced, whatever its spelling."""
+
 
 @dataclass
 class Rewriting:
@@ -98,6 +105,17 @@ def check_against_eager(
     return backend
 
 
+def assert_replaced(backend: Rewriting) -> None:
+    """The layers of all graphs became operators, and nothing of them is left."""
+    operators = backend.operators()
+    layers = len(backend.rewritten)
+    assert operators.count("dispatch.default") == layers > 0
+    assert operators.count("expert_down.default") + operators.count("expert_mlp.default") == layers
+    assert operators.count("expert_up.default") == operators.count("expert_down.default")
+    assert not OLD_SPELLINGS & set(operators), OLD_SPELLINGS & set(operators)
+    assert not backend.reasons
+
+
 def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> dict[str, Tensor]:
     module.zero_grad()
     inputs = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
@@ -110,4 +128,6 @@ def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> 
     return named | {f"gradient of {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-__all__ = ["Rewriting", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend", "rewritten_in"]
+__all__ = [
+    "Rewriting", "assert_replaced", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend", "rewritten_in",
+]  # fmt: skip

@@ -1,0 +1,114 @@
+"""Routers that take their two choices one after the other, so that each has tensors ``[T]`` of its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import moe_zoo as zoo
+from tests.rewrite_harness import check_against_eager
+from tests.zoo_modules import flat
+
+
+def _two_largest(logits):
+    """The masks and the share of each of the two, as in NLLB-MoE with every second choice taken."""
+    probs = logits.softmax(-1)
+    first = F.one_hot(torch.argmax(probs, -1), probs.shape[-1])
+    rest = logits.masked_fill(first.bool(), float("-inf"))
+    second = F.one_hot(torch.argmax(rest, -1), probs.shape[-1])
+    shares = [(probs * mask).sum(dim=1) for mask in (first, second)]
+    total = torch.clamp(shares[0] + shares[1], min=torch.finfo(probs.dtype).eps)
+    return (first, second), [share / total for share in shares]
+
+
+def nllb(self, x, weights, ids):
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    (first, second), shares = _two_largest(self.router.gate(x))
+    combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * second
+    mask = combining.bool()
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token = torch.where(mask[:, e])[0]
+        out.index_add_(0, token, torch.einsum("b,be->be", combining[token, e], expert(x[token])))
+    return out.view(shape)
+
+
+def nllb_masked(self, x, weights, ids):
+    """Every expert on every token."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    (first, second), shares = _two_largest(self.router.gate(x))
+    combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * second
+    return sum(combining[:, e, None] * expert(x) for e, expert in enumerate(self.experts)).view(shape)
+
+
+def two_maxima(self, x, weights, ids):
+    """GShard's choices without a capacity, and a loop over the experts for each of them."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    probs = self.router.gate(x).softmax(-1)
+    out = torch.zeros_like(x)
+    for _ in range(2):
+        share, chosen = probs.max(-1)
+        for e, expert in enumerate(self.experts):
+            out = out + expert(x) * (share * (chosen == e)).unsqueeze(-1)
+        probs = probs.masked_fill(F.one_hot(chosen, len(self.experts)).bool(), 0.0)
+    return out.view(shape)
+
+
+def mask_of_the_first_choice(self, x, weights, ids):
+    (first, second), shares = _two_largest(self.router.gate(x))
+    combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * second
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token = torch.where(first[:, e])[0]
+        out.index_add_(0, token, expert(x[token]) * combining[token, e, None])
+    return out
+
+
+def second_choices_are_drawn(self, x, weights, ids):
+    """NLLB-MoE's policy for training: no tensor has the weights of the second choice after the draw."""
+    (first, second), shares = _two_largest(self.router.gate(x))
+    drawn = (2 * shares[1] > torch.arange(x.shape[0]) % 2).unsqueeze(-1)
+    combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * (second * drawn)
+    return sum(combining[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+def capacity(self, x, weights, ids):
+    """What an expert has no room for is dropped."""
+    (first, second), shares = _two_largest(self.router.gate(x))
+    first = first * torch.lt(torch.cumsum(first, dim=0) - 1, 2)
+    combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * second
+    return sum(combining[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+def first_expert_weighs_otherwise(self, x, weights, ids):
+    (first, second), shares = _two_largest(self.router.gate(x))
+    combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * second
+    first_expert = shares[1].unsqueeze(-1) * first + shares[0].unsqueeze(-1) * second
+    return sum((combining if e else first_expert)[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+SPELLINGS = (nllb, nllb_masked, two_maxima)
+OTHERS = (mask_of_the_first_choice, second_choices_are_drawn, capacity, first_expert_weighs_otherwise)
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5), (1,)], ids=["TD", "BSD", "one_token"])
+@pytest.mark.parametrize("combine", SPELLINGS, ids=lambda f: f.__name__)
+def test_two_choices_are_one_layer(fp64, combine, shape):
+    backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(*shape, zoo.D))
+    assert [candidate.K for candidate in backend.rewritten] == [2] and not backend.reasons
+
+
+def test_in_half_precision():
+    torch.manual_seed(0)
+    layer = zoo.ModuleListMoE(nllb_masked).bfloat16()
+    # bf16 holds 8 bits; eager and the ops round at different places, a few times each.
+    backend = check_against_eager(layer, torch.randn(10, zoo.D).bfloat16(), tolerance=2**-4)
+    assert len(backend.rewritten) == 1
+
+
+@pytest.mark.parametrize("combine", OTHERS, ids=lambda f: f.__name__)
+def test_near_miss_is_left_alone(fp64, combine):
+    backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(10, zoo.D))
+    assert not backend.rewritten and backend.reasons
