@@ -49,7 +49,7 @@ FAMILIES = {
         "global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
     },
     "glm4_moe_lite": _MULTI_LATENT,
-    "granitemoehybrid": {"layer_types": ["attention"]},
+    "granitemoehybrid": {"layer_types": ["attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoeshared": {},
     "hunyuan_v1_moe": {},
     "hy_v4": {**_MULTI_LATENT, "num_hidden_layers": 2, "layer_types": None, "mlp_layer_types": ["sparse"] * 2, "hc_mult": 2},
