@@ -67,8 +67,8 @@ FAMILIES = {
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"]},
 }  # fmt: skip
 
-SINCE = {"zaya": (5, 23)}
-"""Versions of transformers before which a family is left as it is: its ids are compared with the number of experts there."""
+SINCE = {"aria_text": (5, 23), "phimoe": (5, 23), "zaya": (5, 23)}
+"""Versions of transformers before which a family is not rewritten: Aria has other experts, the others compare ids with E."""
 
 
 def make_model(name: str) -> nn.Module:
