@@ -88,7 +88,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         stack = [value]
         while stack:
             top = stack[-1]
-            below = [] if top.op == "contract" or top.op not in self._rules else _operands(top)
+            below = [] if top.op in ("contract", "grouped_mm") or top.op not in self._rules else _operands(top)
             if unknown := [x for x in below if x not in self._nested_sums]:
                 stack += unknown
                 continue

@@ -86,6 +86,23 @@ def proof_size(steps: int) -> int:
     return len(matcher._algebra._pool)
 
 
+class Renormalised(nn.Module):
+    """A layer of tokens that were normalised over and over."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = ModuleListMoE(masked_sum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = x / (x * x).sum(-1, keepdim=True).sqrt()
+        return self.layer(x)
+
+
+def test_layer_behind_many_normalisations():
+    assert len(check_against_eager(Renormalised(), torch.randn(7, D)).rewritten) == 1
+
+
 class Block(nn.Module):
     """A decoder layer: attention with rotated queries, norms by hand, a residual around each half."""
 
