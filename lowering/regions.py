@@ -42,7 +42,7 @@ def prove_region(
     _prove_saved(view, root, operands)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
-        _prove_dtype(node, dtype, root)
+        _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
     kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, [])}
     if base in buffer:
         between = [w for w in view.writes if view.position[base] < view.position[w] <= view.position[root]]
@@ -55,10 +55,13 @@ def prove_region(
 def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
     """Nodes that hold, or are computed from, what a projection gave."""
     computed: set[fx.Node] = set()
+    buffers: set[fx.Node] = set()  # they hold it since a node before this one
     for node in sorted(nodes, key=view.position.__getitem__):
         made = target_name(node) in _PROJECTIONS
-        if node.op != "output" and (made or any(n in computed for n in node.all_input_nodes)):
+        if node.op != "output" and (made or any(n in computed or n in buffers for n in node.all_input_nodes)):
             computed.add(node)
+            if (target := view.writes.get(node)) is not None:
+                buffers.update(view.aliases(target))
     return computed
 
 
@@ -150,12 +153,12 @@ def _autocast_dtype(view: GraphView, root: fx.Node) -> torch.dtype | None:
     return (dtype or torch.get_autocast_dtype(device)) if enabled else None
 
 
-def _prove_dtype(node: fx.Node, dtype: torch.dtype, root: fx.Node) -> None:
+def _prove_dtype(node: fx.Node, dtype: torch.dtype, result: torch.Tensor) -> None:
     fake = fake_of(node)
     if not isinstance(fake, torch.Tensor) or not fake.dtype.is_floating_point:
         return
     allowed = {dtype, torch.float32, torch.float64} if dtype.itemsize < 4 else {dtype, torch.float64}
     if dtype == torch.float64:
         allowed = {dtype}
-    if fake.dtype not in allowed and fake.dtype != fake_of(root).dtype:
+    if fake.dtype not in allowed and fake.dtype != result.dtype:
         raise Declined(Reason.DTYPE_PATH, f"{fake.dtype} inside a layer computed in {dtype}", node)

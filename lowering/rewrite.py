@@ -102,7 +102,19 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
     return report
 
 
+def _is_in_order(graph: fx.Graph) -> bool:
+    """Dynamo of torch 2.11 puts what a tensor hook reads behind the hook, where sizes follow from data."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            return False
+        seen.add(node)
+    return True
+
+
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
+    if not _is_in_order(gm.graph):
+        return
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
