@@ -78,7 +78,9 @@ def _indices(term: Expr) -> Iterator[Expr]:
 
 
 def _anywhere(e: Expr) -> Hashable:
-    """The structure of an expression with every variable alike."""
+    """The structure of an expression with every variable alike, whatever the token and in however many axes tokens are."""
+    if _counts_tokens(e):
+        return 0
     if e.kind == "const":
         return e.args[0]
     if e.kind == "leaf":
@@ -86,5 +88,14 @@ def _anywhere(e: Expr) -> Hashable:
     if e.kind == "eq":
         return frozenset(map(_anywhere, e.args))
     if e.kind == "linear":
-        return e.args[0], frozenset((coefficient, _anywhere(atom)) for coefficient, atom in e.args[1])
+        others = frozenset((coefficient, _anywhere(atom)) for coefficient, atom in e.args[1] if not _counts_tokens(atom))
+        return e.args[0], others
     return e.kind
+
+
+def _counts_tokens(e: Expr) -> bool:
+    """Whether an index is arithmetic of tokens alone."""
+    if e.kind == "var":
+        return e.args[2] == "t"
+    atoms = [atom for _, atom in e.args[1]] if e.kind == "linear" else e.args[:1] if e.kind in ("div", "mod") else []
+    return bool(atoms) and all(map(_counts_tokens, atoms))
