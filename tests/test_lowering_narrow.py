@@ -62,6 +62,21 @@ def test_weights_rounded_on_the_way(dtype):
     assert backend.reasons == ["DTYPE_PATH"] and not backend.rewritten
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_rounded_where_experts_wrote_them(dtype):
+    def rounded(self, x, weights, ids):
+        flat, rows = ids.view(-1), x.repeat_interleave(ids.shape[-1], 0)
+        y = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            hits = torch.where(flat == e)[0]
+            y.index_copy_(0, hits, expert(rows[hits]))
+        y = y.to(dtype).to(x.dtype)
+        return (y * weights.reshape(-1, 1)).view(*ids.shape, zoo.D).sum(1)
+
+    backend = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5)
+    assert backend.reasons == ["DTYPE_PATH"] and not backend.rewritten
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_of_another_dtype(dtype):
     """What the graph holds rounded, or holds in more digits than the layer, is taken from there."""
