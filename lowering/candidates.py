@@ -7,10 +7,15 @@ counting what their terms chose.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
+
+import sympy
 
 from moeblaze_ops.lowering.expressions import Expr, subexpressions
 from moeblaze_ops.lowering.values import Value
+
+_VARIABLE = "var"
 
 
 class Chosen(NamedTuple):
@@ -78,9 +83,7 @@ def _indices(term: Expr) -> Iterator[Expr]:
 
 
 def _anywhere(e: Expr) -> Hashable:
-    """The structure of an expression with every variable alike, whatever the token and in however many axes tokens are."""
-    if _counts_tokens(e):
-        return 0
+    """The structure of an expression with every variable alike, be it one or, as of tokens in several axes, made of several."""
     if e.kind == "const":
         return e.args[0]
     if e.kind == "leaf":
@@ -88,14 +91,10 @@ def _anywhere(e: Expr) -> Hashable:
     if e.kind == "eq":
         return frozenset(map(_anywhere, e.args))
     if e.kind == "linear":
-        others = frozenset((coefficient, _anywhere(atom)) for coefficient, atom in e.args[1] if not _counts_tokens(atom))
-        return e.args[0], others
+        constant, atoms = e.args[0], [(coefficient, _anywhere(atom)) for coefficient, atom in e.args[1]]
+        others = frozenset((coefficient, atom) for coefficient, atom in atoms if atom != _VARIABLE)
+        steps = [coefficient for coefficient, atom in atoms if atom == _VARIABLE]
+        return (constant, others, reduce(sympy.gcd, steps, 0)) if constant or others else _VARIABLE
+    if e.kind in ("div", "mod") and _anywhere(e.args[0]) == _VARIABLE:
+        return _VARIABLE
     return e.kind
-
-
-def _counts_tokens(e: Expr) -> bool:
-    """Whether an index is arithmetic of tokens alone."""
-    if e.kind == "var":
-        return e.args[2] == "t"
-    atoms = [atom for _, atom in e.args[1]] if e.kind == "linear" else e.args[:1] if e.kind in ("div", "mod") else []
-    return bool(atoms) and all(map(_counts_tokens, atoms))

@@ -80,18 +80,34 @@ def numbers_on_device(e: ast.expr, hosts: dict[str, Host], resolve: Resolve) -> 
     return None
 
 
-def made_by_bincount(e: ast.expr, preceding: Sequence[ast.stmt]) -> bool:
-    """Whether a tensor may be as long as its data say."""
+def bincounts_of(e: ast.expr, preceding: Sequence[ast.stmt]) -> list[ast.expr]:
+    """The calls of ``bincount``, or other mentions of it, that may make a tensor as long as its data say."""
+    found: list[ast.expr] = []
     seen: set[str] = set()
     pending = [e]
     while pending:
+        called: set[int] = set()
         for node in ast.walk(pending.pop()):
-            if isinstance(node, ast.Attribute) and node.attr == "bincount":
-                return True
-            if isinstance(node, ast.Name) and node.id not in seen:
-                seen.add(node.id)
-                pending += [s.value for s in preceding if isinstance(s, ast.Assign) and _sets(s, node.id)]
-    return False
+            match node:
+                case ast.Call(func=ast.Attribute(attr="bincount") as func):
+                    found.append(node)
+                    called.add(id(func))
+                case ast.Attribute(attr="bincount") if id(node) not in called:
+                    found.append(node)
+                case ast.Name(id=name) if name not in seen:
+                    seen.add(name)
+                    pending += [s.value for s in preceding if isinstance(s, ast.Assign) and _sets(s, name)]
+    return found
+
+
+def counted_below(call: ast.expr, resolve: Resolve) -> tuple[ast.expr, ast.expr] | None:
+    """What a ``bincount`` counts, and how many numbers it gives where all that it counts is below that."""
+    match call:
+        case ast.Call(func=func, args=[ids], keywords=[ast.keyword("minlength", size)]) if resolve(func) is torch.bincount:
+            return ids, size
+        case ast.Call(func=ast.Attribute(value=ids) as func, args=[], keywords=[ast.keyword("minlength", size)]):
+            return (ids, size) if resolve(func) is None else None
+    return None
 
 
 def _sets(statement: ast.Assign, name: str) -> bool:

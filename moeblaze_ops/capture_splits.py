@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_hosts import Host, host, hosts_of, is_zero, made_by_bincount, numbers_on_device
+from moeblaze_ops.capture_hosts import Host, bincounts_of, counted_below, host, hosts_of, is_zero, numbers_on_device
 from moeblaze_ops.capture_split_body import END, LIKE, ROWS, SIZE, START, Round
 from moeblaze_ops.capture_split_results import as_loop, as_tensor, collected_in, last_value
 from moeblaze_ops.capture_syntax import is_path
@@ -135,7 +135,8 @@ class _SplitLoop:
         """Whether numbers on the host have a part in it."""
         if loaded(self.loop) & self.hosts.keys():
             return True
-        calls = [node for node in ast.walk(getattr(self.loop, "iter", ast.Pass())) if isinstance(node, ast.Call)]
+        iterated = self.loop.iter if isinstance(self.loop, ast.For) else self.loop.value.generators[0].iter
+        calls = [node for node in ast.walk(iterated) if isinstance(node, ast.Call)]
         return any(host(self.loop, call, self.hosts, self.resolve) is not None for call in calls)
 
     def changed(self) -> list[ast.stmt]:
@@ -235,10 +236,17 @@ class _SplitLoop:
         return call
 
     def _num_groups(self, loop: ast.For) -> ast.expr:
-        """How many groups there are: as many as numbers, or as experts where the data say how many numbers there are."""
-        if made_by_bincount(self.tensor, self.above):
+        """How many groups there are: as many as numbers.
+
+        Where the data say how many numbers there are, it is as many as experts, or as a ``bincount`` gives at least.
+        """
+        bincounts = bincounts_of(self.tensor, self.above)
+        if bincounts:
             for of in (*self.others, *self._indexed(loop)):
                 return ast.Call(name_of("len"), [self.splits.own(of)], [])
+        if len(bincounts) == 1 and (counted := counted_below(*bincounts, self.resolve)) is not None:
+            call = located(row_groups_call("counts", *counted), *bincounts)
+            bincounts[0].func, bincounts[0].args, bincounts[0].keywords = call.func, call.args, []
         return ast.Subscript(ast.Attribute(name_of(_ENDS), "shape", ast.Load()), ast.Constant(0), ast.Load())
 
     def _indexed(self, loop: ast.For) -> Iterator[ast.expr]:

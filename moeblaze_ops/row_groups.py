@@ -1,7 +1,7 @@
 """Rows of tokens in groups, one of each expert, without any number on the host.
 
 What ``capture`` puts in the place of slices such as ``x[start:end]``, of the concatenation of what became of them, and
-of the numbers that occur among ids. Dynamo traces these functions; they only run as they are where a graph breaks.
+of the numbers that occur among ids or count them. Dynamo traces these functions; they only run as they are where a graph breaks.
 """
 
 import torch
@@ -25,6 +25,25 @@ def numbers(ids: Tensor, count: int) -> range:
     inside = (ids >= 0) & (ids < count)
     torch._assert_async(inside.all())
     return range(count)
+
+
+def counts(ids: Tensor, count: int) -> Tensor:
+    """``torch.bincount(ids, minlength=count)`` of ``ids`` below ``count``, which is proven as for ``numbers``.
+
+    Args:
+        ids: numbers of experts. Shape [N], integer.
+        count: how many experts there are.
+
+    Returns:
+        How many ids each number is. Shape [count], int64.
+
+    Raises:
+        ValueError: ``ids`` has another number of axes.
+    """
+    if ids.dim() != 1:
+        raise ValueError(f"row_groups: ids must have one axis, got {ids.dim()}")
+    numbers(ids, count)
+    return (ids[:, None] == torch.arange(count, device=ids.device)).sum(0)
 
 
 def rows(ends: Tensor, group: int, like: Tensor) -> Tensor:

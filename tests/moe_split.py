@@ -157,8 +157,35 @@ def next_expert(self, x, weights, ids):
     return out
 
 
+def run_expert(layer, e, rows):
+    return layer.experts[e](rows)
+
+
+def by_function(self, x, weights, ids):
+    """The loop itself does not say how many experts there are: the counts do."""
+    flat = ids.flatten()
+    order = flat.argsort()
+    token = order // ids.shape[1]
+    counts = torch.bincount(flat, minlength=len(self.experts))
+    outputs = [run_expert(self, e, part) for e, part in enumerate(x[token].split(counts.tolist()))]
+    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs) * weights.flatten()[order, None])
+
+
+def by_function_of_numbers(self, x, weights, ids):
+    order, token, scale = _sorted(self, x, weights, ids)
+    rows, out, start = x[token], torch.zeros_like(x), 0
+    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
+        end = start + count
+        if count == 0:
+            continue
+        out.index_add_(0, token[start:end], run_expert(self, e, rows[start:end]) * scale[start:end])
+        start = end
+    return out
+
+
 SPLIT = (
-    deepseek_infer, split_list, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert,
+    deepseek_infer, split_list, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert, by_function,
+    by_function_of_numbers,
 )  # fmt: skip
 
 
@@ -370,6 +397,19 @@ def one_expert_less(self, x, weights, ids):
     return out
 
 
+def more_experts_than_counts_at_least(self, x, weights, ids):
+    """There are as many numbers as the largest id says."""
+    order, token, scale = _sorted(self, x, weights, ids)
+    rows, out, start = x[token], torch.zeros_like(x), 0
+    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts) - 1).tolist()):
+        end = start + count
+        if count == 0:
+            continue
+        out.index_add_(0, token[start:end], run_expert(self, e, rows[start:end]) * scale[start:end])
+        start = end
+    return out
+
+
 def sorted_on_the_same_line(self, x, weights, ids):
     order, token, scale = _sorted(self, x, weights, ids)
     counts = torch.nn.functional.one_hot(ids.flatten(), len(self.experts)).sum(0)
@@ -421,6 +461,6 @@ def fewer_rows_are_joined(self, x, weights, ids):
 NEAR_MISSES = (
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
-    changes_the_counts, negative_sizes, reads_the_counts_later, last_start, one_expert_less,
+    changes_the_counts, negative_sizes, reads_the_counts_later, last_start, one_expert_less, more_experts_than_counts_at_least,
     sorted_on_the_same_line, fewer_rows_are_joined,
 )  # fmt: skip

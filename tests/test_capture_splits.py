@@ -177,3 +177,12 @@ def test_rows_of_groups():
     torch.testing.assert_close(parts, torch.tensor([1.0, 2, 3, 4, 5, 0]))
     with pytest.raises(ValueError, match=r"x must have 6 rows, got 5"):
         row_groups.take(x[:5], rows, x)
+
+
+def test_counts_of_ids():
+    ids = torch.tensor([0, 2, 2])
+    torch.testing.assert_close(row_groups.counts(ids, 4), torch.bincount(ids, minlength=4))
+    with pytest.raises(RuntimeError):
+        row_groups.counts(ids, 2)
+    with pytest.raises(ValueError, match=r"ids must have one axis, got 2"):
+        row_groups.counts(ids[None], 4)

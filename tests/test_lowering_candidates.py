@@ -69,6 +69,16 @@ def of_another_slot(x, layers, w):
     return (y.sum(1, keepdim=True) * weights.unsqueeze(-1)).sum(1)
 
 
+def in_two_axes(x, layers, w):
+    """Shared experts are added where tokens are in one axis, and the residual where they are in two."""
+    tokens = x.view(3, 3, -1)
+    weights, ids = layers[0].router(tokens)
+    (layer,) = layers
+    combine = layer.combine if hasattr(layer, "combine") else layer.experts
+    out = combine(layer, x, weights.flatten(0, 1), ids.flatten(0, 1)) + F.silu(x @ w)
+    return tokens + out.view(3, 3, -1)
+
+
 NETWORKS = {
     "sum of two": (lambda x, layers, w: layers[0](x) + layers[1](x), masked, masked),
     "sum of two spellings": (lambda x, layers, w: layers[0](x) + layers[1](x), sorted_rows, masked),
@@ -88,6 +98,10 @@ NETWORKS = {
         lambda x, layers, w: sum(f(x) * (x @ w)[:, k, None].sigmoid() for k, f in enumerate(layers)), masked, dense
     ),
     "of another slot": (of_another_slot, gathered),
+    "in two axes, masks": (in_two_axes, masked),
+    "in two axes, sorted": (in_two_axes, sorted_rows),
+    "in two axes, gathered": (in_two_axes, gathered),
+    "in two axes, dense": (in_two_axes, dense),
 }
 LAYERS = {"one layer on two inputs": 2, "attention": 2}
 
