@@ -142,7 +142,8 @@ def _estimate(
     T: int, sizes: LayerSizes, keep: str, compiled: bool, rows_bytes: Callable[[int, LayerSizes], int] = _rows_bytes
 ) -> MemoryEstimate:
     size_of = _buffers(T, sizes) | {"rows": rows_bytes(T * sizes.K, sizes)}
-    return _summed(size_of, _kept(sizes, keep), _kept(sizes, "input"), _steps(sizes, keep, compiled) | _router_step(sizes, compiled))
+    steps = _steps(sizes, keep, compiled) | _router_step(sizes, compiled)
+    return _summed(size_of, _kept(sizes, keep), _kept(sizes, "input"), steps)
 
 
 def _chunked_estimate(T: int, sizes: LayerSizes, chunk_tokens: int, compiled: bool) -> MemoryEstimate:
