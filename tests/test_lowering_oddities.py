@@ -163,3 +163,22 @@ def test_agrees_with_eager(name):
         actual = run(torch.compile(layer, backend=backend), layer, x)
     torch.testing.assert_close(actual, run(layer, layer, x))
     assert len(rewritten_in(records)) == expected
+
+
+GATHERED = {entry[0].__name__: entry for entry in zoo.STACKED if entry[0].__name__.startswith("gathered")}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_negative_ids_index_from_the_end(name):
+    """Weights at -1 are the last expert's, where a mask has no expert -1."""
+    combine, storage, bias = GATHERED[name]
+
+    def dropping(self, x, weights, ids):
+        return combine(self, x, weights, torch.where(weights > 0.5, ids, -1))
+
+    layer = zoo.StackedMoE(dropping, storage, bias=bias)
+    x = torch.randn(T, zoo.D)
+    with rewriting_backend() as backend, switch.recording() as records:
+        actual = run(torch.compile(layer, backend=backend), layer, x)
+    torch.testing.assert_close(actual, run(layer, layer, x))
+    assert not rewritten_in(records)
