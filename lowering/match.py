@@ -128,6 +128,7 @@ class Matcher:
                     taken.update(result.region.nodes)
         results = [*found, *(decline for decline in declined if decline.root not in taken)]
         declined = _furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
+        declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
@@ -140,6 +141,11 @@ class Matcher:
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
         return is_sum_of(outer.chosen, [result.chosen for result in inner])
+
+    def _is_step(self, part: Decline, whole: Decline) -> bool:
+        """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
+        fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
+        return fewer and part.root in dependencies(self.view, whole.root)
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
