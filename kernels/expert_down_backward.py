@@ -19,7 +19,8 @@ import triton.language as tl
 
 from moeblaze_ops.kernels import hopper_ops
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate_backward
-from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward, choose_row_dot
+from moeblaze_ops.kernels.bias_dots import bias_dots
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
 from moeblaze_ops.kernels.hopper_configs import num_partials as hopper_partials
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -36,7 +37,6 @@ from moeblaze_ops.kernels.tiles import (
     count_row_tiles,
     grouped_order,
     load_slot_weights,
-    load_tile,
     locate_row_tile,
     rows_times_weight,
 )
@@ -182,47 +182,6 @@ def _expert_down_backward_kernel(
         tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, dots, mask=row_in)
 
 
-@triton.jit
-def _bias_dots_kernel(
-    dout_ptr,
-    b_ptr,
-    slots_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    dots_ptr,
-    D,
-    stride_dout_t,
-    stride_dout_d,
-    stride_b_e,
-    stride_b_d,
-    TOP_K: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row_tile = tl.program_id(0)
-    if row_tile >= count_row_tiles(tl.load(blocks_ptr), BLOCK_M):
-        return
-    entry, skipped = locate_row_tile(row_tile, BLOCK_M)
-    expert = tl.load(blocks_ptr + entry)
-    first_row = tl.load(blocks_ptr + entry + 1) + skipped
-    end_row = tl.load(offsets_ptr + expert + 1)
-    if first_row >= end_row:
-        return
-    rows = first_row + tl.arange(0, BLOCK_M)
-    row_in = rows < end_row
-    slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
-    dout_rows = dout_ptr + (slots // TOP_K).to(tl.int64)[:, None] * stride_dout_t  # [BLOCK_M, 1]
-    b_row = b_ptr + expert.to(tl.int64) * stride_b_e
-    products = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for d in range(0, D, BLOCK_D):
-        cols = d + tl.arange(0, BLOCK_D)
-        dout = load_tile(dout_rows + cols[None, :] * stride_dout_d, row_in, cols < D, False, EVEN_D)
-        b = tl.load(b_row + cols * stride_b_d, mask=cols < D, other=0.0).to(tl.float32)
-        products += dout.to(tl.float32) * b[None, :]
-    tl.store(dots_ptr + rows, tl.sum(products, axis=1), mask=row_in)
-
-
 @triton.jit(do_not_specialize=["num_slots", "N", "first_row"])
 def _dweights_kernel(
     partials_ptr, positions_ptr, dweights_ptr, num_slots, N, first_row, num_partials, BLOCK_N: tl.constexpr
@@ -293,7 +252,7 @@ def launch_expert_down_backward(
     if weights_TK is None:
         return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
     if b_down:
-        _launch_bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
+        bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
     if dweights_TK is None:
         dweights_TK = weights_TK.new_empty(positions_TK.shape)
     num_slots = positions_TK.shape[0] * top_k
@@ -383,30 +342,4 @@ def _launch_portable(
         GROUP=config.group,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )
-
-
-def _launch_bias_dots(dout_TD, b_ED, slots_N, offsets_E1, blocks_B2, top_k, dots_N) -> None:
-    """Fills ``dots_N`` with ``<dout[token of row], b[expert of row]>``."""
-    D = b_ED.shape[1]
-    config = choose_row_dot(static_size(D))
-    block_m = min(config.rows, ROW_BLOCK)
-    launch(
-        _bias_dots_kernel,
-        (blocks_B2.shape[0] - 1) * (ROW_BLOCK // block_m),
-        dout_TD,
-        b_ED,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
-        dots_N,
-        D,
-        *dout_TD.stride(),
-        *b_ED.stride(),
-        TOP_K=top_k,
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_M=block_m,
-        BLOCK_D=config.columns,
-        num_warps=config.num_warps,
-        num_stages=1,
     )

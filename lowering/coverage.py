@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.distinct import are_distinct
-from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.expressions import Expr
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.patterns_routing import Routing
 from moeblaze_ops.lowering.reasons import Reason, prove

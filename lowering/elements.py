@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.axes import common_groups
 from moeblaze_ops.lowering.counts import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.elements_groups import GroupRules
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
 from moeblaze_ops.lowering.elements_runs import RunRules
-from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.fading import chosen
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.values import Value

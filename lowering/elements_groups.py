@@ -7,8 +7,9 @@ ids, the group of a row is the row's id.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.distinct import are_distinct
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.expressions import Expr, Size, same_size
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import Expr, Size, same_size, subexpressions
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, lower_bound, same_size
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import Expr, Size, lower_bound, same_size
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ included. Hence a mask of the weights that are not zero can go where it is multi
 
 import torch
 
-from moeblaze_ops.lowering.expressions import CHOSEN, IDEMPOTENT, Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import CHOSEN, IDEMPOTENT, Expr, subexpressions
 from moeblaze_ops.lowering.values import Value
 
 _VIEWS = frozenset(("reshape", "permute", "slice", "select", "expand", "take", "index"))

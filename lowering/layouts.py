@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from moeblaze_ops.joining import are_in_a_row
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import Expr, Size
 from moeblaze_ops.lowering.reasons import Reason, prove
 from moeblaze_ops.lowering.values import Value, fake_of
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS
-from moeblaze_ops.lowering.expressions import Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.expressions import Expr, subexpressions
 from moeblaze_ops.lowering.operands import Finder, Operand
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.patterns_routing import Routing

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import UNFUSED
-from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.expressions import Expr
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 
 POINTWISE = {

@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from moeblaze_ops.activations import IDENTITY
-from moeblaze_ops.lowering.expressions import IDEMPOTENT, Algebra, Expr, subexpressions
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, subexpressions
 from moeblaze_ops.lowering.patterns_activation import Formulas, is_pointwise
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 

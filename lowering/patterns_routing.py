@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import Expr
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.reasons import Reason, prove
 

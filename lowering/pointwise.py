@@ -2,7 +2,8 @@
 
 import operator
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import Expr
 
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:

@@ -10,10 +10,11 @@ from torch import fx
 
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
+from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.distinct import are_distinct
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Algebra, Expr, Size, same_size
+from moeblaze_ops.lowering.expressions import Expr, Size, same_size
 from moeblaze_ops.lowering.values import GraphView, Value, target_name
 
 

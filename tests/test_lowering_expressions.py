@@ -3,7 +3,7 @@
 import pytest
 import sympy
 
-from moeblaze_ops.lowering.expressions import Algebra
+from moeblaze_ops.lowering.algebra import Algebra
 
 
 @pytest.fixture
