@@ -168,10 +168,6 @@ MEASURED_LAYERS = {name: sizes[1:] for name, (sizes, _) in FULL_SIZE.items()} | 
 }
 
 
-_IN_PLACE = "measured before the gradients of 2-d tokens were added up in place: measure memory_scaling_h200.json again"
-MEASURED_BEFORE = {"conf1-8388608-input": pytest.mark.xfail(strict=True, reason=_IN_PLACE)}
-
-
 def measured_rows():
     """What was measured on an H200 of layers of ours, with their router."""
     for file in ("memory_h200.json", "memory_scaling_h200.json"):
@@ -181,7 +177,7 @@ def measured_rows():
             keep, _, suffix = row["contender"].partition("+")
             if keep in ("preactivation", "input") and not row["failure"]:
                 name = f"{row['shape']}-{row['T']}-{row['contender']}"
-                yield pytest.param(row, keep, bool(suffix), id=name, marks=MEASURED_BEFORE.get(name, ()))
+                yield pytest.param(row, keep, bool(suffix), id=name)
 
 
 @pytest.mark.parametrize(("row", "keep", "compiled"), list(measured_rows()))
