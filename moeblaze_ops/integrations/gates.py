@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.lowering.expressions import Algebra, Expr
+from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.expressions import Expr
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 
