@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moeblaze_ops.kernels.launch import is_traceable
+from moeblaze_ops.kernels.tracing import is_traceable
 
 NAMESPACE = "moeblaze_hopper"
 

@@ -1,11 +1,11 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
 import torch
-from torch._library.triton import is_wrap_triton_enabled
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
 from moeblaze_ops.kernels.configs import Operands
+from moeblaze_ops.kernels.tracing import is_traceable
 
 
 def launch(kernel, num_programs, *args, **keywords) -> None:
@@ -21,11 +21,6 @@ def launch(kernel, num_programs, *args, **keywords) -> None:
     # To wrap a kernel takes longer than to launch it, and wrap_triton of torch 2.11 refuses interpreted functions.
     launched = wrap_triton(kernel) if is_traceable() and isinstance(kernel, JITFunction) else kernel
     launched[(num_programs,)](*args, **keywords)
-
-
-def is_traceable() -> bool:
-    """Whether what is launched has to be visible to a trace; the eager implementations of the ops switch that off."""
-    return is_wrap_triton_enabled()
 
 
 def static_size(size) -> int | None:

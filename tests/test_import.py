@@ -43,6 +43,18 @@ def test_cold_import():
     assert float(result.stdout) < 3
 
 
+def test_cpu_needs_no_triton():
+    program = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"
+        "import torch, moeblaze_ops\n"
+        "x, w_up, w_down = torch.randn(6, 16), torch.randn(4, 16, 16), torch.randn(4, 16, 8)\n"
+        "moeblaze_ops.moe(x, torch.rand(6, 2), torch.randint(0, 4, (6, 2)), w_up, w_down)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 def test_switch_changes_no_compiler_setting_by_import():
     program = (
         "import torch, torch._dynamo, torch._inductor.config as inductor, torch._dynamo.config as dynamo\n"
