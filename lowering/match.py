@@ -32,6 +32,7 @@ from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chos
 from moeblaze_ops.lowering.patterns_routing import Routing, expert_index, read_compared, read_indexed, without_input_mask
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.regions import Region, prove_region
+from moeblaze_ops.lowering.signs import never_negative
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name, target_name
 
 _COMBINES = frozenset((
@@ -299,7 +300,7 @@ class Matcher:
         prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
         gathered = weights is not None and weights.gathered
         prove_distinct(routings, of_all=gathered and top_k > 1)
-        prove(dense or all(map(self._may_index, (r.ids for r in routings))), Reason.SLOT_WEIGHTS, "ids that may be negative")
+        prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
         bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
         prove(all(isinstance(bound, int) and bound <= E for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
         prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
@@ -324,14 +325,6 @@ class Matcher:
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base,
         )  # fmt: skip
-
-    def _may_index(self, ids: Expr) -> bool:
-        """Whether ids that weights are indexed by are numbers of experts: -1 is the last one there, and none for the ops.
-
-        What the graph is given, or an operator without a form gives, is trusted; what it computes has to be known.
-        """
-        is_given = ids.kind == "leaf" and ids.args[0].op in ("input", "opaque", "output")
-        return is_given or self._algebra.extent(ids) is not None
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
         index = expert_index(expert, feature)

@@ -97,7 +97,7 @@ def expected_tensor_core(launch, capability):
     """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
     if "BLOCK_K" in launch.arguments:
         rows = launch.arguments["BLOCK_M"]
-    elif launch.arguments.get("HAS_PRODUCT"):
+    elif launch.arguments.get("HAS_PRODUCT") and not launch.arguments["FEW_CHANNELS"]:
         rows = launch.arguments["BLOCK_T"]
     else:
         return None

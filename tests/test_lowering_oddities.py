@@ -182,3 +182,24 @@ def test_negative_ids_index_from_the_end(name):
         actual = run(torch.compile(layer, backend=backend), layer, x)
     torch.testing.assert_close(actual, run(layer, layer, x))
     assert not rewritten_in(records)
+
+
+NEVER_NEGATIVE = {
+    "joined": lambda ids: torch.cat([ids[:, :1], ids[:, 1:]], -1),
+    "masked": lambda ids: ids.masked_fill(ids >= zoo.E, 0),
+    "multiplied": lambda ids: ids * (ids != zoo.E),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_NEGATIVE)
+def test_ids_that_are_never_negative(name):
+    combine, storage, bias = GATHERED["gathered_bmm"]
+
+    def changed(self, x, weights, ids):
+        return combine(self, x, weights, NEVER_NEGATIVE[name](ids))
+
+    layer, x = zoo.StackedMoE(changed, storage, bias=bias), torch.randn(T, zoo.D)
+    with rewriting_backend() as backend, switch.recording() as records:
+        actual = run(torch.compile(layer, backend=backend), layer, x)
+    torch.testing.assert_close(actual, run(layer, layer, x))
+    assert len(rewritten_in(records)) == 1
