@@ -2,10 +2,9 @@
 
 import math
 
-from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr
 from moeblaze_ops.lowering.values import Value
 
-_INDICATORS = ("eq", "any", "distinct")
 _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
 _VIEWS = ("reshape", "permute", "slice", "select", "expand", "tile", "spread", "index", "cast")
 
@@ -19,7 +18,7 @@ def _least(e: Expr) -> float:
     """A lower bound."""
     if e.kind == "const":
         return e.args[0]
-    if e.kind in _PLACES or e.kind in _INDICATORS:
+    if e.kind in _PLACES or e.kind in IDEMPOTENT:
         return 0
     if e.kind == "leaf":
         return 0 if _is_trusted(e.args[0]) else -math.inf
@@ -42,7 +41,7 @@ def _least_product(factors: tuple[Expr, ...]) -> float:
     others = [f for f in factors if f.kind != "const"]
     if number >= 0:
         return 0 if all(_least(f) >= 0 for f in others) else -math.inf
-    return number if all(f.kind in _INDICATORS for f in others) else -math.inf
+    return number if all(f.kind in IDEMPOTENT for f in others) else -math.inf
 
 
 def _is_trusted(value: Value) -> bool:

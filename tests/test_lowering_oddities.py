@@ -152,17 +152,22 @@ def run(call, layer: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"out": out.detach(), "x": x.grad, **gradients}
 
 
+def rewritten_layers(layer: nn.Module) -> int:
+    """How many layers are rewritten, once output and gradients agree with eager."""
+    x = torch.randn(T, zoo.D)
+    with rewriting_backend() as backend, switch.recording() as records:
+        actual = run(torch.compile(layer, backend=backend), layer, x)
+    torch.testing.assert_close(actual, run(layer, layer, x))
+    return len(rewritten_in(records))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_eager(name):
     combine, change, expected = CASES[name]
     layer = zoo.ModuleListMoE(combine)
     if change is not None:
         change(layer)
-    x = torch.randn(T, zoo.D)
-    with rewriting_backend() as backend, switch.recording() as records:
-        actual = run(torch.compile(layer, backend=backend), layer, x)
-    torch.testing.assert_close(actual, run(layer, layer, x))
-    assert len(rewritten_in(records)) == expected
+    assert rewritten_layers(layer) == expected
 
 
 GATHERED = {entry[0].__name__: entry for entry in zoo.STACKED if entry[0].__name__.startswith("gathered")}
@@ -177,11 +182,7 @@ def test_negative_ids_index_from_the_end(name):
         return combine(self, x, weights, torch.where(weights > 0.5, ids, -1))
 
     layer = zoo.StackedMoE(dropping, storage, bias=bias)
-    x = torch.randn(T, zoo.D)
-    with rewriting_backend() as backend, switch.recording() as records:
-        actual = run(torch.compile(layer, backend=backend), layer, x)
-    torch.testing.assert_close(actual, run(layer, layer, x))
-    assert not rewritten_in(records)
+    assert rewritten_layers(layer) == 0
 
 
 NEVER_NEGATIVE = {
@@ -198,8 +199,4 @@ def test_ids_that_are_never_negative(name):
     def changed(self, x, weights, ids):
         return combine(self, x, weights, NEVER_NEGATIVE[name](ids))
 
-    layer, x = zoo.StackedMoE(changed, storage, bias=bias), torch.randn(T, zoo.D)
-    with rewriting_backend() as backend, switch.recording() as records:
-        actual = run(torch.compile(layer, backend=backend), layer, x)
-    torch.testing.assert_close(actual, run(layer, layer, x))
-    assert len(rewritten_in(records)) == 1
+    assert rewritten_layers(zoo.StackedMoE(changed, storage, bias=bias)) == 1
