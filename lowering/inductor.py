@@ -30,6 +30,9 @@ def register_lowerings() -> None:
         register_traced_lowering(op, launcher, _must_call)
     for op in PACKAGED.keys() - LAUNCHERS.keys():
         inductor_api.register_lowering(op, _call_of(op))
+    # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
+    in_place = torch.ops.aten.addmm_.default
+    inductor_api.register_lowering(in_place, inductor_api.fallback(in_place))
 
 
 def register_traced_lowering(

@@ -62,6 +62,7 @@ def test_routers_product_is_part_of_the_sum_where_the_input_is_kept(limited, mon
 @pytest.mark.parametrize("parts", [("ranges", 110_000), ("chunks", 3 * T)], ids=["ranges", "chunks"])
 def test_routers_product_is_added_in_place_to_a_gradient_in_parts(parts, monkeypatch):
     """It follows from the routing weights' gradient, which all parts give together."""
+    monkeypatch.setenv("CI", "1")  # Inductor is stricter there
     monkeypatch.setattr("moeblaze_ops.functional.choose_parts", lambda *args: parts)
     code = backward_code(kept_input, shape=(8 * T, D))
     assert products(code) == (1, 0)
