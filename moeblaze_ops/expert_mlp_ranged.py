@@ -15,7 +15,7 @@ from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.joining import num_joined
 from moeblaze_ops.library import register_op
-from moeblaze_ops.range_gradients import Device, cpu_device, gpu_device, gradients_in_ranges
+from moeblaze_ops.range_gradients import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
 from moeblaze_ops.row_ranges import capped, range_sizes, routing_bytes
 from moeblaze_ops.validation import check_expert_mlp, check_expert_mlp_backward, require
 from moeblaze_ops.weights import up_shape
@@ -103,8 +103,9 @@ def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]
     *arguments, max_bytes, needs = args
     check_expert_mlp_backward(op, *arguments)
     dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
-    settings = (activation, weight_on_input, max_bytes, needs, buffers)
-    return gradients_in_ranges(op, device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
+    settings = (activation, weight_on_input, needs, buffers)
+    backward = Backward(device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
+    return gradients_in_ranges(op, backward, max_bytes)
 
 
 def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -10,12 +10,7 @@ from torch import Tensor
 from moeblaze_ops import cpu_gradients
 from moeblaze_ops.accumulation import buffers_of
 from moeblaze_ops.library import register_op
-from moeblaze_ops.validation import (
-    check_bias_grad,
-    check_bias_grad_add,
-    check_weight_grad,
-    check_weight_grad_add,
-)
+from moeblaze_ops.validation_gradients import check_bias_grad, check_bias_grad_add, check_weight_grad, check_weight_grad_add
 
 
 def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k) -> list[Tensor]:

@@ -76,7 +76,7 @@ class _Range(NamedTuple):
     order_E: Tensor | None = None
 
 
-class _Backward:
+class Backward:
     """The gradients of a layer while its ranges are gone through, each allocated when it is first needed."""
 
     def __init__(
@@ -194,26 +194,12 @@ class _Backward:
         return dx_TD, dweights_TK, gradients
 
 
-def gradients_in_ranges(
-    op: str,
-    device: Device,
-    dout_TD: Tensor,
-    x_TD: Tensor,
-    parameters: Sequence[list[Tensor]],
-    weights_TK: Tensor | None,
-    routing: Sequence[Tensor],
-    activation: str,
-    weight_on_input: bool,
-    max_bytes: int,
-    needs: Sequence[bool],
-    buffers: Sequence[list[Tensor]],
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The gradients that ``expert_mlp_ranged_backward`` returns, those of some weights added to ``buffers`` instead.
+def gradients_in_ranges(op: str, backward: Backward, max_bytes: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The gradients that ``expert_mlp_ranged_backward`` returns, those of some weights added to its buffers instead.
 
     Raises:
         ValueError: ``max_bytes`` leaves no room for 128 rows.
     """
-    backward = _Backward(device, dout_TD, x_TD, parameters, weights_TK, routing, activation, weight_on_input, needs, buffers)
     N, E, sizes = backward.slots_N.shape[0], backward.num_experts, backward.sizes
     ranges = row_ranges(N, E, sizes, max_bytes)
     require(ranges is not None, op, "max_bytes", "leave room for 128 rows", max_bytes)

@@ -33,7 +33,7 @@ def require_dtype(condition: bool, op: str, argument: str, rule: str, value: obj
 
 
 def check_dispatch(op: str, experts_TK: Tensor, num_experts: int) -> None:
-    require(experts_TK.dim() == 2, op, "experts_TK", "have 2 dimensions [T, K]", f"shape {_shape(experts_TK)}")
+    require(experts_TK.dim() == 2, op, "experts_TK", "have 2 dimensions [T, K]", f"shape {shape_of(experts_TK)}")
     require_dtype(experts_TK.dtype in _ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
     require(1 <= num_experts <= MAX_EXPERTS, op, "num_experts", f"be between 1 and {MAX_EXPERTS}", num_experts)
     top_k = experts_TK.shape[1]
@@ -60,7 +60,7 @@ def check_expert_up(
 
 def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], activation: str) -> UpShape:
     _check_float(op, "x_TD", x_TD)
-    require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {_shape(x_TD)}")
+    require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {shape_of(x_TD)}")
     shape = check_up_weights(op, w_up, b_up, x_TD)
     require(x_TD.shape[1] == shape.D, op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
     check_activation(op, activation, shape.G)
@@ -70,20 +70,20 @@ def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tens
 def check_up_weights(op: str, w_up: list[Tensor], b_up: list[Tensor], like: Tensor) -> UpShape:
     require(len(w_up) in (1, 2), op, "w_up", "hold one tensor, or gate and up", f"{len(w_up)} tensors")
     for w in w_up:
-        require(w.dim() == 4, op, "w_up", "have 4 dimensions [E, G, F, D]", f"shape {_shape(w)}")
-        _check_like(op, "w_up", w, like)
+        require(w.dim() == 4, op, "w_up", "have 4 dimensions [E, G, F, D]", f"shape {shape_of(w)}")
+        check_like(op, "w_up", w, like)
     require(w_up[0].shape[1] in (1, 2), op, "w_up", "have G of 1 or 2 on axis 1", w_up[0].shape[1])
     if len(w_up) == 2:
         for w in w_up:
-            require(w.shape[1] == 1, op, "w_up", "have G = 1 when gate and up are two tensors", f"shape {_shape(w)}")
+            require(w.shape[1] == 1, op, "w_up", "have G = 1 when gate and up are two tensors", f"shape {shape_of(w)}")
         gate, up = w_up
-        require(gate.shape == up.shape, op, "w_up", f"have equal shapes, gate {_shape(gate)}", f"up {_shape(up)}")
+        require(gate.shape == up.shape, op, "w_up", f"have equal shapes, gate {shape_of(gate)}", f"up {shape_of(up)}")
     shape = up_shape(w_up)
     require(len(b_up) in (0, len(w_up)), op, "b_up", f"hold as many tensors as w_up ({len(w_up)}) or none", len(b_up))
     for b, w in zip(b_up, w_up, strict=False):
         expected = list(w.shape[:3])
-        require(list(b.shape) == expected, op, "b_up", f"have shape {expected} of w_up", f"shape {_shape(b)}")
-        _check_like(op, "b_up", b, like)
+        require(list(b.shape) == expected, op, "b_up", f"have shape {expected} of w_up", f"shape {shape_of(b)}")
+        check_like(op, "b_up", b, like)
     return shape
 
 
@@ -101,16 +101,16 @@ def check_expert_down(
     activation: str,
 ) -> None:
     _check_float(op, "h_NGF", h_NGF)
-    require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {_shape(h_NGF)}")
+    require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
     N, G, F = h_NGF.shape
     check_activation(op, activation, G)
-    require(activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {_shape(h_NGF)}")
+    require(activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {shape_of(h_NGF)}")
     if a_NF is not None:
         expected = f"have shape [{N}, {F}] (rows and width of h_NGF)"
-        require(list(a_NF.shape) == [N, F], op, "a_NF", expected, f"shape {_shape(a_NF)}")
-        _check_like(op, "a_NF", a_NF, h_NGF)
+        require(list(a_NF.shape) == [N, F], op, "a_NF", expected, f"shape {shape_of(a_NF)}")
+        check_like(op, "a_NF", a_NF, h_NGF)
     check_down_weights(op, w_down, b_down, h_NGF)
-    require(w_down[0].shape[1] == F, op, "w_down", f"have size F={F} of h_NGF on axis 1", f"shape {_shape(w_down[0])}")
+    require(w_down[0].shape[1] == F, op, "w_down", f"have size F={F} of h_NGF on axis 1", f"shape {shape_of(w_down[0])}")
     T = positions_TK.shape[0]
     check_routing(op, h_NGF, w_down[0].shape[0], T, slots_N, offsets_E1, positions_TK, blocks_B2)
     require(slots_N.shape[0] == N, op, "h_NGF", f"have {slots_N.shape[0]} rows, one per slot", N)
@@ -120,13 +120,13 @@ def check_expert_down(
 def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like: Tensor) -> None:
     require(len(w_down) == 1, op, "w_down", "hold one tensor", f"{len(w_down)} tensors")
     (w,) = w_down
-    require(w.dim() == 3, op, "w_down", "have 3 dimensions [E, F, D]", f"shape {_shape(w)}")
-    _check_like(op, "w_down", w, like)
+    require(w.dim() == 3, op, "w_down", "have 3 dimensions [E, F, D]", f"shape {shape_of(w)}")
+    check_like(op, "w_down", w, like)
     require(len(b_down) <= 1, op, "b_down", "hold one tensor or none", f"{len(b_down)} tensors")
     for b in b_down:
         expected = [w.shape[0], w.shape[2]]
-        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {_shape(b)}")
-        _check_like(op, "b_down", b, like)
+        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {shape_of(b)}")
+        check_like(op, "b_down", b, like)
 
 
 def check_expert_mlp(
@@ -160,7 +160,7 @@ def _check_down_of_mlp(
         op,
         "w_down",
         f"have leading shape {expected} (experts and width of w_up)",
-        f"shape {_shape(w_down[0])}",
+        f"shape {shape_of(w_down[0])}",
     )
 
 
@@ -182,7 +182,7 @@ def check_expert_mlp_chunked(
     _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
     require(num_experts == shape.E, op, "num_experts", f"be {shape.E}, the experts of w_up", num_experts)
     check_dispatch(op, experts_TK, num_experts)
-    _check_device(op, "experts_TK", experts_TK, x_TD)
+    check_device(op, "experts_TK", experts_TK, x_TD)
     T, rows = x_TD.shape[0], experts_TK.shape[0]
     require(rows == T, op, "experts_TK", f"have {T} rows, one per token", rows)
     check_routing_weights(op, weights_TK, x_TD, experts_TK, "experts_TK")
@@ -206,8 +206,8 @@ def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> 
 
 def _check_dout(op: str, dout_TD: Tensor, x_TD: Tensor, w_down: list[Tensor]) -> None:
     expected = [x_TD.shape[0], w_down[0].shape[2]]
-    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {_shape(dout_TD)}")
-    _check_like(op, "dout_TD", dout_TD, x_TD)
+    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
+    check_like(op, "dout_TD", dout_TD, x_TD)
 
 
 def check_routing(
@@ -224,20 +224,20 @@ def check_routing(
     routing = {"slots_N": slots_N, "offsets_E1": offsets_E1, "positions_TK": positions_TK, "blocks_B2": blocks_B2}
     for name, tensor in routing.items():
         require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
-        _check_device(op, name, tensor, like)
-    require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {_shape(positions_TK)}")
+        check_device(op, name, tensor, like)
+    require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {shape_of(positions_TK)}")
     T, K = positions_TK.shape
     require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
-    require(list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", _shape(slots_N))
+    require(list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", shape_of(slots_N))
     require(
         list(offsets_E1.shape) == [num_experts + 1],
         op,
         "offsets_E1",
         f"have shape [{num_experts + 1}] (experts of the weights, plus one)",
-        _shape(offsets_E1),
+        shape_of(offsets_E1),
     )
     expected = [schedule_rows(T * K, num_experts), 2]
-    require(list(blocks_B2.shape) == expected, op, "blocks_B2", f"have shape {expected}", _shape(blocks_B2))
+    require(list(blocks_B2.shape) == expected, op, "blocks_B2", f"have shape {expected}", shape_of(blocks_B2))
 
 
 def check_routing_weights(
@@ -250,12 +250,12 @@ def check_routing_weights(
         weights_TK.shape == choices_TK.shape,
         op,
         "weights_TK",
-        f"have shape {_shape(choices_TK)} of {name}",
-        f"shape {_shape(weights_TK)}",
+        f"have shape {shape_of(choices_TK)} of {name}",
+        f"shape {shape_of(weights_TK)}",
     )
     allowed = (torch.float32, like.dtype)
     require_dtype(weights_TK.dtype in allowed, op, "weights_TK", f"be float32 or {like.dtype}", weights_TK.dtype)
-    _check_device(op, "weights_TK", weights_TK, like)
+    check_device(op, "weights_TK", weights_TK, like)
 
 
 def check_activation(op: str, activation: str, G: int) -> None:
@@ -265,46 +265,6 @@ def check_activation(op: str, activation: str, G: int) -> None:
     require(activation in ACTIVATIONS, op, "activation", f"be one of {known}", repr(activation))
     expected = 2 if is_gated(activation) else 1
     require(expected == G, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation))
-
-
-def check_weight_grad(
-    op: str,
-    gathered_TD: Tensor,
-    grouped_NGF: Tensor,
-    like: list[Tensor],
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-) -> None:
-    require(gathered_TD.dim() == 2, op, "gathered_TD", "have 2 dimensions [T, D]", f"shape {_shape(gathered_TD)}")
-    require(grouped_NGF.dim() == 3, op, "grouped_NGF", "have 3 dimensions [N, G, F]", f"shape {_shape(grouped_NGF)}")
-    _check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
-    N, G, F = grouped_NGF.shape
-    E, D = offsets_E1.shape[0] - 1, gathered_TD.shape[1]
-    expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get((len(like), like[0].dim() if like else 0))
-    require(expected is not None, op, "like", "hold one [E, G, F, D] or [E, F, D] tensor, or gate and up", len(like))
-    for w in like:
-        require(list(w.shape) == expected, op, "like", f"have shape {expected}", f"shape {_shape(w)}")
-    require(gathered_TD.shape[0] * top_k == N, op, "grouped_NGF", f"have T*K={gathered_TD.shape[0] * top_k} rows", N)
-    require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", _shape(slots_N))
-    if weights_TK is not None:
-        require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
-
-
-def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest) -> None:
-    """``rest``: the arguments of ``expert_weight_grad`` after ``like``."""
-    check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
-    for gradient in dw:
-        _check_sums(op, "dw", gradient, gathered_TD)
-
-
-def check_bias_grad_add(op: str, rows_NC: Tensor, db_EC: Tensor, weights_TK: Tensor | None, slots_N, offsets_E1, *rest) -> None:
-    """``rest``: the arguments of ``expert_bias_grad`` after ``offsets_E1``."""
-    check_bias_grad(op, rows_NC, weights_TK, slots_N, offsets_E1, *rest)
-    expected = [offsets_E1.shape[0] - 1, rows_NC.shape[1]]
-    require(list(db_EC.shape) == expected, op, "db_EC", f"have shape {expected}", f"shape {_shape(db_EC)}")
-    _check_sums(op, "db_EC", db_EC, rows_NC)
 
 
 def check_expert_up_backward(
@@ -323,21 +283,21 @@ def check_expert_up_backward(
 ) -> UpShape:
     shape = check_up_weights(op, w_up, [], dh_NGF)
     expected = [slots_N.shape[0], shape.G, shape.F]
-    require(list(dh_NGF.shape) == expected, op, "dh_NGF", f"have shape {expected}", f"shape {_shape(dh_NGF)}")
+    require(list(dh_NGF.shape) == expected, op, "dh_NGF", f"have shape {expected}", f"shape {shape_of(dh_NGF)}")
     T = positions_TK.shape[0]
     check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
     check_routing_weights(op, weights_TK, dh_NGF, positions_TK)
     require((x_TD is None) == (weights_TK is None), op, "x_TD", "be given exactly when weights_TK is", x_TD)
     if x_TD is not None:
-        require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {_shape(x_TD)}")
+        require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {shape_of(x_TD)}")
     require((dlogits_TE is None) == (w_router_ED is None), op, "dlogits_TE", "be given exactly when w_router_ED is", dlogits_TE)
     if dlogits_TE is not None:
         fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T
-        require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {_shape(dlogits_TE)}")
-        expected = [dlogits_TE.shape[1], shape.D]
-        require(list(w_router_ED.shape) == expected, op, "w_router_ED", f"have shape {expected}", f"shape {_shape(w_router_ED)}")
-        _check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
-        _check_like(op, "w_router_ED", w_router_ED, dh_NGF)
+        require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {shape_of(dlogits_TE)}")
+        expected, given = [dlogits_TE.shape[1], shape.D], shape_of(w_router_ED)
+        require(given == expected, op, "w_router_ED", f"have shape {expected}", f"shape {given}")
+        check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
+        check_like(op, "w_router_ED", w_router_ED, dh_NGF)
     require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
     return shape
 
@@ -357,41 +317,17 @@ def check_expert_down_backward(
 ) -> None:
     check_expert_down(op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     expected = [positions_TK.shape[0], w_down[0].shape[2]]
-    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {_shape(dout_TD)}")
-    _check_like(op, "dout_TD", dout_TD, h_NGF)
+    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
+    check_like(op, "dout_TD", dout_TD, h_NGF)
 
 
-def check_bias_grad(
-    op: str,
-    rows_NC: Tensor,
-    weights_TK: Tensor | None,
-    slots_N: Tensor,
-    offsets_E1: Tensor,
-    top_k: int,
-    gathered: bool,
-) -> None:
-    require(rows_NC.dim() == 2, op, "rows_NC", "have 2 dimensions", f"shape {_shape(rows_NC)}")
-    N = slots_N.shape[0]
-    rows = rows_NC.shape[0] * (top_k if gathered else 1)
-    require(rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0])
-    if weights_TK is not None:
-        require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {_shape(weights_TK)}")
-
-
-def _check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+def check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.dtype != like.dtype:
         require_dtype(False, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
-    _check_device(op, name, tensor, like)
+    check_device(op, name, tensor, like)
 
 
-def _check_sums(op: str, name: str, sums: Tensor, like: Tensor) -> None:
-    """What gradients are added to: fp32, or the dtype of what is summed."""
-    allowed = (torch.float32, like.dtype)
-    require_dtype(sums.dtype in allowed, op, name, f"be float32 or {like.dtype}", sums.dtype)
-    _check_device(op, name, sums, like)
-
-
-def _check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+def check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.device != like.device:
         require(False, op, name, f"be on {like.device} like the activations", tensor.device)
 
@@ -402,5 +338,5 @@ def _check_float(op: str, name: str, tensor: Tensor) -> None:
         require_dtype(False, op, name, rule, f"{tensor.dtype} on {tensor.device}")
 
 
-def _shape(tensor: Tensor) -> list[int]:
+def shape_of(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
