@@ -6,6 +6,7 @@
 
 kept: bytes allocated after forward beyond what was allocated before it and beyond the output. peak: highest allocation
 over forward and backward beyond what was allocated before, and beyond the results: output, x gradient and weight gradients.
+Times are taken in turns.
 ``limited`` is keep="input" with ``config.max_layer_transient_bytes`` set to ``--limit`` MiB; its memory may exceed the results
 by 256 MiB, and its time that of ``preactivation`` by 25%. ``--scaling`` is conf1 over 8 thousand to 8 million tokens.
 """
@@ -13,7 +14,6 @@ by 256 MiB, and its time that of ``preactivation`` by 25%. ``--scaling`` is conf
 import argparse
 import contextlib
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import moeblaze_ops
-from bench_layer import MIB, SHAPES, GroupedMoE, Shape, event_time, memory
+from bench_layer import MIB, SHAPES, GroupedMoE, Shape, interleaved_medians, load_device, memory
 from environment import command, describe
 from moeblaze_ops import config
 from moeblaze_ops.memory import memory_estimate
@@ -79,49 +79,73 @@ def results_bytes(layer: nn.Module, x: torch.Tensor) -> int:
     return 2 * x.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
 
 
-def measure(name: str, shape: Shape, contender: str, limit_mib: int) -> Measurement:
-    row = Measurement(name, shape.T, contender)
-    keep = contender.removesuffix("+compile")
-    if keep == "limited":
-        row.limit_mib = limit_mib
-        with limited_to(limit_mib * MIB):
-            return _measured(row, shape, contender, "input")
-    return _measured(row, shape, contender, keep)
+def bench_shape(name: str, shape: Shape, contenders: list[str], limit_mib: int, rounds: int) -> list[Measurement]:
+    """Memory of one contender after the other, then their times in turns."""
+    torch._dynamo.reset()
+    x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    dout = torch.randn_like(x)
+    rows = {contender: Measurement(name, shape.T, contender) for contender in contenders}
+    steps = {}
+    for row in rows.values():
+        if keep_of(row.contender) == "limited":
+            row.limit_mib = limit_mib
+        estimate(row, shape)
+        try:
+            steps[row.contender] = measured_step(row, shape, x, dout)
+        except Exception as failure:  # a contender that fails, out of memory say, is a result
+            row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
+        torch.cuda.empty_cache()
+    load_device()
+    for contender, step_ms in interleaved_medians(steps, rounds, round_ms=300).items():
+        rows[contender].step_ms = step_ms
+    return list(rows.values())
+
+
+def keep_of(contender: str) -> str:
+    return contender.removesuffix("+compile")
+
+
+def estimate(row: Measurement, shape: Shape) -> None:
+    keep = {"preactivation": "preactivation", "input": "input", "limited": "input"}.get(keep_of(row.contender))
+    if keep is None:
+        return
+    options = {"gated": shape.activation == "swiglu", "router": True, "compiled": row.contender.endswith("+compile")}
+    with limited_to(row.limit_mib):
+        estimated = memory_estimate(shape.T, shape.D, shape.F, shape.E, shape.K, keep=keep, **options)
+    row.estimated_kept_mib, row.estimated_peak_mib = estimated.kept / MIB, estimated.peak / MIB
+    row.peak_step = estimated.peak_step
+
+
+def measured_step(row: Measurement, shape: Shape, x: torch.Tensor, dout: torch.Tensor) -> Callable[[], None]:
+    """Write the contender's memory into ``row`` and return what takes a step of it."""
+    layer = CONTENDERS[row.contender](shape)
+
+    def step() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        with limited_to(row.limit_mib):
+            layer(x).backward(dout)
+
+    step()
+    with limited_to(row.limit_mib):
+        row.kept_mib, row.peak_mib = memory(layer, x, dout)
+    row.beyond_results_mib = row.peak_mib - results_bytes(layer, x) / MIB
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    return step
 
 
 @contextlib.contextmanager
-def limited_to(num_bytes: int) -> Iterator[None]:
-    before, config.max_layer_transient_bytes = config.max_layer_transient_bytes, num_bytes
+def limited_to(limit_mib: int | None) -> Iterator[None]:
+    """With ``config.max_layer_transient_bytes`` at a limit, or as it is for None."""
+    if limit_mib is None:
+        yield
+        return
+    before, config.max_layer_transient_bytes = config.max_layer_transient_bytes, limit_mib * MIB
     try:
         yield
     finally:
         config.max_layer_transient_bytes = before
-
-
-def _measured(row: Measurement, shape: Shape, contender: str, keep: str) -> Measurement:
-    if keep in ("preactivation", "input"):
-        options = {"gated": shape.activation == "swiglu", "router": True, "compiled": contender.endswith("+compile")}
-        estimate = memory_estimate(shape.T, shape.D, shape.F, shape.E, shape.K, keep=keep, **options)
-        row.estimated_kept_mib, row.estimated_peak_mib = estimate.kept / MIB, estimate.peak / MIB
-        row.peak_step = estimate.peak_step
-    torch._dynamo.reset()
-    try:
-        layer = CONTENDERS[contender](shape)
-        x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        dout = torch.randn_like(x)
-        layer(x).backward(dout)
-        row.kept_mib, row.peak_mib = memory(layer, x, dout)
-        row.beyond_results_mib = row.peak_mib - results_bytes(layer, x) / MIB
-
-        def step() -> None:
-            layer.zero_grad(set_to_none=True)
-            x.grad = None
-            layer(x).backward(dout)
-
-        row.step_ms = statistics.median(event_time(step, 10))
-    except Exception as failure:  # a contender that fails, out of memory say, is a result
-        row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
-    return row
 
 
 def print_table(rows: list[Measurement]) -> None:
@@ -173,6 +197,7 @@ def main() -> None:
     parser.add_argument("--scaling", action="store_true", help="conf1 over the token counts instead of the shapes")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--limit", type=int, default=240, help="MiB beside the results that `limited` may allocate")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of timing")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     parser.add_argument("--plot", help="draw bytes against tokens to this file")
     arguments = parser.parse_args()
@@ -183,10 +208,7 @@ def main() -> None:
         shapes = [(name, SHAPES[name]) for name in arguments.shapes]
     rows = []
     for name, shape in shapes:
-        measured = []
-        for contender in arguments.contenders:
-            measured.append(measure(name, shape, contender, arguments.limit))
-            torch.cuda.empty_cache()
+        measured = bench_shape(name, shape, arguments.contenders, arguments.limit, arguments.rounds)
         print_table(measured)
         rows += measured
         if arguments.json:
