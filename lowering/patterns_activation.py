@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import UNFUSED
 from moeblaze_ops.lowering.expressions import Expr
@@ -86,6 +86,7 @@ class Formulas:
             yield gated, [self._rounded(self._algebra.mul(e, u)) for e in forms]
         yield "relu2", [self._call("square", self._call("relu", g))]
         yield "swiglu_clamped", [self._rounded(self._clamped(g, u))]
+        yield "swiglu_limited", [self._rounded(e) for e in self._limited(g, u)]
 
     def _call(self, name: str, *args: Expr, params: tuple = ()) -> Expr:
         return apply_pointwise(self._algebra, name, list(args), params, integers=False)
@@ -114,9 +115,15 @@ class Formulas:
 
         return [self._call("gelu_tanh", g), by_hand(cube), by_hand(cube_pow)]
 
+    def _bounded(self, g: Expr, u: Expr, limit: float) -> tuple[Expr, Expr]:
+        return self._call("clamp", g, params=(None, limit)), self._call("clamp", u, params=(-limit, limit))
+
+    def _limited(self, g: Expr, u: Expr) -> list[Expr]:
+        g, u = self._bounded(g, u, SILU_LIMIT)
+        return [self._algebra.mul(silu, u) for silu in self._silu(g)]
+
     def _clamped(self, g: Expr, u: Expr) -> Expr:
-        g = self._call("clamp", g, params=(None, CLAMP_LIMIT))
-        u = self._call("clamp", u, params=(-CLAMP_LIMIT, CLAMP_LIMIT))
+        g, u = self._bounded(g, u, CLAMP_LIMIT)
         gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
         return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
 

@@ -13,6 +13,11 @@ from torch import Tensor
 
 CLAMP_ALPHA = 1.702
 CLAMP_LIMIT = 7.0
+"""``swiglu_clamped`` is that of gpt-oss."""
+
+SILU_LIMIT = 10.0
+"""``swiglu_limited`` is that of DeepSeek-V4: SwiGLU of halves that are clamped."""
+
 IDENTITY = "identity"
 
 _aten = torch.ops.aten
@@ -67,12 +72,24 @@ def _swiglu_clamped_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, 
     return dg, du
 
 
+def _swiglu_limited(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g.clamp(max=SILU_LIMIT)) * u.clamp(-SILU_LIMIT, SILU_LIMIT)
+
+
+def _swiglu_limited_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    limited_g, limited_u = g.clamp(max=SILU_LIMIT), u.clamp(-SILU_LIMIT, SILU_LIMIT)
+    dg = torch.where(g > SILU_LIMIT, 0, _aten.silu_backward(da * limited_u, limited_g))
+    du = torch.where(u.abs() > SILU_LIMIT, 0, da * F.silu(limited_g))
+    return dg, du
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": _gated(F.silu, _aten.silu_backward),
     "geglu": _gated(F.gelu, _aten.gelu_backward),
     "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_slope),
     "reglu": _gated(F.relu, _relu_slope),
     "swiglu_clamped": Activation(True, _swiglu_clamped, _swiglu_clamped_gradient),
+    "swiglu_limited": Activation(True, _swiglu_limited, _swiglu_limited_gradient),
     "silu": _ungated(F.silu, _aten.silu_backward),
     "gelu": _ungated(F.gelu, _aten.gelu_backward),
     "gelu_tanh": _ungated(_gelu_tanh, _gelu_tanh_slope),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY
+from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
 from moeblaze_ops.weights import bias_halves, up_halves
 
 
@@ -25,6 +25,8 @@ def activate(h_NGF: Tensor, activation: str) -> Tensor:
     if activation == "swiglu_clamped":
         g, u = g.clamp(max=CLAMP_LIMIT), u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return (u + 1) * (g * torch.sigmoid(CLAMP_ALPHA * g))
+    if activation == "swiglu_limited":
+        return F.silu(g.clamp(max=SILU_LIMIT)) * u.clamp(-SILU_LIMIT, SILU_LIMIT)
     return _GATES[activation](g) * u
 
 
