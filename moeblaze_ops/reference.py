@@ -153,8 +153,9 @@ def route(
         "softmax_topk": lambda: logits_TE,
         "sigmoid": logits_TE.sigmoid,
     }[scoring]()
-    # The logits have the order of their softmax without the ties of its rounding.
-    choice_TE = logits_TE if scoring == "softmax" and bias_E is None else scores_TE
+    # The logits have the order of their softmax or sigmoid without the ties of its rounding; sums of two have another.
+    by_logit = scoring == "softmax" or top_groups == num_groups
+    choice_TE = logits_TE if by_logit and bias_E is None else scores_TE
     choice_TE = choice_TE if bias_E is None else choice_TE + bias_E
     groups = torch.arange(E).view(num_groups, -1).tolist()
     num_summed = 2 if scoring == "sigmoid" else 1
