@@ -79,7 +79,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         kind = value.args[0] if value.op == "pointwise" else value.op
         rule = self._rules.get(value.op)
         integers = not value.dtype.is_floating_point
-        shallow = integers or kind in _SHALLOW or (kind == "contract" and any(map(_is_mask, value.args[0])))
+        changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
+        shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and any(map(_is_mask, value.args[0])))
         if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._sums_below(value) > _MAX_NESTED_SUMS:
             return self.algebra.leaf(value, indices)
         return rule(value, indices, depth)

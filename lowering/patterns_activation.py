@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import UNFUSED
-from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.changing_numbers import is_changing
+from moeblaze_ops.lowering.expressions import Expr, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 
 POINTWISE = {
@@ -62,11 +63,18 @@ class Formulas:
         self._named = {e: name for name, forms in self._all() for e in forms}
 
     def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
-        """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one."""
+        """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one.
+
+        Numbers that may change count as what they are now, with a guard where that gives a name.
+        """
+        numbers = {e: e.args[0].args[0] for e in subexpressions(activation, is_changing)}
+        present = {e: self._algebra.const(number.present) for e, number in numbers.items()}
         for order in permutations(halves):
             symbols = dict(zip(order, (self.gate, self.up), strict=False))
-            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols)))
+            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols | present)))
             if name is not None:
+                for number in numbers.values():
+                    number.guard()
                 return name, order
         return None
 
