@@ -66,7 +66,7 @@ def _swiglu_clamped_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, 
     clamped_g, clamped_u = g.clamp(max=CLAMP_LIMIT), u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
     sigmoid = torch.sigmoid(CLAMP_ALPHA * clamped_g)
     slope = sigmoid * (1 + CLAMP_ALPHA * clamped_g * (1 - sigmoid))
-    # torch.clamp passes the gradient at its bounds, NaN included.
+    # The gradient passes at the bounds, NaN included: as that of torch.clamp in torch 2.13; torch 2.15 has none there.
     dg = torch.where(g > CLAMP_LIMIT, 0, da * (clamped_u + 1) * slope)
     du = torch.where(u.abs() > CLAMP_LIMIT, 0, da * clamped_g * sigmoid)
     return dg, du

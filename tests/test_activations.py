@@ -19,15 +19,16 @@ def test_activation_matches_reference(activation):
     torch.testing.assert_close(activate(h_NGF.detach(), activation), expected, equal_nan=True)
     da_NF = torch.linspace(-2, 3, len(h_NGF), dtype=torch.float64).unsqueeze(-1)
     (expected_gradient,) = torch.autograd.grad(expected, h_NGF, da_NF)
-    # The slope of relu at NaN is NaN times the gradient in one formula and the gradient in another.
-    numbers = h_NGF.detach().isnan().sum(1, keepdim=True).expand_as(h_NGF) == 0
+    # Of NaN formulas that are otherwise equal have several slopes; at the bounds of a clamp torch 2.13 and 2.15 have two.
+    undecided = h_NGF.detach().isnan() | torch.isin(h_NGF.detach().abs(), torch.tensor([CLAMP_LIMIT, SILU_LIMIT]).double())
+    decided = ~undecided.any(1, keepdim=True).expand_as(h_NGF)
     gradient = activation_gradient(da_NF, h_NGF.detach(), activation)
-    torch.testing.assert_close(gradient[numbers], expected_gradient[numbers])
+    torch.testing.assert_close(gradient[decided], expected_gradient[decided])
 
 
 @pytest.mark.parametrize("activation", ["swiglu_clamped", "swiglu_limited"])
 def test_clamps_are_reached(activation):
-    """At the limit the gradient passes, as torch's clamp has it; beyond it there is none."""
+    """At the limit the gradient passes; beyond it there is none."""
     limit = CLAMP_LIMIT if activation == "swiglu_clamped" else SILU_LIMIT
     values = torch.tensor([limit, limit + 0.5, -limit, -limit - 0.5])
     ones = torch.ones_like(values)
