@@ -16,6 +16,7 @@ GELU_TANH = tl.constexpr(3)
 RELU = tl.constexpr(4)
 RELU2 = tl.constexpr(5)
 SWIGLU_CLAMPED = tl.constexpr(6)
+SWIGLU_LIMITED = tl.constexpr(7)
 
 ACTIVATION_IDS = {
     "identity": IDENTITY.value,
@@ -24,6 +25,7 @@ ACTIVATION_IDS = {
     "geglu_tanh": GELU_TANH.value,
     "reglu": RELU.value,
     "swiglu_clamped": SWIGLU_CLAMPED.value,
+    "swiglu_limited": SWIGLU_LIMITED.value,
     "silu": SILU.value,
     "gelu": GELU.value,
     "gelu_tanh": GELU_TANH.value,
@@ -38,12 +40,13 @@ GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 GELU_CUBIC = tl.constexpr(0.044715)
 CLAMP_LIMIT = tl.constexpr(7.0)
 CLAMP_SLOPE = tl.constexpr(1.702)
+SILU_LIMIT = tl.constexpr(10.0)
 
 
 @triton.jit
 def _nonlinearity(x, ACTIVATION: tl.constexpr):
     """``f(x)``."""
-    if ACTIVATION == SILU:
+    if ACTIVATION == SILU or ACTIVATION == SWIGLU_LIMITED:  # noqa: SIM109
         return x * tl.sigmoid(x)
     elif ACTIVATION == GELU:
         return 0.5 * x * (1.0 + tl.math.erf(x * SQRT_HALF))
@@ -64,7 +67,7 @@ def _nonlinearity(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _derivative(x, ACTIVATION: tl.constexpr):
     """``f'(x)``."""
-    if ACTIVATION == SILU:
+    if ACTIVATION == SILU or ACTIVATION == SWIGLU_LIMITED:  # noqa: SIM109
         s = tl.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == GELU:
@@ -86,14 +89,22 @@ def _derivative(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _clamped(gate, up, LIMIT: tl.constexpr):
+    """The gate bounded from above, and ``up`` from both sides."""
+    return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
     if not GATED:
         return _nonlinearity(gate, ACTIVATION)
     elif ACTIVATION == SWIGLU_CLAMPED:
-        gate = tl.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
-        up = tl.where(up > CLAMP_LIMIT, CLAMP_LIMIT, tl.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up))
+        gate, up = _clamped(gate, up, CLAMP_LIMIT)
         return _nonlinearity(gate, ACTIVATION) * (up + 1.0)
+    elif ACTIVATION == SWIGLU_LIMITED:
+        gate, up = _clamped(gate, up, SILU_LIMIT)
+        return _nonlinearity(gate, ACTIVATION) * up
     else:
         return _nonlinearity(gate, ACTIVATION) * up
 
@@ -104,13 +115,18 @@ def activate_backward(gate, up, da, ACTIVATION: tl.constexpr, GATED: tl.constexp
     if not GATED:
         return _nonlinearity(gate, ACTIVATION), da * _derivative(gate, ACTIVATION), da
     elif ACTIVATION == SWIGLU_CLAMPED:
-        bounded_gate = tl.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
-        bounded_up = tl.where(up > CLAMP_LIMIT, CLAMP_LIMIT, tl.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up))
+        bounded_gate, bounded_up = _clamped(gate, up, CLAMP_LIMIT)
         value = _nonlinearity(bounded_gate, ACTIVATION)
         dgate = da * (bounded_up + 1.0) * _derivative(bounded_gate, ACTIVATION)
         dup = da * value
         outside = (up > CLAMP_LIMIT) | (up < -CLAMP_LIMIT)
         return value * (bounded_up + 1.0), tl.where(gate > CLAMP_LIMIT, 0.0, dgate), tl.where(outside, 0.0, dup)
+    elif ACTIVATION == SWIGLU_LIMITED:
+        bounded_gate, bounded_up = _clamped(gate, up, SILU_LIMIT)
+        value = _nonlinearity(bounded_gate, ACTIVATION)
+        dgate = da * bounded_up * _derivative(bounded_gate, ACTIVATION)
+        outside = (up > SILU_LIMIT) | (up < -SILU_LIMIT)
+        return value * bounded_up, tl.where(gate > SILU_LIMIT, 0.0, dgate), tl.where(outside, 0.0, da * value)
     else:
         value = _nonlinearity(gate, ACTIVATION)
         return value * up, da * up * _derivative(gate, ACTIVATION), da * value

@@ -17,8 +17,10 @@ from moeblaze_ops.kernels.activations import (
     RELU2,
     RSQRT_TWO_PI,
     SILU,
+    SILU_LIMIT,
     SQRT_HALF,
     SWIGLU_CLAMPED,
+    SWIGLU_LIMITED,
 )
 from moeblaze_ops.kernels.gluon_api import gl, gluon
 
@@ -42,7 +44,7 @@ def sigmoid(x):
 @gluon.jit
 def _value_and_slope(x, ACTIVATION: gl.constexpr):
     """``(f(x), f'(x))``; what the caller does not use costs nothing."""
-    if ACTIVATION == SILU:
+    if ACTIVATION == SILU or ACTIVATION == SWIGLU_LIMITED:  # noqa: SIM109
         s = sigmoid(x)
         value = x * s
         slope = s + value * (1.0 - s)
@@ -74,11 +76,19 @@ def _value_and_slope(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
+def _clamped(gate, up, LIMIT: gl.constexpr):
+    """The gate bounded from above, and ``up`` from both sides."""
+    return gl.where(gate > LIMIT, LIMIT, gate), gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+
+
+@gluon.jit
 def activate(gate, up, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
     """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
     if ACTIVATION == SWIGLU_CLAMPED:
-        gate = gl.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate)
-        up = 1.0 + gl.where(up > CLAMP_LIMIT, CLAMP_LIMIT, gl.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up))
+        gate, up = _clamped(gate, up, CLAMP_LIMIT)
+        up = 1.0 + up
+    elif ACTIVATION == SWIGLU_LIMITED:
+        gate, up = _clamped(gate, up, SILU_LIMIT)
     value, _ = _value_and_slope(gate, ACTIVATION)
     if GATED:
         return value * up
@@ -90,11 +100,18 @@ def activate(gate, up, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
 def activate_backward(gate, up, da, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
     """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
     if ACTIVATION == SWIGLU_CLAMPED:
-        value, slope = _value_and_slope(gl.where(gate > CLAMP_LIMIT, CLAMP_LIMIT, gate), ACTIVATION)
+        bounded_gate, bounded_up = _clamped(gate, up, CLAMP_LIMIT)
+        value, slope = _value_and_slope(bounded_gate, ACTIVATION)
         slope = gl.where(gate > CLAMP_LIMIT, 0.0, slope)
         dup = gl.where(gl.abs(up) > CLAMP_LIMIT, 0.0, da * value)
-        factor = 1.0 + gl.where(up > CLAMP_LIMIT, CLAMP_LIMIT, gl.where(up < -CLAMP_LIMIT, -CLAMP_LIMIT, up))
+        factor = 1.0 + bounded_up
         return value * factor, da * factor * slope, dup
+    elif ACTIVATION == SWIGLU_LIMITED:
+        bounded_gate, bounded_up = _clamped(gate, up, SILU_LIMIT)
+        value, slope = _value_and_slope(bounded_gate, ACTIVATION)
+        slope = gl.where(gate > SILU_LIMIT, 0.0, slope)
+        dup = gl.where(gl.abs(up) > SILU_LIMIT, 0.0, da * value)
+        return value * bounded_up, da * bounded_up * slope, dup
     elif GATED:
         value, slope = _value_and_slope(gate, ACTIVATION)
         return value * up, da * up * slope, da * value

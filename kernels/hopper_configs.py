@@ -190,8 +190,8 @@ def down_backward_tile(columns: int, contracted: int) -> Tile:
 
 
 def down_backward_warps(contracted: int, activation: str) -> tuple[int, int]:
-    """Epilogue warps of the down projection's backward, and registers a thread; one activation needs more than 96."""
-    if contracted <= _FAR_EPILOGUE_BOUND and activation != "swiglu_clamped":
+    """Epilogue warps of the down projection's backward, and registers a thread; clamped activations need more than 96."""
+    if contracted <= _FAR_EPILOGUE_BOUND and activation not in ("swiglu_clamped", "swiglu_limited"):
         return 8, 96
     return (4, 128) if contracted <= _EPILOGUE_BOUND else (2, REGISTERS)
 

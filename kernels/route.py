@@ -254,7 +254,7 @@ def launch_route(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_grou
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         SIGMOID=scoring == "sigmoid",
-        BY_LOGIT=scoring == "softmax_topk" or (scoring == "softmax" and bias_E is None),
+        BY_LOGIT=scoring == "softmax_topk" or (bias_E is None and (scoring == "softmax" or top_groups == num_groups)),
         NORMALIZED=renormalize or scoring == "softmax_topk",
         HAS_BIAS=bias_E is not None,
         SCALE=scale,

@@ -6,6 +6,7 @@ a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their `
     reshape (x)          permute (x, dims)      slice (x, dim, start, step)     select (x, dim, index)
     expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
     cast (x)             pointwise (name, xs, params)    full (number)          arange (start, step)
+    number (changing)
 and those of `canonical_products`, `canonical_indexing` and `canonical_vmap`. A new spelling of a known kind is one function here.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from moeblaze_ops.lowering.changing_numbers import changing
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value, fake_of
 
@@ -289,6 +291,7 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
     dtype = output_dtype(view)
     numbers = (int, float, bool)
+    args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
     xs = tuple(full(view, a, (), dtype) if isinstance(a, numbers) else tensor(a) for a in args)
     return view.make("pointwise", name, xs, params)
 
@@ -400,6 +403,8 @@ def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
 @form("clamp", "clip", "hardtanh")
 def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None, **kwargs: Any) -> Value:
     lower, upper = kwargs.get("min_val", min), kwargs.get("max_val", max)
+    # A guard, as Inductor's own: it generates code for a bound that is known.
+    lower, upper = (float(bound) if isinstance(bound, torch.SymFloat) else bound for bound in (lower, upper))
     require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
     return pointwise(view, "clamp", x, params=(lower, upper))
 

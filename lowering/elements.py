@@ -79,7 +79,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         kind = value.args[0] if value.op == "pointwise" else value.op
         rule = self._rules.get(value.op)
         integers = not value.dtype.is_floating_point
-        shallow = integers or kind in _SHALLOW or (kind == "contract" and any(map(_is_mask, value.args[0])))
+        changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
+        shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and _is_no_projection(value))
         if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._sums_below(value) > _MAX_NESTED_SUMS:
             return self.algebra.leaf(value, indices)
         return rule(value, indices, depth)
@@ -388,6 +389,12 @@ def _is_weight(value: Value, *, gathered: bool) -> bool:
         gathered = gathered and value.op != "index"
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
     return value.op == "input" and not gathered
+
+
+def _is_no_projection(contract: Value) -> bool:
+    """Whether one of what is multiplied is a mask, or nothing is summed."""
+    xs, labels, out = contract.args
+    return any(map(_is_mask, xs)) or set("".join(labels)) <= set(out)
 
 
 def _is_mask(value: Value) -> bool:

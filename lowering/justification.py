@@ -59,6 +59,19 @@ def unknown_ids(gm: fx.GraphModule) -> bool:
     return bool(unknown)
 
 
+def drop_unread_copies(gm: fx.GraphModule) -> None:
+    """Remove copies of numbers that would have been on the host, where nothing reads them, and what only they are made of."""
+    for graph in _graphs(gm):
+        unread: set[fx.Node] = set()
+        for node in reversed(list(graph.nodes)):
+            copied = node.op in ("call_function", "call_method") and _is_of_row_groups(node, "kept")
+            if not node.users and (copied or node in unread) and node.op != "placeholder" and not has_effect(node):
+                unread.update(node.all_input_nodes)
+                graph.erase_node(node)
+        if unread:
+            graph.owning_module.recompile()
+
+
 def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:
     return any(file == row_groups.__file__ and function in functions for file, _, function in places(node)[-1:])
 

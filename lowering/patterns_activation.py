@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT
+from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import UNFUSED
-from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.changing_numbers import is_changing
+from moeblaze_ops.lowering.expressions import Expr, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 
 POINTWISE = {
@@ -62,11 +63,18 @@ class Formulas:
         self._named = {e: name for name, forms in self._all() for e in forms}
 
     def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
-        """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one."""
+        """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one.
+
+        Numbers that may change count as what they are now, with a guard where that gives a name.
+        """
+        numbers = {e: e.args[0].args[0] for e in subexpressions(activation, is_changing)}
+        present = {e: self._algebra.const(number.present) for e, number in numbers.items()}
         for order in permutations(halves):
             symbols = dict(zip(order, (self.gate, self.up), strict=False))
-            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols)))
+            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols | present)))
             if name is not None:
+                for number in numbers.values():
+                    number.guard()
                 return name, order
         return None
 
@@ -86,6 +94,7 @@ class Formulas:
             yield gated, [self._rounded(self._algebra.mul(e, u)) for e in forms]
         yield "relu2", [self._call("square", self._call("relu", g))]
         yield "swiglu_clamped", [self._rounded(self._clamped(g, u))]
+        yield "swiglu_limited", [self._rounded(e) for e in self._limited(g, u)]
 
     def _call(self, name: str, *args: Expr, params: tuple = ()) -> Expr:
         return apply_pointwise(self._algebra, name, list(args), params, integers=False)
@@ -114,9 +123,15 @@ class Formulas:
 
         return [self._call("gelu_tanh", g), by_hand(cube), by_hand(cube_pow)]
 
+    def _bounded(self, g: Expr, u: Expr, limit: float) -> tuple[Expr, Expr]:
+        return self._call("clamp", g, params=(None, limit)), self._call("clamp", u, params=(-limit, limit))
+
+    def _limited(self, g: Expr, u: Expr) -> list[Expr]:
+        g, u = self._bounded(g, u, SILU_LIMIT)
+        return [self._algebra.mul(silu, u) for silu in self._silu(g)]
+
     def _clamped(self, g: Expr, u: Expr) -> Expr:
-        g = self._call("clamp", g, params=(None, CLAMP_LIMIT))
-        u = self._call("clamp", u, params=(-CLAMP_LIMIT, CLAMP_LIMIT))
+        g, u = self._bounded(g, u, CLAMP_LIMIT)
         gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
         return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
 

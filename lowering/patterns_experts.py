@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moeblaze_ops.activations import IDENTITY
 from moeblaze_ops.lowering.algebra import Algebra
+from moeblaze_ops.lowering.changing_numbers import is_changing
 from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, subexpressions
 from moeblaze_ops.lowering.patterns_activation import Formulas, is_pointwise
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
@@ -239,7 +240,7 @@ def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
             (product,) = [t for t in half.args if t.has_dot]
             return tuple(f for f in _factors(product) if f.kind != "sum" or f.args[0].args[2] != "d")
     for product in subexpressions(hidden, lambda e: e.kind == "mul" and e is not hidden and any(h in e.args for h in halves)):
-        scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const")
+        scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const" and not is_changing(f))
         if scale:
             return scale
     return ()

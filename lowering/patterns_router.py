@@ -19,6 +19,7 @@ from moeblaze_ops.routing import MAX_TOP_K, SIGMOID_EPS
 _SHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "clone", "unsqueeze", "squeeze"))
 _CASTS = frozenset(("to", "float", "type_as", "long", "int", "bfloat16", "half", "type"))
 _HALF = (torch.bfloat16, torch.float16)
+_NARROW = (*_HALF, torch.float32)
 _NEGLIGIBLE = 1e-12
 """Below half the distance of fp32 numbers at 1 / 4096, the least that the largest of all probabilities can be."""
 
@@ -53,14 +54,15 @@ class _Trail:
 
 def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, if nobody else reads its choices."""
-    if match.weights is None or match.weights.gathered or match.weights.rest or match.experts.rest:
+    if match.weights is None or match.weights.rest or match.experts.rest:
         return None
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_order)
     topk = _topk_of(choice, 1)
     if topk is None or not _takes_largest_of_last_axis(topk, match.K):
         return None
-    found = _read_weights(view, trail, match.weights.node, topk, choice)
+    read = _read_scattered if match.weights.gathered else _read_weights
+    found = read(view, trail, match.weights.node, topk, choice)
     if found is None or not isinstance(fake_of(found.logits).shape[-1], int):
         return None
     if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
@@ -85,16 +87,15 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
     if (divided := _renormalized(trail, node)) is not None:
         kept, eps = divided
         node = trail.peel(kept, _same_choices)
-    # Rounded to half precision once, a softmax over the chosen is the fused one, cast.
-    once = scale == 1 and fake_of(node).dtype in _HALF
-    if target_name(node) == "softmax" and _along_last_axis(node) and (once or fake_of(node).dtype == torch.float32):
+    scoring = _scoring_of_chosen(node, once=scale == 1 and eps is None)
+    if scoring is not None:
         trail.nodes.add(node)
         values = trail.peel(node.args[0], _same_choices_or_cast_up)
-        if _topk_of(values, 0) is not topk or eps is not None:
+        if _topk_of(values, 0) is not topk or eps not in ((None, 0, SIGMOID_EPS) if scoring == "sigmoid" else (None,)):
             return None
         trail.nodes.add(values)
         trail.sources.add(topk.args[0])
-        return RouterMatch(_before_cast_up(topk.args[0]), "softmax_topk", False, scale)
+        return RouterMatch(_before_cast_up(topk.args[0]), scoring, eps is not None, scale)
     if _topk_of(node, 0) is topk:
         scores, choice = topk.args[0], Choice()
     elif (scores := _gathered_by(trail, node, chosen)) is not None:
@@ -107,6 +108,36 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
     trail.nodes.add(node)
     trail.sources.add(scores)
     return replace(found, choice=choice)
+
+
+def _read_scattered(view: GraphView, trail: _Trail, scores: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
+    """Scores of all experts, made of logits that were scattered to the chosen; the match has the others at zero."""
+    node = trail.peel(scores, _same_choices_or_last_cast)
+    scoring = _scoring_of_chosen(node, once=True)
+    if scoring is None:
+        return None
+    scattered = trail.peel(node.args[0], _same_choices_or_cast_up)
+    if target_name(scattered) not in ("scatter", "scatter_") or len(scattered.args) != 4 or scattered.kwargs:
+        return None
+    _, dim, ids, source = scattered.args
+    unchanged = view.value_at(scattered, view.position[node]) is view.value(scattered)
+    if not unchanged or not _is_last(dim, scattered) or trail.peel(ids, _same_choices) is not chosen:
+        return None
+    values = trail.peel(source, _same_choices_or_cast_up) if isinstance(source, fx.Node) else scattered
+    if _topk_of(values, 0) is not topk:
+        return None
+    trail.nodes |= {node, scattered, values}
+    trail.sources.add(topk.args[0])
+    return RouterMatch(_before_cast_up(topk.args[0]), scoring, False, 1.0)
+
+
+def _scoring_of_chosen(node: fx.Node, *, once: bool) -> str | None:
+    """The scoring that a function of the chosen logits is. Half precision has to be rounded to ``once``, at the end."""
+    if not (fake_of(node).dtype == torch.float32 or (once and fake_of(node).dtype in _HALF)):
+        return None
+    if target_name(node) == "softmax":
+        return "softmax_topk" if _along_last_axis(node) else None
+    return "sigmoid" if target_name(node) == "sigmoid" else None
 
 
 def _read_scores(scores: fx.Node, scale: float, eps: float | None) -> RouterMatch | None:
@@ -194,6 +225,10 @@ def _same_order_or_last_cast(step: fx.Node, source: fx.Node) -> bool:
     return _same_order(step, source)
 
 
+def _same_choices_or_last_cast(step: fx.Node, source: fx.Node) -> bool:
+    return _same_choices(step, source) or (target_name(step) in _CASTS and fake_of(source).dtype == torch.float32)
+
+
 def _same_choices_or_cast_up(step: fx.Node, source: fx.Node) -> bool:
     return _is_cast_up(step, source) or _same_choices(step, source)
 
@@ -205,7 +240,7 @@ def _before_cast_up(node: fx.Node) -> fx.Node:
 
 
 def _is_cast_up(step: fx.Node, source: fx.Node) -> bool:
-    return target_name(step) in _CASTS and fake_of(step).dtype == torch.float32 and fake_of(source).dtype in _HALF
+    return target_name(step) in _CASTS and fake_of(step).dtype == torch.float32 and fake_of(source).dtype in _NARROW
 
 
 def _same_last_axis(a: fx.Node, b: fx.Node) -> bool:

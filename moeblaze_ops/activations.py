@@ -13,6 +13,11 @@ from torch import Tensor
 
 CLAMP_ALPHA = 1.702
 CLAMP_LIMIT = 7.0
+"""``swiglu_clamped`` is that of gpt-oss."""
+
+SILU_LIMIT = 10.0
+"""``swiglu_limited`` is that of DeepSeek-V4: SwiGLU of halves that are clamped."""
+
 IDENTITY = "identity"
 
 _aten = torch.ops.aten
@@ -61,9 +66,20 @@ def _swiglu_clamped_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, 
     clamped_g, clamped_u = g.clamp(max=CLAMP_LIMIT), u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
     sigmoid = torch.sigmoid(CLAMP_ALPHA * clamped_g)
     slope = sigmoid * (1 + CLAMP_ALPHA * clamped_g * (1 - sigmoid))
-    # torch.clamp passes the gradient at its bounds, NaN included.
+    # The gradient passes at the bounds, NaN included: as that of torch.clamp in torch 2.13; torch 2.15 has none there.
     dg = torch.where(g > CLAMP_LIMIT, 0, da * (clamped_u + 1) * slope)
     du = torch.where(u.abs() > CLAMP_LIMIT, 0, da * clamped_g * sigmoid)
+    return dg, du
+
+
+def _swiglu_limited(g: Tensor, u: Tensor) -> Tensor:
+    return F.silu(g.clamp(max=SILU_LIMIT)) * u.clamp(-SILU_LIMIT, SILU_LIMIT)
+
+
+def _swiglu_limited_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    limited_g, limited_u = g.clamp(max=SILU_LIMIT), u.clamp(-SILU_LIMIT, SILU_LIMIT)
+    dg = torch.where(g > SILU_LIMIT, 0, _aten.silu_backward(da * limited_u, limited_g))
+    du = torch.where(u.abs() > SILU_LIMIT, 0, da * F.silu(limited_g))
     return dg, du
 
 
@@ -73,6 +89,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_slope),
     "reglu": _gated(F.relu, _relu_slope),
     "swiglu_clamped": Activation(True, _swiglu_clamped, _swiglu_clamped_gradient),
+    "swiglu_limited": Activation(True, _swiglu_limited, _swiglu_limited_gradient),
     "silu": _ungated(F.silu, _aten.silu_backward),
     "gelu": _ungated(F.gelu, _aten.gelu_backward),
     "gelu_tanh": _ungated(_gelu_tanh, _gelu_tanh_slope),

@@ -27,7 +27,7 @@ import torch
 from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_conditions import counted_in, empty_when
 from moeblaze_ops.capture_emptiness import MODULE, Reader
-from moeblaze_ops.capture_guards import Effects, Unproven, loaded, prove_adds_zero, prove_no_effect, stored
+from moeblaze_ops.capture_guards import Effects, Unproven, differs_by_zero, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import SELECTIONS, HitLoop, hit_loop, loops_over_hits, over_all_experts
 from moeblaze_ops.capture_lists import IndexLists
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
@@ -213,6 +213,11 @@ class _Rewriting:
             match statement:
                 case ast.If() if (found := empty_when(statement.test, reader)) is not None:
                     result += self.branch(statement, statements[i + 1 :], found, reader, in_loop)
+                case ast.If(body=[kept]) if statement.lineno not in self.refused and differs_by_zero(statement, reader):
+                    what = f"captured without the branch on {ast.unparse(statement.test)!r}: its sides differ by zero"
+                    self.guarded.append(_Guarded(statement.lineno, what, [kept, *statement.orelse], Effects()))
+                    reader.execute(kept)
+                    result.append(kept)
                 case ast.For():
                     result.append(self.loop(statement, reader))
                 case ast.If():

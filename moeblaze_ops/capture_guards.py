@@ -86,13 +86,7 @@ def prove_adds_zero(statements: Sequence[ast.stmt], guarded: Sequence[ast.stmt],
     calls = {ast.unparse(call.func) for s in guarded for call in _certain_calls(s) if not loaded(call.func) & changed}
     temporary: set[str] = set()
     for s in statements:
-        _prove_plain(s, reader)
-        for call in (n for n in ast.walk(s) if isinstance(n, ast.Call)):
-            attr = call.func.attr if isinstance(call.func, ast.Attribute) else None
-            makes_value = attr in _VALUES or (attr == "parameters" and not call.args)
-            known = reader.is_pure(call) and (attr is None or reader.resolve(call.func) is not None)
-            if not (makes_value or known or ast.unparse(call.func) in calls):
-                raise Unproven(s, f"{ast.unparse(call.func)} may have an effect")
+        _prove_only_values(s, calls, reader)
         match s:
             case ast.Pass():
                 pass
@@ -108,6 +102,34 @@ def prove_adds_zero(statements: Sequence[ast.stmt], guarded: Sequence[ast.stmt],
             case _:
                 raise Unproven(s, "it is not zero times something that is added")
     return temporary
+
+
+def differs_by_zero(branch: ast.If, reader: Reader) -> bool:
+    """Whether the ``else`` branch stores what the other stores, plus zero times something: the condition decides nothing."""
+    match branch:
+        case ast.If(
+            body=[ast.Assign(targets=[ast.Subscript() as target], value=value) as kept],
+            orelse=[ast.Assign(targets=[other], value=ast.BinOp(left=left, op=ast.Add(), right=right)) as with_zero],
+        ):
+            same = ast.dump(value)
+            sums = any(ast.dump(a) == same and _is_zero(b) for a, b in ((left, right), (right, left)))
+            try:
+                _prove_only_values(with_zero, {ast.unparse(call.func) for call in _certain_calls(kept)}, reader)
+            except Unproven:
+                return False
+            return sums and ast.dump(target) == ast.dump(other) and reader.only_makes(branch.test)
+    return False
+
+
+def _prove_only_values(s: ast.stmt, calls: set[str], reader: Reader) -> None:
+    """A statement calls nothing else than ``calls`` and what only makes a value."""
+    _prove_plain(s, reader)
+    for call in (n for n in ast.walk(s) if isinstance(n, ast.Call)):
+        attr = call.func.attr if isinstance(call.func, ast.Attribute) else None
+        makes_value = attr in _VALUES or (attr == "parameters" and not call.args)
+        known = reader.is_pure(call) and (attr is None or reader.resolve(call.func) is not None)
+        if not (makes_value or known or ast.unparse(call.func) in calls):
+            raise Unproven(s, f"{ast.unparse(call.func)} may have an effect")
 
 
 def _prove_plain(s: ast.stmt, reader: Reader) -> None:

@@ -344,6 +344,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt is not None and justification.unknown_ids(gm):
         attempt.left = "ids may be no numbers of experts"
         raise NotJustified(attempt.left)
+    if attempt is not None:
+        justification.drop_unread_copies(gm)
     try:
         report = rewrite_graph(gm)
     except Exception as error:

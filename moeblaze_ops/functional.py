@@ -49,8 +49,8 @@ def moe(
         w_down: down weights, [E, D, F].
         w_gate: gate weights [E, F, D], if not packed into ``w_up``.
         b_up, b_gate, b_down: biases, [E, F] (packed [E, 2F]), [E, F] and [E, D].
-        activation: a gated (``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu``, ``swiglu_clamped``) or an ungated one
-            (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``).
+        activation: a gated (``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu``, ``swiglu_clamped``,
+            ``swiglu_limited``) or an ungated one (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``).
         interleaved: packed gate and up alternate row by row instead of standing one after the other.
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).

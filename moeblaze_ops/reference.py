@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY
+from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
 from moeblaze_ops.weights import bias_halves, up_halves
 
 
@@ -25,6 +25,8 @@ def activate(h_NGF: Tensor, activation: str) -> Tensor:
     if activation == "swiglu_clamped":
         g, u = g.clamp(max=CLAMP_LIMIT), u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return (u + 1) * (g * torch.sigmoid(CLAMP_ALPHA * g))
+    if activation == "swiglu_limited":
+        return F.silu(g.clamp(max=SILU_LIMIT)) * u.clamp(-SILU_LIMIT, SILU_LIMIT)
     return _GATES[activation](g) * u
 
 
@@ -151,8 +153,9 @@ def route(
         "softmax_topk": lambda: logits_TE,
         "sigmoid": logits_TE.sigmoid,
     }[scoring]()
-    # The logits have the order of their softmax without the ties of its rounding.
-    choice_TE = logits_TE if scoring == "softmax" and bias_E is None else scores_TE
+    # The logits have the order of their softmax or sigmoid without the ties of its rounding; sums of two have another.
+    by_logit = scoring == "softmax" or top_groups == num_groups
+    choice_TE = logits_TE if by_logit and bias_E is None else scores_TE
     choice_TE = choice_TE if bias_E is None else choice_TE + bias_E
     groups = torch.arange(E).view(num_groups, -1).tolist()
     num_summed = 2 if scoring == "sigmoid" else 1

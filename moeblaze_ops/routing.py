@@ -30,10 +30,11 @@ def route(
     """The weights and ids of each token's best experts, in descending order of their choice scores.
 
     An expert's score is ``softmax(logits)[e]``, or ``sigmoid(logits[e])``; for ``softmax_topk`` the K experts are chosen
-    by their logits and scored by a softmax over these K. The choice goes by score + bias, the weights come from the scores:
+    by their logits and scored by a softmax over these K. The choice goes by score + bias, the weights come from the scores.
+    Where that has the order of the logits, it goes by these, in which no rounding makes two experts equal.
 
     - Mixtral, Qwen-MoE: ``softmax`` with ``renormalize=True``; OLMoE: ``softmax``; gpt-oss: ``softmax_topk``;
-    - DeepSeek-V2: ``softmax`` with groups and a scale; DeepSeek-V3: ``sigmoid`` with all options.
+    - DeepSeek-V2: ``softmax`` with groups and a scale; DeepSeek-V3: ``sigmoid`` with all options; Llama 4: ``sigmoid``.
 
     Args:
         logits: router logits. Shape [..., E], bf16, fp16, fp32, or fp64 on CPU, any strides, may be empty. Autocast
@@ -164,7 +165,7 @@ def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_group
 def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
     check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
     logits_TE = logits_TE.to(_wide_dtype(logits_TE))
-    choice_TE = _choice_scores(logits_TE, bias_E, scoring)
+    choice_TE = _choice_scores(logits_TE, bias_E, scoring, top_groups < num_groups)
     if top_groups < num_groups:
         choice_TE, order_TE = _order_groups_first(choice_TE, scoring, num_groups, top_groups)
         experts_TK = order_TE.gather(1, _descending(choice_TE)[:, :top_k])
@@ -183,9 +184,9 @@ def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups
     return (weights_TK * scale).contiguous(), experts_TK.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def _choice_scores(logits_TE: Tensor, bias_E: Tensor | None, scoring: str) -> Tensor:
-    """What the K largest are taken of. A softmax keeps the order of the logits, which have no ties from rounding."""
-    if scoring == "sigmoid":
+def _choice_scores(logits_TE: Tensor, bias_E: Tensor | None, scoring: str, grouped: bool) -> Tensor:
+    """What the K largest are taken of; ``grouped``: also the groups with the largest sums of two sigmoids."""
+    if scoring == "sigmoid" and (bias_E is not None or grouped):
         scores_TE = logits_TE.sigmoid()
     elif scoring == "softmax" and bias_E is not None:
         scores_TE = logits_TE.softmax(1)

@@ -127,6 +127,18 @@ def offsets_list(self, x, weights, ids):
     return out
 
 
+def sliced_by_cumsum(self, x, weights, ids):
+    """Bounds on the host of counts that stay, and a comprehension over slices."""
+    order = torch.argsort(ids.view(-1), stable=True)
+    token = order // ids.shape[1]
+    counts = torch.bincount(ids.view(-1), minlength=len(self.experts))
+    bounds = [0] + torch.cumsum(counts, 0).tolist()
+    rows = x[token]
+    parts = [self.experts[e](rows[bounds[e] : bounds[e + 1]]) for e in range(len(self.experts))]
+    y = torch.cat(parts) * weights.view(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, token, y)
+
+
 def counts_by_index(self, x, weights, ids):
     counts = ids.flatten().bincount(minlength=len(self.experts)).cpu().tolist()
     ends = np.cumsum(counts)
@@ -185,7 +197,7 @@ def by_function_of_numbers(self, x, weights, ids):
 
 SPLIT = (
     deepseek_infer, split_list, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert, by_function,
-    by_function_of_numbers,
+    by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 
 

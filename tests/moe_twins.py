@@ -72,6 +72,7 @@ TWINS = {
     "nonzero_where": ("scores != 0", "scores != 0.5"),
     "nonzero_joined": ("torch.nonzero(scores[:, e])", "torch.nonzero(scores[:, e].round())"),
     "einsum_masked_tokens": ("F.one_hot(ids, self.E)", "F.one_hot(ids.flip(0), self.E)"),
+    "einsum_dispatched": ("F.one_hot(ids, self.E)", "F.one_hot(ids.flip(0), self.E)"),
     "einsum_weighted_tokens": ("(self.w1, self.w3)", "(self.w1, self.w3.flip(0))"),
     "einsum_combined": ("ad\", self.w2", "ad\", self.w2.flip(1)"),
     "einsum_of_slots": ("tk,tke,ted->td", "tk,tme,ted->td"),

@@ -19,7 +19,13 @@ from tests.zoo_batched import (
     gathered_per_slot,
     gathered_rows,
 )
-from tests.zoo_einsum import einsum_combined, einsum_masked_tokens, einsum_of_slots, einsum_weighted_tokens
+from tests.zoo_einsum import (
+    einsum_combined,
+    einsum_dispatched,
+    einsum_masked_tokens,
+    einsum_of_slots,
+    einsum_weighted_tokens,
+)
 from tests.zoo_joined import (
     joined_hits,
     joined_index_add,
@@ -133,6 +139,7 @@ STACKED = (
     (sorted_torchtune, "split", False),
     (sorted_scaled_wide, "split", False),
     (einsum_masked_tokens, "split", False),
+    (einsum_dispatched, "split", False),
     (einsum_weighted_tokens, "split", False),
     (einsum_combined, "split", False),
     (einsum_of_slots, "split", False),

@@ -38,7 +38,7 @@ CONFIGS = {
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 """Dtypes of the parameters; autocast is to bf16."""
 SCORED_IN_BF16 = {("deepseek_v3", "autocast"), ("glm4_moe", "autocast")}
-"""Models whose router computes its scores in bf16: it stays. So does Llama 4's, whose choice and scores differ."""
+"""Models whose router computes its scores in bf16: it stays."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def became(name: str, training: bool = True) -> str:
 
 def check_rewritten(rewriting: Rewriting, name: str, mode: str, *, training: bool) -> None:
     assert [c.became or f"{c.reason}: {c.detail}" for c in rewriting.candidates] == [became(name, training)]
-    fused = name != "llama4_text" and (name, mode) not in SCORED_IN_BF16
+    fused = (name, mode) not in SCORED_IN_BF16
     assert rewriting.operators().count("route.default") == fused
     assert len(rewriting.modules) == 1
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from moeblaze_ops.activations import ACTIVATIONS
 from moeblaze_ops.integrations.gates import pointwise, recognise_gate
 
-NUMBERS = {"alpha": 1.702, "limit": 7.0, "calls": 0}
+NUMBERS = {"alpha": 1.702, "limit": 7.0, "swiglu_limit": 10.0, "calls": 0}
 
 
 def by_act_fn(self, gate_up):
@@ -53,6 +53,11 @@ def clamped_concatenated(self, gate_up):
 def clamped_silu(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
+def limited(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate.clamp(max=self.swiglu_limit)) * up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
 
 
 def halves_swapped(self, gate_up):
@@ -109,6 +114,7 @@ def in_place(self, gate_up):
         (relu, ("reglu", False)),
         (clamped, ("swiglu_clamped", True)),
         (clamped_concatenated, ("swiglu_clamped", False)),
+        (limited, ("swiglu_limited", False)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

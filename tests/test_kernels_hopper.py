@@ -61,7 +61,7 @@ PROBLEMS = {
 } | {
     activation: replace(BASE, activation=activation, parts=parts)
     for parts, activations in {
-        2: ("geglu", "geglu_tanh", "reglu", "swiglu_clamped"),
+        2: ("geglu", "geglu_tanh", "reglu", "swiglu_clamped", "swiglu_limited"),
         1: ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"),
     }.items()
     for activation in activations
@@ -235,7 +235,8 @@ def test_down_backward_matches_reference(problem):
 
     routing = route(problem)
     dout_TD = random(problem, problem.num_tokens, problem.num_d)
-    h_NGF = grouped(problem, routing, problem.parts, problem.num_f)
+    # Clamped activations beyond their limits, too.
+    h_NGF = grouped(problem, routing, problem.parts, problem.num_f) * (8 if problem.activation.startswith("swiglu_") else 1)
     N = h_NGF.shape[0]
     w_down = down_weight(problem)
     weights_TK = torch.rand(problem.num_tokens, problem.top_k, device="cuda") if problem.weighted else None

@@ -35,7 +35,7 @@ SPILL_BYTES = 32
 T, K, E, D, F = 64, 2, 4, 512, 768
 N = T * K
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_clamped")
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_clamped", "swiglu_limited")
 
 
 class OfflineDriver:

@@ -152,6 +152,34 @@ def test_clamped_activation_with_other_limits_is_not_the_fused_one():
     assert (found.activation, found.became) == ("identity", "expert_up -> unfused activation -> expert_down")
 
 
+class _LimitedMLP(zoo.GluMLP):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return self.w2(self.activation(self.w1(x), self.w3(x)))
+
+
+_LIMITED = {
+    "DeepSeek-V4": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(min=-10.0, max=10.0), "swiglu_limited"),
+    "numbers": (lambda g, u: torch.clamp(u, -10, 10) * F.silu(torch.clamp_max(g, 10)), "swiglu_limited"),
+    "by hand": (lambda g, u: g.clamp(max=10) * torch.sigmoid(g.clamp(max=10)) * u.clip(-10, 10), "swiglu_limited"),
+    "another limit": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(-9.0, 9.0), "identity"),
+    "gate clamped on both sides": (lambda g, u: F.silu(g.clamp(-10.0, 10.0)) * u.clamp(-10.0, 10.0), "identity"),
+    "up clamped on one side": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(max=10.0), "identity"),
+    "clamped behind silu": (lambda g, u: F.silu(g).clamp(max=10.0) * u.clamp(-10.0, 10.0), "identity"),
+}
+
+
+@pytest.mark.parametrize("name", _LIMITED)
+def test_limited_swiglu(name):
+    function, expected = _LIMITED[name]
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _LimitedMLP(function))
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 20).rewritten
+    assert found.activation == expected
+
+
 def test_candidate_says_what_it_is():
     layer = zoo.StackedMoE(zoo.sorted_transformers, "packed_linear")
     (found,) = rewrite_of(nn.Sequential(nn.Tanh(), layer), torch.randn(2, 5, zoo.D)).candidates

@@ -110,7 +110,19 @@ def repeated_groups(logits):
     return limited_to_groups(logits, mask_of=lambda groups: groups.repeat_interleave(2, dim=1))
 
 
+def sigmoid_last(logits):
+    values, experts = torch.topk(logits, K, dim=-1)
+    return torch.sigmoid(values.float()), experts
+
+
+def sigmoid_last_renormalized(logits):
+    values, experts = torch.topk(logits, K, dim=-1)
+    weights = values.float().sigmoid()
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, experts
+
+
 ROUTERS = (
+    sigmoid_last, sigmoid_last_renormalized,
     flattened, softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered,
     softmax_biased, sigmoid_biased, limited_to_groups, repeated_groups,
 )  # fmt: skip
@@ -123,6 +135,18 @@ def smallest(logits):
 def over_tokens(logits):
     weights, experts = torch.topk(F.softmax(logits, dim=0, dtype=torch.float32), K)
     return weights, experts
+
+
+def sigmoid_of_the_last_rounded(logits):
+    """Rounded before it is divided by the sum."""
+    values, experts = torch.topk(logits, K, dim=-1)
+    weights = values.sigmoid().to(torch.bfloat16)
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def tanh_last(logits):
+    values, experts = torch.topk(logits, K, dim=-1)
+    return torch.tanh(values.float()), experts
 
 
 def scaled_in_between(logits):
@@ -224,6 +248,7 @@ def groups_weighed_by_biased_scores(logits):
 
 
 LOOKALIKES = (
+    sigmoid_of_the_last_rounded, tanh_last,
     softmax_of_the_flattened, smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere,
     logits_changed_later, divided_by_another_sum,
     gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
@@ -319,3 +344,83 @@ def test_more_choices_than_the_groups_hold_stay():
     rewriting = check_against_eager(Layer(lambda logits: limited_to_groups(logits, count=3)), torch.randn(T, D))
     assert len(rewriting.rewritten) == 1
     assert not any("route" in name for name in rewriting.operators())
+
+
+class Scattered(Layer):
+    """Scores of all experts, read at the chosen ones; Llama 4's multiply the experts' inputs."""
+
+    def __init__(self, scores, dtype=torch.float32, on_input=False):
+        super().__init__(None, dtype)
+        self.scores, self.on_input = scores, on_input
+
+    def forward(self, x):
+        values, experts = torch.topk(self.gate(x), K, dim=-1)
+        scores = self.scores(values, experts)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            score = scores[:, e, None] * (experts == e).any(-1, keepdim=True)
+            gate, up = F.linear(x * score if self.on_input else x, self.up[e]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * up, self.down[e])
+            out = out + (y if self.on_input else y * score)
+        return out
+
+
+def scattered(values, experts, base=float("-inf"), dim=1):
+    return torch.full((T, E), base, dtype=values.dtype).scatter_(dim, experts, values)
+
+
+def changed_under_its_other_name(values, experts):
+    base = torch.full((T, E), float("-inf"), dtype=values.dtype)
+    scores = base.scatter_(1, experts, values)
+    base.copy_(scattered(values * 2, experts))
+    return torch.sigmoid(scores.float()).to(values.dtype)
+
+
+SCATTERED = {
+    "llama4": lambda values, experts: torch.sigmoid(scattered(values, experts).float()).to(values.dtype),
+    "sigmoid": lambda values, experts: scattered(values, experts).sigmoid(),
+    "makeMoE": lambda values, experts: F.softmax(scattered(values, experts), dim=-1),
+    "in fp32": lambda values, experts: scattered(values.float(), experts).softmax(-1).to(values.dtype),
+}
+SCATTERED_LOOKALIKES = {
+    "softmax over all": lambda values, experts: F.softmax(scattered(values, experts, base=0.0), dim=-1),
+    "softmax over tokens": lambda values, experts: F.softmax(scattered(values, experts), dim=0),
+    "the next expert": lambda values, experts: scattered(values, (experts + 1) % E).sigmoid(),
+    "other values": lambda values, experts: scattered(values * 2, experts).sigmoid(),
+    "in another order": lambda values, experts: scattered(values.flip(1), experts).sigmoid(),
+    "a number": lambda values, experts: torch.full((T, E), float("-inf")).scatter_(1, experts, 0.5).sigmoid(),
+    "changed under its other name": changed_under_its_other_name,
+}
+STILL_LAYERS = ("other values", "in another order", "a number", "changed under its other name")
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["output", "input"])
+@pytest.mark.parametrize("name", SCATTERED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scattered_scores_are_fused(name, dtype, on_input):
+    layer = Scattered(SCATTERED[name], dtype, on_input)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else None
+    rewriting = check_against_eager(layer, torch.randn(T, D, dtype=dtype), tolerance=tolerance)
+    assert len(rewriting.rewritten) == 1
+    assert "route.default" in rewriting.operators()
+
+
+@pytest.mark.parametrize("name", SCATTERED_LOOKALIKES)
+def test_scattered_lookalikes_stay(name):
+    rewriting = check_against_eager(Scattered(SCATTERED_LOOKALIKES[name]), torch.randn(T, D))
+    assert len(rewriting.rewritten) == (name in STILL_LAYERS)
+    assert "route.default" not in rewriting.operators()
+
+
+def test_scattered_scores_that_are_returned_stay():
+    class Returned(Scattered):
+        def forward(self, x):
+            return super().forward(x), self.kept
+
+    def keep(values, experts):
+        layer.kept = SCATTERED["llama4"](values, experts)
+        return layer.kept
+
+    layer = Returned(keep)
+    rewriting = check_against_eager(layer, torch.randn(T, D))
+    assert len(rewriting.rewritten) == 1 and "route.default" not in rewriting.operators()

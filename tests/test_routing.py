@@ -82,6 +82,15 @@ def test_route_prefers_the_lower_id_and_nan():
     assert experts_TK.tolist() == [[3, 1, 2], [0, 1, 3], [0, 1, 3]]
 
 
+def test_route_goes_by_logits_where_their_sigmoids_are_equal():
+    logits_TE = torch.tensor([[20.0, 30.0, 25.0, 0.0], [-200.0, -150.0, -300.0, -110.0]])
+    for grouped in ({}, {"num_groups": 2, "top_groups": 2}):
+        _, experts_TK = route(logits_TE, 2, scoring="sigmoid", **grouped)
+        assert experts_TK.tolist() == [[1, 2], [3, 1]]
+    _, experts_TK = route(logits_TE, 2, scoring="sigmoid", bias=torch.zeros(4))
+    assert experts_TK.tolist() == [[0, 1], [0, 1]]
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route_gradients(name):
     torch.manual_seed(4)

@@ -106,8 +106,8 @@ BAD_INPUT = {
     "unknown_activation": (
         lambda layer: up(layer, activation="mish"),
         ValueError,
-        "expert_up: activation must be one of swiglu, geglu, geglu_tanh, reglu, swiglu_clamped, silu, gelu, gelu_tanh, "
-        "relu, relu2, identity, got 'mish'",
+        "expert_up: activation must be one of swiglu, geglu, geglu_tanh, reglu, swiglu_clamped, swiglu_limited, silu, gelu, "
+        "gelu_tanh, relu, relu2, identity, got 'mish'",
     ),
     "ungated_activation": (
         lambda layer: up(layer, activation="relu"),

@@ -30,7 +30,9 @@ def hidden(layer):
     """Random h and the activation of it, with NaN in the rows that nobody owns."""
     num_rows, F = layer.routing[0].shape[0], layer.w_down[0].shape[1]
     gated = ACTIVATIONS[layer.activation].gated
-    h_NGF = torch.randn(num_rows, 2 if gated else 1, F).mul_(3).to(layer.x_TD.dtype)
+    # Clamped ones beyond their limits, too.
+    spread = 10 if layer.activation.startswith("swiglu_") else 3
+    h_NGF = torch.randn(num_rows, 2 if gated else 1, F).mul_(spread).to(layer.x_TD.dtype)
     a_NF = torch.randn(num_rows, F).to(layer.x_TD.dtype)
     poison_unused(layer.routing, h_NGF, a_NF)
     return h_NGF, a_NF
