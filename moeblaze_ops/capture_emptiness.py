@@ -8,7 +8,7 @@ writing to rows never changes how many there are.
 import ast
 import builtins
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,13 @@ class Reader:
 
     def copy(self) -> "Reader":
         return self.inside(set())
+
+    def meeting(self, others: Iterable["Reader"]) -> "Reader":
+        """What this reader knows, and all ``others`` too: what holds behind blocks of which one ran."""
+        met = self.copy()
+        for other in others:
+            met.values = {name: value for name, value in met.values.items() if other.values.get(name) == value}
+        return met
 
     def in_every_round(self, loop: ast.For, stored: set[str]) -> "Reader":
         """What still holds wherever an iteration of ``loop``, which sets the names ``stored``, may have come to."""

@@ -27,6 +27,19 @@ def numbers(ids: Tensor, count: int) -> range:
     return range(count)
 
 
+def hit_numbers(mask: Tensor, ids: Tensor, count: int) -> range:
+    """The numbers of experts, where a loop is over those that ``mask`` hits and every round takes one of ``count`` things.
+
+    A mask with more rows may hit none of these: all ids are below ``count``, which is proven as for ``numbers``.
+
+    Args:
+        mask: ``ids`` as one-hot rows. Shape [E, K, T], integer.
+        ids: numbers of experts. Any shape, integer.
+        count: how many things there are to take.
+    """
+    return range(mask.shape[0]) if mask.shape[0] <= count else numbers(ids, count)
+
+
 def counts(ids: Tensor, count: int) -> Tensor:
     """``torch.bincount(ids, minlength=count)`` of ``ids`` below ``count``, which is proven as for ``numbers``.
 
