@@ -26,7 +26,7 @@ from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
-from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.operands_routing import find_kept, find_routing, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.passed import Passed, prove_passed, split_off
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
@@ -68,6 +68,7 @@ class MoEMatch:
     dtype: torch.dtype
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
+    kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
     passed: Passed | None = None  # experts that give a token back
 
     @property
@@ -284,6 +285,7 @@ class Matcher:
         routings = [self._routing(expert, feature) for expert in experts]
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k = find_routing(self._algebra, finder, routings, depth)
+        kept = find_kept(self._algebra, finder, routings)
         x = find_x(finder, experts)
         prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
@@ -308,7 +310,7 @@ class Matcher:
         on_input = bool(lead.scale)
         passed = None
         if later:
-            prove(not on_input, Reason.ROUTING, "weights on the input of experts beside others that have none")
+            prove(not on_input and kept is None, Reason.ROUTING, "experts that are routed otherwise than those without weights")
             passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
@@ -331,14 +333,14 @@ class Matcher:
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
-        tensors = (x, ids, *([weights] if weights else []), *([passed.x] if passed else []), *views_used)
+        tensors = (x, ids, *filter(None, (weights, kept, passed and passed.x)), *views_used)
         region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, passed=passed,
+            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:

@@ -53,6 +53,7 @@ def prove_passed(
     numbers = []
     for term in added:
         routing = read_compared(algebra, None, (), _without(term, algebra.substitute(x, {expert.feature_in: feature})))
+        prove(routing.kept is None, Reason.SLOT_WEIGHTS, "tokens that are passed on are dropped")
         own = find_routing(algebra, finder, [routing], MAX_PROJECTIONS)
         prove(own == routed, Reason.SLOT_WEIGHTS, "tokens that are passed on are routed in another way")
         prove_distinct([routing], of_all=False)

@@ -203,12 +203,21 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
 def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     x_TD = insert.rows(match.x, match.D)
     weights_TK, ids_TK = _routing_operands(insert, match, router)
+    if match.kept is not None:
+        ids_TK = _without_dropped(insert, match, ids_TK)
     experts_TK = insert.call("masked_fill", ids_TK, insert.call(torch.ge, ids_TK, match.E), -1) if match.passed else ids_TK
     out, became = _insert_layer(insert, match, x_TD, weights_TK, experts_TK)
     if match.passed:
         out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
+
+
+def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:
+    """Ids with -1 for those whose expert has no room for the token."""
+    index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
+    kept_TK = insert.call("gather", insert.rows(match.kept, match.E), 1, index)
+    return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), -1)
 
 
 def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.Node) -> fx.Node:

@@ -4,10 +4,12 @@
     for e in hit: ...                                               becomes   for e in range(mask.shape[0]): ...
     for e in hit: w = weights[e]; ...                                         row_groups.hit_numbers(mask, ids, len(weights))
 
+    of a mask that is not known to be one-hot:                                row_groups.masked_numbers(mask)
+
     for e in ids.unique(): ...                                      becomes   for e in row_groups.numbers(ids, len(experts)): ...
 
-That all ids are numbers of experts is proven in the graph. Where ``e`` was a tensor, of shape [1] or [], it becomes a
-number; every use of it has to mean the same for both.
+That all ids are numbers of experts, and no element of a mask negative, is proven in the graph. Where ``e`` was a tensor, of
+shape [1] or [], it becomes a number; every use of it has to mean the same for both.
 """
 
 import ast
@@ -23,20 +25,21 @@ _AS_NUMBER = frozenset(("item", "squeeze"))
 _COMPARED_ALIKE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _HITS = frozenset(("hits", "hit_ids", "hit_list"))
 _PRESENT = frozenset(("present", "present_list"))
-SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "bins"}
+SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "sums", "bins"}
 """Kinds of values that say which experts have tokens."""
 
 
 @dataclass(frozen=True)
 class HitLoop:
-    """A loop over hit experts: the name of the one-hot tensor or of the ids, and what an iteration gives.
+    """A loop over hit experts: the name of the mask or of the ids, and what an iteration gives.
 
-    ``ids``: the name of what the one-hot tensor was made of, where that is known.
+    ``onehot``: the mask is known to be one-hot. ``ids``: the name of what it was made of, where that is known.
     ``groups``: any of which is empty for an expert that was not hit, by the tensor whose elements they are selected by.
     ``present``: the loop is over the numbers among ids. ``listed``: its variable is a number already.
     """
 
     container: str
+    onehot: bool
     ids: str | None
     expert: Value
     groups: dict[str, tuple]
@@ -74,8 +77,8 @@ def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
     container = next((name for name, key in keys.items() if key == hits.of), None)
     if container is None:
         return None
-    onehot = inner.values[container]
-    ids = next((name for name, value in inner.values.items() if elements_of(value.key) == onehot.of), None)
+    made_of = inner.values[container].of
+    ids = next((name for name, value in inner.values.items() if elements_of(value.key) == made_of), None)
     key = "expert", loop.lineno
     expert = Value(key, key, "expert_row" if hits.kind == "hits" else "expert")
     inner.values[loop.target.id] = expert
@@ -83,7 +86,8 @@ def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
     for name, value in inner.values.items() if present else ():
         if value.kind == "onehot" and value.dims == 3 and value.of == hits.of:
             groups[name] = "item", value.key, key
-    return HitLoop(container, ids, expert, groups, present, listed=hits.kind.endswith("_list"))
+    onehot = inner.values[container].kind == "onehot"
+    return HitLoop(container, onehot, ids, expert, groups, present, listed=hits.kind.endswith("_list"))
 
 
 def over_all_experts(loop: ast.For, found: HitLoop, reader: Reader) -> None:
@@ -99,6 +103,8 @@ def over_all_experts(loop: ast.For, found: HitLoop, reader: Reader) -> None:
         if experts is None:
             raise Unproven(loop, f"{name} is no index of anything outside")
         numbers = row_groups_call("numbers", container, ast.Call(name_of("len"), [experts], []))
+    elif not found.onehot:
+        numbers = row_groups_call("masked_numbers", container)
     elif own is not None:
         numbers = row_groups_call("hit_numbers", container, name_of(found.ids), ast.Call(name_of("len"), [own], []))
     else:

@@ -61,7 +61,42 @@ def hit_of_more_rows_that_are_skipped(self, x, weights, ids):
     return out
 
 
-BRANCHES = (set_in_both_branches, set_in_one_branch, hit_of_more_rows, hit_of_more_rows_that_are_skipped)
+def _first_tokens(self, ids, room):
+    """One-hot rows of the ids, [T, K, E], without those of tokens that an expert has no room for."""
+    chosen = F.one_hot(ids, num_classes=len(self.experts))
+    return chosen * (chosen.sum(dim=1, keepdim=True).cumsum(dim=0) <= room)
+
+
+def _hit_by(self, x, weights, selected):
+    """transformers' Switch Transformers."""
+    out = torch.zeros_like(x)
+    expert_mask = selected.permute(2, 1, 0)
+    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in expert_hit:
+        idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+        current = self.experts[expert_idx[0]](x[None, top_x].reshape(-1, x.shape[-1])) * weights[top_x, idx, None]
+        out.index_add_(0, top_x, current.to(x.dtype))
+    return out
+
+
+def hit_with_room(self, x, weights, ids):
+    return _hit_by(self, x, weights, _first_tokens(self, ids, 3))
+
+
+def hit_with_room_in_a_list(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = _first_tokens(self, ids, 3).permute(2, 1, 0)
+    hits = (expert_mask.sum(dim=(-1, -2)) > 0).nonzero(as_tuple=True)[0]
+    for e in hits.tolist():
+        slot, token = torch.where(expert_mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+BRANCHES = (
+    set_in_both_branches, set_in_one_branch, hit_of_more_rows, hit_of_more_rows_that_are_skipped, hit_with_room,
+    hit_with_room_in_a_list,
+)  # fmt: skip
 
 
 # Near misses.
@@ -158,7 +193,27 @@ def row_of_no_expert_by_another_mask(self, x, weights, ids):
     return out
 
 
+def sum_of_both_signs(self, x, weights, ids):
+    """An expert whose marks add up to less than nothing has tokens all the same."""
+    chosen = F.one_hot(ids, num_classes=len(self.experts))
+    return _hit_by(self, x, weights, chosen - F.one_hot(torch.zeros_like(ids), num_classes=len(self.experts)))
+
+
+def sum_of_given_numbers(self, x, weights, ids):
+    return _hit_by(self, x, weights, F.one_hot(ids, num_classes=len(self.experts)) * x[:, :1, None].sign().long())
+
+
+def row_that_is_hit_more_than_once(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = _first_tokens(self, ids, 3).permute(2, 1, 0)
+    for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 1).nonzero():
+        idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+        out.index_add_(0, top_x, self.experts[expert_idx[0]](x[top_x]) * weights[top_x, idx, None])
+    return out
+
+
 NEAR_MISSES = (
+    sum_of_both_signs, sum_of_given_numbers, row_that_is_hit_more_than_once,
     set_in_one_branch_and_read_later, kept_from_the_last_round, either_mask, the_other_mask, row_of_no_expert,
     row_of_no_expert_by_another_mask,
 )  # fmt: skip

@@ -8,6 +8,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.models.switch_transformers.configuration_switch_transformers import SwitchTransformersConfig
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
 from moeblaze_ops import compile as switch
 from tests.rewrite_harness import rewriting_backend, rewritten_in
@@ -37,6 +39,12 @@ def make_model(name: str) -> nn.Module:
     return model
 
 
+def check_step(actual: dict, expected: dict, model: nn.Module) -> None:
+    """Skipping an expert leaves no gradient, where running it on nothing gives zeros."""
+    unused = {key: torch.zeros_like(p) for key, p in model.named_parameters() if key in actual.keys() - expected.keys()}
+    assert_steps_equal(actual, expected | unused)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training(name):
     torch.manual_seed(0)
@@ -45,7 +53,31 @@ def test_training(name):
     with rewriting_backend() as backend, switch.recording() as records:
         actual = training_step(model, torch.compile(model, backend=backend, fullgraph=True), ids)
     torch._dynamo.reset()
-    expected = training_step(model, model, ids)
-    unused = {key: torch.zeros_like(p) for key, p in model.named_parameters() if key in actual.keys() - expected.keys()}
-    assert_steps_equal(actual, expected | unused)
+    check_step(actual, training_step(model, model, ids), model)
     assert len(rewritten_in(records)) == 2
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo does not trace how the router casts its parameters")
+@pytest.mark.parametrize("room", [64, 2])
+def test_switch_transformers(room):
+    """Its layer of experts, some of which have no room for all of their tokens."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = SwitchTransformersConfig(
+        d_model=32, d_ff=24, num_experts=4, expert_capacity=room, router_jitter_noise=0.0, dropout_rate=0.0
+    )
+    layer, x = SwitchTransformersSparseMLP(config), torch.randn(2, 8, 32)
+
+    def step(run) -> dict[str, torch.Tensor]:
+        layer.zero_grad()
+        out = run(x)
+        out.square().sum().backward()
+        return {"out": out.detach(), **{name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}}
+
+    with rewriting_backend() as backend, switch.recording() as records:
+        actual = step(torch.compile(layer, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    expected = step(layer)
+    check_step(actual, expected, layer)
+    assert len(rewritten_in(records)) == 1
+    assert bool((expected["out"] == 0).all(-1).any()) == (room == 2)
