@@ -44,11 +44,16 @@ def _rows(weights, ids, e):
 
 
 def _layer(self, x, weights, ids, passed, expert=None):
-    """``passed`` is called with a number and the rows of its tokens."""
+    """``expert`` and ``passed`` are called with a number and the rows of its tokens."""
     out = torch.zeros_like(x)
     for e in range(zoo.E + Z):
         token, share = _rows(weights, ids, e)
-        y = (expert or (lambda e, x: self.experts[e](x)))(e, x[token]) if e < zoo.E else passed(e, x[token])
+        if e >= zoo.E:
+            y = passed(e, x[token])
+        elif expert is None:
+            y = self.experts[e](x[token])
+        else:
+            y = expert(e, x[token])
         out.index_add_(0, token, y * share)
     return out
 
