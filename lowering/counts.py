@@ -30,6 +30,10 @@ def _largest(count: Expr) -> float:
     return math.prod(map(_largest, count.args)) if count.kind == "mul" else 1
 
 
+_MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))
+"""Functions whose values are 0 and 1."""
+
+
 def is_indicator(e: Expr) -> bool:
-    marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] == CHOSEN)
+    marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
     return marks or (e.kind == "mul" and all(map(is_indicator, e.args)))

@@ -117,6 +117,8 @@ class Inserter:
             node = self.call("reshape", node, view.sizes)
         if view.order != tuple(range(len(view.order))):
             node = self.call("permute", node, view.order)
+        if view.count is not None:
+            node = self.call("narrow", node, 0, 0, view.count)
         return node if view.half is None else self.call("narrow", node, 1, view.half, 1)
 
     def rows(self, operand: Operand, width: int) -> fx.Node:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops import row_groups
 from moeblaze_ops.lowering.effects import has_effect, writes_beside
 from moeblaze_ops.lowering.inductor_api import places
-from moeblaze_ops.lowering.known_ids import without_known_ids
+from moeblaze_ops.lowering.known_ids import without_known_ids, without_known_masks
 from moeblaze_ops.lowering.running_counts import without_running_counts
 
 
@@ -55,8 +55,19 @@ def unknown_ids(gm: fx.GraphModule) -> bool:
     def checks(node: fx.Node) -> bool:
         return _is_of_row_groups(node, "numbers")
 
-    unknown = [node for graph in _graphs(gm) for node in without_known_ids(graph, checks)]
-    return bool(unknown)
+    return any(without_known_ids(graph, checks) for graph in _graphs(gm))
+
+
+def unknown_masks(gm: fx.GraphModule) -> bool:
+    """Whether a loop over the experts that a mask hits became one over all, where an element of the mask may be negative.
+
+    Otherwise the checks of that are removed.
+    """
+
+    def checks(node: fx.Node) -> bool:
+        return _is_of_row_groups(node, "masked_numbers")
+
+    return any(without_known_masks(graph, checks) for graph in _graphs(gm))
 
 
 def drop_unread_copies(gm: fx.GraphModule) -> None:

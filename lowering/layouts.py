@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ class WeightView:
 
     ``values`` is one stored tensor of all experts, or with ``apart`` one per expert. Each is viewed as ``sizes`` and
     permuted by ``order`` to (E, G, F, D), (E, F, D), ..., with 1 for E where there is one per expert. ``half`` then
-    selects one of two halves that are stored in the other order.
+    selects one of two halves that are stored in the other order, ``count`` the first experts of a tensor of more.
     """
 
     values: tuple[Value, ...]
@@ -30,6 +30,7 @@ class WeightView:
     cast: bool
     apart: bool
     half: int | None = None
+    count: int | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -64,6 +65,7 @@ def weight_views(
     num_experts: int | None,
     *,
     halves_axis: bool,
+    part: bool = False,
 ) -> tuple[tuple[WeightView, ...], int]:
     """Views that cover all experts' elements, and the number of experts.
 
@@ -74,6 +76,7 @@ def weight_views(
         index: per expert the expression that its weights are indexed by, None where it is a constant.
         num_experts: E, or None to read it off the tensor.
         halves_axis: whether the result has the axis G (up weights have it even when there is one half).
+        part: whether a tensor may have more experts than these, behind them.
     """
     elements = [
         [_element(algebra, leaf, own, at) for leaf in halves] for halves, own, at in zip(experts, features, index, strict=True)
@@ -82,9 +85,9 @@ def weight_views(
     halves = list(zip(*elements, strict=True))
     packed = len(halves) == 2 and all(gate.value is up.value for gate, up in elements)
     if packed:
-        views, count = _packed(halves, sizes, num_experts)
+        views, count = _packed(halves, sizes, num_experts, part)
         return views, count
-    views = [_view([half], sizes, num_experts, halves_axis) for half in halves]
+    views = [_view([half], sizes, num_experts, halves_axis, part) for half in halves]
     prove(len({count for _, count in views}) == 1, Reason.EXPERT_COVERAGE, "gate and up of different experts")
     return tuple(view for view, _ in views), views[0][1]
 
@@ -120,20 +123,21 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
     )
 
 
-def _packed(halves: list, sizes: tuple[int, ...], num_experts: int | None) -> tuple[tuple[WeightView, ...], int]:
+def _packed(halves: list, sizes: tuple[int, ...], num_experts: int | None, part: bool) -> tuple[tuple[WeightView, ...], int]:
     gates, ups = halves
     offsets = {up.constant - gate.constant for gate, up in zip(gates, ups, strict=True)}
     prove(len(offsets) == 1, Reason.WEIGHT_LAYOUT, "gate and up lie differently per expert")
     (offset,) = offsets
     if offset > 0:
-        view, count = _view([gates, ups], sizes, num_experts, True)
+        view, count = _view([gates, ups], sizes, num_experts, True, part)
         return (view,), count
-    view, count = _view([ups, gates], sizes, num_experts, True)
-    parts = tuple(WeightView(view.values, view.sizes, view.order, view.dtype, view.cast, view.apart, half) for half in (1, 0))
-    return parts, count
+    view, count = _view([ups, gates], sizes, num_experts, True, part)
+    return tuple(replace(view, half=half) for half in (1, 0)), count
 
 
-def _view(halves: list, sizes: tuple[int, ...], num_experts: int | None, halves_axis: bool) -> tuple[WeightView, int]:
+def _view(
+    halves: list, sizes: tuple[int, ...], num_experts: int | None, halves_axis: bool, part: bool
+) -> tuple[WeightView, int]:
     first = halves[0]
     lead = first[0]
     prove(all(e.strides == lead.strides for half in halves for e in half), Reason.WEIGHT_LAYOUT, "experts lie differently")
@@ -155,10 +159,13 @@ def _view(halves: list, sizes: tuple[int, ...], num_experts: int | None, halves_
         count = num_experts if num_experts is not None else max(numel // inner, 1)
         stride = lead.expert_stride or (first[1].constant - lead.constant if len(first) > 1 else 0)
         prove(all(e.constant == i * stride for i, e in enumerate(first)), Reason.EXPERT_COVERAGE, "weights of another expert")
-        prove(count * inner == numel, Reason.EXPERT_COVERAGE, f"{count} experts read a tensor of {numel // inner}")
-        order_sizes, order = _tiled([(stride, count), *axes], numel)
+        stored = numel // inner
+        whole = count == stored or (part and count < stored)
+        prove(whole and stored * inner == numel, Reason.EXPERT_COVERAGE, f"{count} experts read a tensor of {stored}")
+        order_sizes, order = _tiled([(stride, stored), *axes], numel)
         values = (lead.value,)
-    return WeightView(values, order_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart), count
+    first = None if apart or count == stored else count
+    return WeightView(values, order_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart, count=first), count
 
 
 def _tiled(axes: list[tuple[int, int]], numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

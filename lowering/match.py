@@ -26,7 +26,8 @@ from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
-from moeblaze_ops.lowering.operands_routing import find_routing, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.operands_routing import find_kept, find_routing, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.passed import Passed, prove_passed, split_off
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
 from moeblaze_ops.lowering.patterns_routing import Routing, expert_index, read_compared, read_indexed, without_input_mask
@@ -67,6 +68,8 @@ class MoEMatch:
     dtype: torch.dtype
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
+    kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
+    passed: Passed | None = None  # experts that give a token back
 
     @property
     def copied_bytes(self) -> int:
@@ -194,8 +197,12 @@ class Matcher:
         try:
             others = [term for term in terms if term not in experts]
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
-            prove(not others or base is not None, Reason.OTHER_TERMS)
-            return self._prove(root, value, tokens, feature, experts, base)
+            later: tuple[Value, ...] = ()
+            if others and base is None:
+                inner, later = split_off(value, lambda total: self._has_only_experts(total, feature))
+                experts = list(self._terms(inner)) if later else experts
+            prove(not others or base is not None or later, Reason.OTHER_TERMS)
+            return self._prove(root, value, tokens, feature, experts, base, later)
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
@@ -247,6 +254,10 @@ class Matcher:
         else:
             yield e
 
+    def _has_only_experts(self, total: Value, feature: Expr) -> bool:
+        terms = self._terms(total)
+        return bool(terms) and all(self._is_expert(term, feature) for term in terms)
+
     def _is_expert(self, term: Expr, feature: Expr) -> bool:
         known = self._expert_terms.get(term)
         if known is None:
@@ -264,8 +275,9 @@ class Matcher:
         return known
 
     def _prove(
-        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr], base: fx.Node | None
-    ) -> MoEMatch:
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr], base: fx.Node | None,
+        later: tuple[Value, ...],
+    ) -> MoEMatch:  # fmt: skip
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
@@ -273,6 +285,7 @@ class Matcher:
         routings = [self._routing(expert, feature) for expert in experts]
         depth = MAX_PROJECTIONS if experts[0].scale else 0
         ids, weights, top_k = find_routing(self._algebra, finder, routings, depth)
+        kept = find_kept(self._algebra, finder, routings)
         x = find_x(finder, experts)
         prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
@@ -283,7 +296,7 @@ class Matcher:
         num_experts = extent(routings[order[0]].expert, len(order))
 
         def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
-            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
+            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves, part=bool(later))
 
         w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
         num_experts = E
@@ -295,6 +308,10 @@ class Matcher:
         if _all_or_none([e.down.bias for e in chosen]):
             (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
         on_input = bool(lead.scale)
+        passed = None
+        if later:
+            prove(not on_input and kept is None, Reason.ROUTING, "experts that are routed otherwise than those without weights")
+            passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
         prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
@@ -316,14 +333,14 @@ class Matcher:
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
-        operands = {x.node, *ids.nodes, *(n for view in views_used for n in view.nodes), *(weights.nodes if weights else ())}
-        region = prove_region(self.view, root, frozenset(operands), dtype, base)
+        tensors = (x, ids, *filter(None, (weights, kept, passed and passed.x)), *views_used)
+        region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base,
+            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:

@@ -102,6 +102,24 @@ def _find_scores(finder: Finder, routings: Sequence[Routing], depth: int) -> Ope
     return found and replace(found, gathered=True)
 
 
+def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> Operand | None:
+    """What says of each token and expert whether it takes the token, None where all take all."""
+    kept: dict[Expr | None, Expr | None] = {}
+    for routing in routings:
+        known = kept.setdefault(routing.expert, routing.kept)
+        prove(known is routing.kept, Reason.SLOT_WEIGHTS, "an expert keeps other tokens of other slots")
+    if set(kept.values()) == {None}:
+        return None
+    prove(None not in kept and None not in kept.values(), Reason.SLOT_WEIGHTS, "some experts keep all tokens")
+    experts = tuple(sorted(kept, key=lambda e: e.args[0]))
+    count = experts[0].args[1] if experts[0].kind == "var" else len(experts)
+    found = finder.find(tuple(map(kept.get, experts)), experts, count)
+    prove(found is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] says which tokens an expert keeps")
+    bounds = [algebra.extent(routing.ids) for routing in routings]
+    prove(all(isinstance(bound, int) and bound <= count for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
+    return found
+
+
 def _orders(ids: list[Expr]) -> list[tuple[Expr, ...]]:
     """Slots in the order of the graph, of the ids' constants, and reversed."""
     by_constant = sorted(ids, key=lambda e: [i.args[0] for i in e.args[1] if i.kind == "const"] if e.kind == "leaf" else [])

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.counts import is_indicator
+from moeblaze_ops.lowering.expressions import Expr, subexpressions
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
 from moeblaze_ops.lowering.reasons import Reason, prove
 
@@ -22,6 +23,7 @@ class Routing:
     slot: Expr | None  # the variable over K, or None for one fixed slot
     weights: tuple[Expr, ...]
     distinct: tuple[Expr, ...] = ()  # ids that must differ within a token
+    kept: Expr | None = None  # 1 where ``expert`` takes a token that chose it, 0 where it drops it; None where it takes all
     score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
 
 
@@ -80,9 +82,12 @@ def read_compared(
     if chosen.once and chosen.slot is not None:
         distinct.add(chosen.ids)
     plain, markers = _without_markers(tuple(plain))
+    kept = [f for f in plain if _keeps(f)]
+    plain = tuple(f for f in plain if f not in kept)
     prove(expert is None or all(expert not in f.free for f in plain), Reason.ROUTING, "weights vary with the expert")
     weights, score = (*chosen.weights, *plain), algebra.mul(chosen.factor, *plain)
-    return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), score)
+    kept = algebra.mul(*kept) if kept else None
+    return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), kept, score)
 
 
 def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> ExpertTerm:
@@ -96,7 +101,7 @@ def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> E
         return expert
     mask = read_compared(algebra, index, expert.binders, expert.scale)
     biased = expert.formula is not None or any(p.bias is not None for p in (*expert.up, expert.down))
-    if mask.weights or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
+    if mask.weights or mask.kept is not None or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
         return expert
     return replace(expert, routing=(*expert.routing, *expert.scale), scale=())
 
@@ -128,6 +133,11 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
         weights = (algebra.cast(dtype, algebra.mul(*weights)),)
     found, ids = _ids(comparisons[0], expert)
     return _Selection(factor, found, ids, slot, weights, core.kind == "any", distinct)
+
+
+def _keeps(factor: Expr) -> bool:
+    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only."""
+    return is_indicator(factor) and next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
 
 
 def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:

@@ -202,7 +202,35 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
 
 def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     x_TD = insert.rows(match.x, match.D)
-    weights_TK, experts_TK = _routing_operands(insert, match, router)
+    weights_TK, ids_TK = _routing_operands(insert, match, router)
+    if match.kept is not None:
+        ids_TK = _without_dropped(insert, match, ids_TK)
+    experts_TK = insert.call("masked_fill", ids_TK, insert.call(torch.ge, ids_TK, match.E), -1) if match.passed else ids_TK
+    out, became = _insert_layer(insert, match, x_TD, weights_TK, experts_TK)
+    if match.passed:
+        out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
+    result = fake_of(match.region.carriers[0])
+    return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
+
+
+def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:
+    """Ids with -1 for those whose expert has no room for the token."""
+    index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
+    kept_TK = insert.call("gather", insert.rows(match.kept, match.E), 1, index)
+    return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), -1)
+
+
+def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.Node) -> fx.Node:
+    """What tokens get of themselves by ids behind those of the experts."""
+    below, above = insert.call(torch.lt, ids_TK, match.E), insert.call(torch.ge, ids_TK, match.E + match.passed.count)
+    share_TK = insert.call("masked_fill", weights_TK, insert.call(torch.logical_or, below, above), 0)
+    x_TD = insert.rows(match.passed.x, match.D)
+    return insert.call(torch.mul, x_TD, insert.call("sum", share_TK, 1, True))
+
+
+def _insert_layer(
+    insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
+) -> tuple[fx.Node, str]:
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
@@ -211,15 +239,13 @@ def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -
     parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
     if parts == "chunks":
         chunked = (x_TD, *parameters, experts_TK, match.E, size, *settings)
-        out = insert.call(_ops.expert_mlp_chunked.default, *chunked)
-        return _in_result_dtype(insert, match, out), f"expert_mlp_chunked({match.activation})"
+        return insert.call(_ops.expert_mlp_chunked.default, *chunked), f"expert_mlp_chunked({match.activation})"
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
     if parts == "ranges":
         out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
-        return _in_result_dtype(insert, match, out), f"expert_mlp_ranged({match.activation})"
+        return out, f"expert_mlp_ranged({match.activation})"
     if parts == "whole":
-        out = insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings)
-        return _in_result_dtype(insert, match, out), f"expert_mlp({match.activation})"
+        return insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings), f"expert_mlp({match.activation})"
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     became = f"expert_up({match.activation}) -> expert_down"
     up = insert.call(_ops.expert_up.default, x_TD, w_up, b_up, up_weights, *routing, match.activation)
@@ -227,13 +253,8 @@ def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -
     if match.formula is not None:
         h_NGF, a_NF = _activated(insert, match, h_NGF), None
         became = "expert_up -> unfused activation -> expert_down"
-    out = insert.call(_ops.expert_down.default, h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
-    return _in_result_dtype(insert, match, out), became
-
-
-def _in_result_dtype(insert: Inserter, match: MoEMatch, out: fx.Node) -> fx.Node:
-    result = fake_of(match.region.carriers[0])
-    return out if result.dtype == match.dtype else insert.call("to", out, result.dtype)
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
+    return insert.call(_ops.expert_down.default, *operands), became
 
 
 def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:

@@ -304,7 +304,7 @@ class _Rewriting:
             effects = _round_without_tokens(loop, found, inner)
             loop.body = self.block(loop.body, inner, in_loop=True)
             selects = {name for name, value in reader.values.items() if value.kind in SELECTIONS}
-            over_all_experts(loop, found)
+            over_all_experts(loop, found, reader)
         except Unproven as unproven:
             self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
             return False

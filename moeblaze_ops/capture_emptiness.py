@@ -8,7 +8,7 @@ writing to rows never changes how many there are.
 import ast
 import builtins
 import itertools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +50,10 @@ _LISTS = {"hit_ids": "hit_list", "present": "present_list", "other": "listed"}
 class Value:
     """What is known of an expression.
 
-    Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert;
+    Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert,
+    ``sums`` of any other tensor;
     ``bins`` how often each number occurs among ids; ``count`` one element of counts or bins, ``group`` what it counts;
-    ``hit`` which counts are not zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
+    ``hit`` which counts or sums are above zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
     ``hit_ids``, ``[n]``, ``hit_list`` a list of these; ``listed`` a list of ids, ``present`` each number among ids once,
     ``present_list`` a list or a set of these; ``expert_row`` and ``expert`` one element of hits or of what is present;
     ``rows`` one row for each true element of a mask; ``split`` a tuple of such; ``other``.
@@ -85,6 +86,13 @@ class Reader:
 
     def copy(self) -> "Reader":
         return self.inside(set())
+
+    def meeting(self, others: Iterable["Reader"]) -> "Reader":
+        """What this reader knows, and all ``others`` too: what holds behind blocks of which one ran."""
+        met = self.copy()
+        for other in others:
+            met.values = {name: value for name, value in met.values.items() if other.values.get(name) == value}
+        return met
 
     def in_every_round(self, loop: ast.For, stored: set[str]) -> "Reader":
         """What still holds wherever an iteration of ``loop``, which sets the names ``stored``, may have come to."""
@@ -225,7 +233,7 @@ class Reader:
         return Value(key, key, kind, of)
 
     def _compared(self, left: Value, op: ast.cmpop, right: ast.expr) -> Value:
-        if left.kind == "counts" and COUNTED_AT.get(type(op), {}).get(number(right)) is False:
+        if left.kind in ("counts", "sums") and COUNTED_AT.get(type(op), {}).get(number(right)) is False:
             return replace(left, key=("hit", left.key), kind="hit")
         if isinstance(op, ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             other = self.read(right)
@@ -324,8 +332,8 @@ class Reader:
             return self._compared(value, ast.Gt(), args[0])
         if name in ("eq", "ne") and len(args) == 1:
             return self._compared(value, ast.Eq() if name == "eq" else ast.NotEq(), args[0])
-        if name == "sum" and value.kind == "onehot" and value.dims == 3 and sums_last_two(args, options):
-            return Value(key, key, "counts", value.key)
+        if name == "sum" and value.kind in ("onehot", "other") and value.dims == 3 and sums_last_two(args, options):
+            return Value(key, key, "counts" if value.kind == "onehot" else "sums", value.key)
         if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and is_zero(args[:1]):
             return self._unknown("rows", self.read(args[1]).group)
         return self._unknown()

@@ -191,10 +191,7 @@ class _Proof:
                 self.block(body, conditional)
                 return
             case ast.If(body=body, orelse=orelse):
-                before = set(self.effects.certain)
-                for branch in (body, orelse):
-                    self.block(branch, True)
-                    self.effects.certain = set(before)
+                self._branches(body, orelse)
                 return
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._updates(value, name):
                 self.reader.execute(s)
@@ -224,6 +221,19 @@ class _Proof:
                 self.reader.execute(s)
                 return
         raise Unproven(s, f"a statement that may have an effect ({ast.unparse(s).partition(chr(10))[0]})")
+
+    def _branches(self, *blocks: Sequence[ast.stmt]) -> None:
+        """Go through blocks of which one runs: what is known, and set for certain, behind them is so behind each."""
+        before, certain = self.reader, self.effects.certain
+        readers: list[Reader] = []
+        set_behind: list[set[str]] = []
+        for block in blocks:
+            self.reader, self.effects.certain = before.copy(), set(certain)
+            self.block(block, True)
+            readers.append(self.reader)
+            set_behind.append(self.effects.certain)
+        self.reader = readers[0].meeting(readers[1:])
+        self.effects.certain = set.intersection(*set_behind)
 
     def _is_mode(self, item: ast.withitem) -> bool:
         """Whether a context only changes how what is inside is computed."""

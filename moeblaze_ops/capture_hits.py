@@ -2,11 +2,14 @@
 
     hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()        mask one-hot, [E, K, T]
     for e in hit: ...                                               becomes   for e in range(mask.shape[0]): ...
+    for e in hit: w = weights[e]; ...                                         row_groups.hit_numbers(mask, ids, len(weights))
+
+    of a mask that is not known to be one-hot:                                row_groups.masked_numbers(mask)
 
     for e in ids.unique(): ...                                      becomes   for e in row_groups.numbers(ids, len(experts)): ...
 
-That all ids are numbers of experts is proven in the graph. Where ``e`` was a tensor, of shape [1] or [], it becomes a
-number; every use of it has to mean the same for both.
+That all ids are numbers of experts, and no element of a mask negative, is proven in the graph. Where ``e`` was a tensor, of
+shape [1] or [], it becomes a number; every use of it has to mean the same for both.
 """
 
 import ast
@@ -22,19 +25,22 @@ _AS_NUMBER = frozenset(("item", "squeeze"))
 _COMPARED_ALIKE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _HITS = frozenset(("hits", "hit_ids", "hit_list"))
 _PRESENT = frozenset(("present", "present_list"))
-SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "bins"}
+SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "sums", "bins"}
 """Kinds of values that say which experts have tokens."""
 
 
 @dataclass(frozen=True)
 class HitLoop:
-    """A loop over hit experts: the name of the one-hot tensor or of the ids, and what an iteration gives.
+    """A loop over hit experts: the name of the mask or of the ids, and what an iteration gives.
 
+    ``onehot``: the mask is known to be one-hot. ``ids``: the name of what it was made of, where that is known.
     ``groups``: any of which is empty for an expert that was not hit, by the tensor whose elements they are selected by.
     ``present``: the loop is over the numbers among ids. ``listed``: its variable is a number already.
     """
 
     container: str
+    onehot: bool
+    ids: str | None
     expert: Value
     groups: dict[str, tuple]
     present: bool
@@ -71,6 +77,8 @@ def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
     container = next((name for name, key in keys.items() if key == hits.of), None)
     if container is None:
         return None
+    made_of = inner.values[container].of
+    ids = next((name for name, value in inner.values.items() if elements_of(value.key) == made_of), None)
     key = "expert", loop.lineno
     expert = Value(key, key, "expert_row" if hits.kind == "hits" else "expert")
     inner.values[loop.target.id] = expert
@@ -78,21 +86,27 @@ def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
     for name, value in inner.values.items() if present else ():
         if value.kind == "onehot" and value.dims == 3 and value.of == hits.of:
             groups[name] = "item", value.key, key
-    return HitLoop(container, expert, groups, present, listed=hits.kind.endswith("_list"))
+    onehot = inner.values[container].kind == "onehot"
+    return HitLoop(container, onehot, ids, expert, groups, present, listed=hits.kind.endswith("_list"))
 
 
-def over_all_experts(loop: ast.For, found: HitLoop) -> None:
-    """Make the loop one over all experts.
+def over_all_experts(loop: ast.For, found: HitLoop, reader: Reader) -> None:
+    """Make the loop one over all experts; ``reader`` knows what holds before it.
 
     Raises:
         Unproven: a use of the variable may mean something else for a number, or it is not known how many experts there are.
     """
     name, container = loop.target.id, name_of(found.container)
+    own = next(_taken_every_round(loop, found, reader), None) if found.ids else None
     if found.present:
         experts = next(_indexed_by(loop, name), None)
         if experts is None:
             raise Unproven(loop, f"{name} is no index of anything outside")
         numbers = row_groups_call("numbers", container, ast.Call(name_of("len"), [experts], []))
+    elif not found.onehot:
+        numbers = row_groups_call("masked_numbers", container)
+    elif own is not None:
+        numbers = row_groups_call("hit_numbers", container, name_of(found.ids), ast.Call(name_of("len"), [own], []))
     else:
         size = ast.Subscript(ast.Attribute(container, "shape", ast.Load()), ast.Constant(0), ast.Load())
         numbers = ast.Call(name_of("range"), [size], [])
@@ -121,6 +135,26 @@ def _indexed_by(loop: ast.For, name: str) -> Iterator[ast.expr]:
         if numbers & loaded(index) and is_path(of) and not loaded(of) & stored(loop):
             found.append(of)
     yield from sorted(found, key=lambda of: isinstance(of, ast.Name) and of.id != "self")
+
+
+def _taken_every_round(loop: ast.For, found: HitLoop, reader: Reader) -> Iterator[ast.expr]:
+    """What every round takes its own item of, whatever conditions say: there are as many experts that may be hit."""
+    numbers, set_inside = {loop.target.id}, stored(loop)
+    for statement in loop.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name != found.container:
+                pass
+            case ast.With(items=items) if all(item.optional_vars is None for item in items):
+                continue
+            case _:
+                return
+        if loaded(value) <= {*numbers, "int"}:
+            numbers.add(name)
+        for node in ast.walk(value):
+            match node:
+                case ast.Subscript(value=of, slice=ast.Name(id=index)) if index in numbers and found.container not in loaded(of):
+                    if not loaded(of) & set_inside and reader.only_makes(of):
+                        yield of
 
 
 def _with_numbers(loop: ast.For, found: HitLoop) -> list[ast.stmt]:

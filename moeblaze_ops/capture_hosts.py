@@ -114,11 +114,23 @@ def _sets(statement: ast.Assign, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for target in statement.targets for node in ast.walk(target))
 
 
+def split_sizes(e: ast.expr, resolve: Resolve) -> ast.expr | None:
+    """The sizes of ``torch.split`` along the first axis."""
+    arguments = _split_arguments(e, resolve)
+    return arguments and arguments[1]
+
+
 def _split(e: ast.expr, hosts: dict[str, Host], resolve: Resolve) -> tuple[ast.expr, ast.expr] | None:
-    """The rows and the sizes of ``torch.split`` along the first axis."""
+    """The rows of ``torch.split`` along the first axis, and the tensor with its sizes."""
+    arguments = _split_arguments(e, resolve)
+    tensor = arguments and numbers_on_device(arguments[1], hosts, resolve)
+    return tensor and (arguments[0], tensor)
+
+
+def _split_arguments(e: ast.expr, resolve: Resolve) -> tuple[ast.expr, ast.expr] | None:
     match e:
         case ast.Call(func=ast.Name() as func, args=[inner], keywords=[]) if resolve(func) in (list, tuple):
-            return _split(inner, hosts, resolve)
+            return _split_arguments(inner, resolve)
         case ast.Call(func=func, args=[rows, *rest]) if resolve(func) is torch.split:
             pass
         case ast.Call(func=ast.Attribute(value=rows, attr="split") as func, args=rest) if resolve(func) is None:
@@ -129,10 +141,7 @@ def _split(e: ast.expr, hosts: dict[str, Host], resolve: Resolve) -> tuple[ast.e
     arguments = dict(zip(("sizes", "dim"), rest, strict=False)) | options
     sizes = arguments.get("sizes", options.get("split_size_or_sections", options.get("split_size")))
     along = arguments.get("dim")
-    if sizes is None or (along is not None and not is_zero(along)):
-        return None
-    tensor = numbers_on_device(sizes, hosts, resolve)
-    return tensor and (rows, tensor)
+    return None if sizes is None or (along is not None and not is_zero(along)) else (rows, sizes)
 
 
 def without_copies(e: ast.expr) -> ast.expr:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_hosts import Host, bincounts_of, counted_below, host, hosts_of, is_zero, numbers_on_device
+from moeblaze_ops.capture_hosts import Host, bincounts_of, counted_below, host, hosts_of, is_zero, numbers_on_device, split_sizes
 from moeblaze_ops.capture_split_body import END, LIKE, ROWS, SIZE, START, Round
 from moeblaze_ops.capture_split_results import as_loop, as_tensor, collected_in, last_value
 from moeblaze_ops.capture_syntax import is_path
@@ -79,12 +79,27 @@ class Splits:
     def _loop(self, loop: ast.For, above: list[ast.stmt], below: list[ast.stmt]) -> list[ast.stmt]:
         split = _SplitLoop(self, loop, above, below)
         if not split.counts() or loop.orelse:
+            if sizes := self._sizes_from_outside(loop, above):
+                self.refuse(loop, f"groups are as large as {sizes} says, an argument: sizes are followed in one function only")
             return [loop]
         try:
             return split.changed()
         except Unproven as unproven:
             self.refuse(loop, unproven)
             return [loop]
+
+    def _sizes_from_outside(self, loop: ast.For, above: list[ast.stmt]) -> str | None:
+        """The argument that says how large the groups are that a loop over experts takes."""
+        arguments = {argument.arg for argument in self.function.args.args}
+        items = [n for n in ast.walk(loop) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Name)]
+        numbered = {ast.unparse(n.value) for n in items if n.slice.id in stored(loop.target)}
+        for statement in above:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in numbered and len(numbered) > 1:
+                    sizes = split_sizes(value, self.reader.resolve)
+                    if isinstance(sizes, ast.Name) and sizes.id in arguments:
+                        return sizes.id
+        return None
 
     def keep_on_device(self, name: str, found: Host) -> None:
         """Make a statement that copied numbers to the host, or split by them, one that leaves all as it was."""

@@ -344,6 +344,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt is not None and justification.unknown_ids(gm):
         attempt.left = "ids may be no numbers of experts"
         raise NotJustified(attempt.left)
+    if attempt is not None and justification.unknown_masks(gm):
+        attempt.left = "a mask of experts may have negative elements"
+        raise NotJustified(attempt.left)
     if attempt is not None:
         justification.drop_unread_copies(gm)
     try:

@@ -27,6 +27,37 @@ def numbers(ids: Tensor, count: int) -> range:
     return range(count)
 
 
+def hit_numbers(mask: Tensor, ids: Tensor, count: int) -> range:
+    """The numbers of experts, where a loop is over those that ``mask`` hits and every round takes one of ``count`` things.
+
+    A mask with more rows may hit none of these: all ids are below ``count``, which is proven as for ``numbers``.
+
+    Args:
+        mask: ``ids`` as one-hot rows. Shape [E, K, T], integer.
+        ids: numbers of experts. Any shape, integer.
+        count: how many things there are to take.
+    """
+    return range(mask.shape[0]) if mask.shape[0] <= count else numbers(ids, count)
+
+
+def masked_numbers(mask: Tensor) -> range:
+    """The numbers of experts, where a loop is over those of which the sum of a mask is above zero.
+
+    Where no element is negative the mask of every other expert is empty. Whoever captures this proves that, and removes the
+    check.
+
+    Args:
+        mask: Shape [E, K, T], integer or boolean.
+
+    Raises:
+        ValueError: ``mask`` is floating point.
+    """
+    if mask.is_floating_point():
+        raise ValueError(f"row_groups: mask must not be floating point, got {mask.dtype}")
+    torch._assert_async((mask >= 0).all())
+    return range(mask.shape[0])
+
+
 def counts(ids: Tensor, count: int) -> Tensor:
     """``torch.bincount(ids, minlength=count)`` of ``ids`` below ``count``, which is proven as for ``numbers``.
 

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.capture import captured
+from tests import moe_branches as branches
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
 from tests import moe_lists as lists
@@ -20,8 +21,11 @@ from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
 T = 12
-CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED)
-NEAR_MISSES = (*guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES, *named.NEAR_MISSES)
+CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED, *branches.BRANCHES)
+NEAR_MISSES = (
+    *guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES, *named.NEAR_MISSES,
+    *branches.NEAR_MISSES,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -186,3 +186,25 @@ def test_counts_of_ids():
         row_groups.counts(ids, 2)
     with pytest.raises(ValueError, match=r"ids must have one axis, got 2"):
         row_groups.counts(ids[None], 4)
+
+
+def groups_of_an_argument(x, sizes, weights):
+    parts = x.split(sizes, dim=0)
+    out = []
+    for i in range(len(weights)):
+        out.append(parts[i] @ weights[i])
+    return torch.cat(out)
+
+
+def pieces_of_an_argument(x, sizes):
+    parts = x.split(sizes, dim=0)
+    out = []
+    for i in range(len(sizes)):
+        out.append(parts[i] * i)
+    return torch.cat(out)
+
+
+def test_sizes_from_another_function_are_named():
+    (left,) = captured(groups_of_an_argument.__code__, globals()).left
+    assert "sizes says, an argument" in left and str(groups_of_an_argument.__code__.co_firstlineno + 3) in left
+    assert not captured(pieces_of_an_argument.__code__, globals()).left

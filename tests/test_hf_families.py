@@ -29,11 +29,17 @@ SIZES = {
 """Fields of configurations, for those that have them."""
 _MULTI_LATENT = {"num_key_value_heads": 4}
 _GROUPS = {"n_group": 2, "topk_group": 1}
+_INDEXED = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 8}
 FAMILIES = {
     "afmoe": {},
     "aria_text": {},
+    "axk1": {**_MULTI_LATENT, **_GROUPS},
+    "axk2": {**_MULTI_LATENT, **_GROUPS, **_INDEXED},
+    "bailing_hybrid": {**_MULTI_LATENT, **_GROUPS},
+    "beam": _GROUPS,
     "cohere2_moe": {},
     "deepseek_v2": _MULTI_LATENT,
+    "deepseek_v32": {**_MULTI_LATENT, **_GROUPS, **_INDEXED},
     "deepseek_v4": {
         "layer_types": None, "mlp_layer_types": ["moe"] * 2, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16,
         "hc_mult": 2, "hc_sinkhorn_iters": 4, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8,
@@ -49,11 +55,18 @@ FAMILIES = {
         "global_head_dim": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
     },
     "glm4_moe_lite": _MULTI_LATENT,
+    "glm_moe_dsa": {**_MULTI_LATENT, **_INDEXED},
+    "granitemoe_swa": {},
     "granitemoehybrid": {"layer_types": ["attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoeshared": {},
     "hunyuan_v1_moe": {},
+    "hy_v3": _MULTI_LATENT,
     "hy_v4": {**_MULTI_LATENT, "num_hidden_layers": 2, "layer_types": None, "mlp_layer_types": ["sparse"] * 2, "hc_mult": 2},
     "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "inkling_text": {},
+    "kimi_linear": _MULTI_LATENT,
+    "kolibri1": {},
+    "laguna": {},
     "lfm2_moe": {},
     "mellum": {},
     "mimo_v2_flash": {},
@@ -92,4 +105,6 @@ def test_training(name):
     run, rewriting = compiled(model)
     actual = training_step(model, run, ids)
     assert_steps_equal(actual, training_step(model, model, ids))
-    assert len(rewriting.rewritten) == sum(type(module).__name__.endswith("Experts") for module in model.modules()) > 0
+    names = [type(module).__name__ for module in model.modules()]
+    layers = [name for name in names if name.endswith("Experts") and not name.endswith("SharedExperts")]
+    assert len(rewriting.rewritten) == len(layers) > 0

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moeblaze_ops import row_groups
-from moeblaze_ops.lowering.justification import unknown_ids
+from moeblaze_ops.lowering.justification import unknown_ids, unknown_masks
 
 T, E, K = 6, 4, 2
 
@@ -74,3 +75,70 @@ def test_numbers():
     for wrong in (ids + 1, ids - 1):
         with pytest.raises(RuntimeError):
             row_groups.numbers(wrong, E)
+
+
+def masked(make_mask):
+    """The graph of a loop over the experts that a mask of ids hits."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return lambda *args: (torch.zeros(()),)
+
+    def layer(scores):
+        mask = make_mask(F.one_hot(scores.topk(K).indices, E), scores)
+        return sum(mask[:, :, e].sum() for e in row_groups.masked_numbers(mask.permute(2, 1, 0)))
+
+    torch._dynamo.reset()
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(T, E))
+    return graphs[0]
+
+
+COUNTS = {
+    "one-hot": lambda chosen, scores: chosen,
+    "with room": lambda chosen, scores: chosen * (chosen.cumsum(0) <= 2),
+    "of some tokens": lambda chosen, scores: chosen * (scores[:, :1, None] > 0),
+    "truth values": lambda chosen, scores: chosen.bool(),
+}
+
+
+@pytest.mark.parametrize("make_mask", COUNTS.values(), ids=COUNTS.keys())
+def test_checks_of_masks_are_removed(make_mask):
+    gm = masked(make_mask)
+    assert checks(gm) == 1
+    assert not unknown_masks(gm)
+    assert checks(gm) == 0
+    gm.graph.lint()
+
+
+OF_BOTH_SIGNS = {
+    "difference": lambda chosen, scores: chosen - chosen.roll(1, dims=0),
+    "negated": lambda chosen, scores: -chosen,
+    "signs": lambda chosen, scores: chosen * scores[:, :1, None].sign().long(),
+    "written": lambda chosen, scores: (chosen * 1).sub_(1),
+}
+
+
+@pytest.mark.parametrize("make_mask", OF_BOTH_SIGNS.values(), ids=OF_BOTH_SIGNS.keys())
+def test_checks_of_other_masks_stay(make_mask):
+    gm = masked(make_mask)
+    assert unknown_masks(gm)
+    assert checks(gm) == 1
+
+
+def test_masked_numbers():
+    mask = F.one_hot(torch.tensor([[0, 3], [2, 0]]), E).permute(2, 1, 0)
+    assert row_groups.masked_numbers(mask) == range(E)
+    with pytest.raises(RuntimeError):
+        row_groups.masked_numbers(-mask)
+    with pytest.raises(ValueError, match="must not be floating point"):
+        row_groups.masked_numbers(mask.double())
+
+
+def test_hit_numbers():
+    ids = torch.tensor([[0, 3], [2, 0]])
+    mask = F.one_hot(ids, E + 1).permute(2, 1, 0)
+    assert row_groups.hit_numbers(mask, ids, E + 2) == range(E + 1)
+    assert row_groups.hit_numbers(mask, ids, E) == range(E)
+    with pytest.raises(RuntimeError):
+        row_groups.hit_numbers(mask, ids, E - 1)
