@@ -61,7 +61,9 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     if topk is None or not _takes_largest_of_last_axis(topk, match.K):
         return None
     found = _read_weights(view, trail, match.weights.node, topk, choice)
-    if found is None or not isinstance(fake_of(found.logits).shape[-1], int):
+    if found is None or not _reaches_logits(view, trail):
+        return None
+    if not isinstance(fake_of(found.logits).shape[-1], int):
         return None
     if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
         return None
@@ -71,6 +73,12 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
     unchanged = all(view.value_at(node, len(view.position)) is view.value(node) for node in sources)
     return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
+
+
+def _reaches_logits(view: GraphView, trail: _Trail) -> bool:
+    """Whether the gradient of the weights gets through to the logits, as that of the fused router does."""
+    steps = (node.args[0] if target_name(node) == "getitem" else node for node in (*trail.nodes, *trail.sources))
+    return not any(map(view.is_without_gradient, steps))
 
 
 def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
