@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
+from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, Size, TooLarge, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
@@ -196,6 +197,8 @@ class Matcher:
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
             prove(not others or base is not None, Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts, base)
+        except TooLarge:
+            return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
@@ -216,9 +219,11 @@ class Matcher:
         tokens, feature = self._indices(value)
         try:
             element = self._evaluator.element(value, (*tokens, feature))
-        except Unroll:
+            terms = tuple(islice(self._distributed(element), MAX_OPERANDS + 1))
+        except (Unroll, TooLarge):
             return ()
-        terms = tuple(self._distributed(element))
+        if len(terms) > MAX_OPERANDS:
+            return ()
         others = [term for term in terms if not self._is_expert(term, feature)]
         # The bias of an expert that is not weighted, or weighted on its input, is a term of its own.
         return terms if len(others) != len(terms) - 1 or not all(map(is_chosen_bias, others)) else (element,)

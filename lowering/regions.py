@@ -40,6 +40,7 @@ def prove_region(
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     _prove_saved(view, root, operands)
+    prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))

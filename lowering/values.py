@@ -137,8 +137,9 @@ def _body_writes(node: fx.Node) -> bool:
     )
 
 
-_CONTEXT_CALLS = {"_enter_autocast": 1, "_exit_autocast": -1, "_set_grad_enabled": 0, "_enter_inference_mode": 1,
-                  "_exit_inference_mode": -1}  # fmt: skip
+_GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
+_CONTEXT_ENDS = {"_exit_autocast": "_enter_autocast", "_exit_inference_mode": "_enter_inference_mode",
+                 "_exit_dual_level": "_enter_dual_level"}  # fmt: skip
 
 
 _DETACHING = frozenset(("detach", "_get_data_attr", "data"))
@@ -267,8 +268,11 @@ class GraphView:
         fake = fake_of(node)
         tensors = [part for part in (fake if isinstance(fake, (tuple, list)) else [fake]) if isinstance(part, torch.Tensor)]
         floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
-        modes = ("_set_grad_enabled", "_enter_inference_mode")
-        return floating and any(name in modes for name, _ in self.context[node])
+        return floating and any(name in _GRADIENT_MODES for name, _ in self.context[node])
+
+    def has_tangents(self, node: fx.Node) -> bool:
+        """Whether a node may compute derivatives forward, which none of our operators does."""
+        return any(name == "_enter_dual_level" for name, _ in self.context[node])
 
     def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
         before = self._now[target]
@@ -302,11 +306,12 @@ def _next_context(context: tuple, node: fx.Node) -> tuple:
     if node.op != "call_function":
         return context
     name = target_name(node)
-    if name not in _CONTEXT_CALLS:
-        return context
-    if _CONTEXT_CALLS[name] > 0:
+    if name in _CONTEXT_ENDS.values():
         return (*context, (name, node.args))
-    if _CONTEXT_CALLS[name] < 0:
-        return context[:-1]
+    if name in _CONTEXT_ENDS:
+        begun = [i for i, entry in enumerate(context) if entry[0] == _CONTEXT_ENDS[name]]
+        return (*context[: begun[-1]], *context[begun[-1] + 1 :]) if begun else context
+    if name != "_set_grad_enabled":
+        return context
     kept = tuple(entry for entry in context if entry[0] != name)
     return kept if kept != context else (*kept, (name, node.args))
