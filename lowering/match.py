@@ -41,6 +41,8 @@ _COMBINES = frozenset((
     "index_copy", "copy", "addcmul", "scatter_reduce",
 ))  # fmt: skip
 
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
 
 @dataclass(frozen=True)
 class MoEMatch:
@@ -68,6 +70,7 @@ class MoEMatch:
     dtype: torch.dtype
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
+    subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
 
     @property
     def copied_bytes(self) -> int:
@@ -323,12 +326,14 @@ class Matcher:
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         operands = {x.node, *ids.nodes, *(n for view in views_used for n in view.nodes), *(weights.nodes if weights else ())}
         region = prove_region(self.view, root, frozenset(operands), dtype, base)
+        bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base,
+            subscripts=not (dense or bounded or _has_row_groups(region)),
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -391,7 +396,7 @@ def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | No
 
 def _spelling(region: Region, routing: Routing) -> str:
     names = {target_name(node) for node in region.nodes}
-    if names & {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}:
+    if not names.isdisjoint(_GROUPED):
         return "sorted grouped_mm"
     fakes = (fake_of(node) for node in region.nodes)
     if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
@@ -399,6 +404,10 @@ def _spelling(region: Region, routing: Routing) -> str:
     if routing.expert is None:
         return "gathered weights"
     return "dense batched" if routing.expert.kind == "var" else "masked experts"
+
+
+def _has_row_groups(region: Region) -> bool:
+    return not {target_name(node) for node in region.nodes}.isdisjoint((*_GROUPED, "searchsorted", "bucketize"))
 
 
 def _furthest(declined: Sequence[Decline]) -> list[Decline]:

@@ -55,6 +55,8 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, if nobody else reads its choices."""
     if match.weights is None or match.weights.gathered or match.weights.rest or match.experts.rest:
         return None
+    if not breaks_ties_as_topk(fake_of(match.x.node).device):
+        return None
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_order)
     topk = _topk_of(choice, 1)
@@ -73,6 +75,11 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
     unchanged = all(view.value_at(node, len(view.position)) is view.value(node) for node in sources)
     return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
+
+
+def breaks_ties_as_topk(device: torch.device) -> bool:
+    """Whether ``torch.topk`` prefers the lower id between equal scores, as the fused router does; on a CPU it takes any."""
+    return device.type != "cpu"
 
 
 def _reaches_logits(view: GraphView, trail: _Trail) -> bool:
@@ -109,6 +116,8 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
         choice = read_choice(view, topk, scores)
     else:
         return None
+    if choice is not None and choice.bias is not None and eps and target_name(scores) == "softmax":
+        return None  # what is chosen by a bias may have no probability but what is added
     found = _read_scores(scores, scale, eps) if choice is not None else None
     if found is None or (choice.num_groups > 1 and found.scoring != "sigmoid"):  # softmax scores groups in another way
         return None
