@@ -397,11 +397,15 @@ def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
     return pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
-@form("clamp", "clip", "hardtanh")
-def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None, **kwargs: Any) -> Value:
-    lower, upper = kwargs.get("min_val", min), kwargs.get("max_val", max)
-    require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
-    return pointwise(view, "clamp", x, params=(lower, upper))
+@form("hardtanh")
+def _hardtanh(view: GraphView, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
+    return _clamp(view, x, min_val, max_val)
+
+
+@form("clamp", "clip")
+def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
+    require(all(isinstance(bound, (int, float, type(None))) for bound in (min, max)), "bounds as numbers")
+    return pointwise(view, "clamp", x, params=(min, max))
 
 
 @form("clamp_min", "clamp_max")
