@@ -32,8 +32,8 @@ _MAX_UNROLLED = 1024
 _MAX_NESTED_SUMS = 8
 """Sums inside sums that are expanded, between two products: matrices that are normalised over and over have more."""
 _PRODUCTS = ("contract", "grouped_mm")
-_MAX_NESTED_PRODUCTS = 8
-"""Products inside products: a layer has those of dispatch, its projections and combine, an iteration on matrices any number."""
+_MAX_NESTED_PRODUCTS = 6
+"""Products of computed matrices inside such products: an iteration on matrices has any number."""
 _LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
 
 
@@ -94,20 +94,26 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return self.algebra.leaf(value, indices)
 
     def _is_deep(self, value: Value) -> bool:
-        sums = self._nested(value, self._nested_sums, ("sum",), _PRODUCTS)
-        return sums > _MAX_NESTED_SUMS or self._nested(value, self._nested_products, _PRODUCTS, ()) > _MAX_NESTED_PRODUCTS
+        sums = self._nested(value, self._nested_sums, lambda v: v.op == "sum", lambda v: v.op in _PRODUCTS)
+        products = self._nested(value, self._nested_products, lambda v: v.op == "contract", _projects)
+        return sums > _MAX_NESTED_SUMS or products > _MAX_NESTED_PRODUCTS
 
-    def _nested(self, value: Value, known: dict[Value, int], counted: tuple[str, ...], ends: tuple[str, ...]) -> int:
-        """How many operators stand one inside the other in ``value``, down to where one of ``ends`` ends the chain."""
+    def _nested(
+        self, value: Value, known: dict[Value, int], counts: Callable[[Value], bool], ends: Callable[[Value], bool]
+    ) -> int:
+        """How many operators stand one inside the other in ``value``, down to those that end the chain."""
         stack = [value]
         while stack:
             top = stack[-1]
-            below = [] if top.op in ends or top.op not in self._rules else _operands(top)
+            if top in known:
+                stack.pop()
+                continue
+            below = [] if ends(top) or top.op not in self._rules else _operands(top)
             if unknown := [x for x in below if x not in known]:
                 stack += unknown
                 continue
             stack.pop()
-            known[top] = max((known[x] for x in below), default=0) + (top.op in counted)
+            known[top] = max((known[x] for x in below), default=0) + counts(top)
         return known[value]
 
     def _sum(self, var: Expr, body: Callable[[Expr], Expr]) -> Expr:
@@ -401,6 +407,11 @@ def _is_weight(value: Value, *, gathered: bool) -> bool:
         gathered = gathered and value.op != "index"
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
     return value.op == "input" and not gathered
+
+
+def _projects(value: Value) -> bool:
+    """Whether a value is a product with a matrix that the caller passes in."""
+    return value.op == "grouped_mm" or (value.op == "contract" and any(_is_weight(x, gathered=False) for x in value.args[0]))
 
 
 def _is_mask(value: Value) -> bool:

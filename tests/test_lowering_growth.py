@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.rewrite_harness import rewrite_of
+from tests.test_lowering_router import D, K, Layer
 
 SECONDS = 30  # of a few; without a bound each of these takes longer than anybody waits
 
@@ -48,3 +49,17 @@ def test_growing_expressions_take_bounded_time(fn):
     start = time.monotonic()
     assert not rewrite_of(fn, torch.rand(5, 4) / 10).candidates
     assert time.monotonic() - start < SECONDS
+
+
+def test_layers_in_a_long_row_are_all_found():
+    class Row(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer(lambda logits: logits.softmax(-1).topk(K)) for _ in range(7))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    assert len(rewrite_of(Row(), torch.randn(9, D)).rewritten) == 7
