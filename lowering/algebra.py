@@ -6,7 +6,18 @@ from typing import Any
 
 import sympy
 
-from moeblaze_ops.lowering.expressions import BINDERS, CHOSEN, IDEMPOTENT, Expr, Size, same_size, size_of, subexpressions
+from moeblaze_ops.lowering.expressions import (
+    BINDERS,
+    CHOSEN,
+    IDEMPOTENT,
+    MAX_OPERANDS,
+    Expr,
+    Size,
+    TooLarge,
+    same_size,
+    size_of,
+    subexpressions,
+)
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -153,6 +164,7 @@ class Algebra:
     # Arithmetic.
 
     def add(self, *terms: Expr) -> Expr:
+        _limit(terms, "add")
         flat: list[Expr] = []
         constant = 0
         for term in terms:
@@ -168,6 +180,7 @@ class Algebra:
         return flat[0] if len(flat) == 1 else self._intern("add", *sorted(flat, key=lambda t: t.uid))
 
     def mul(self, *factors: Expr) -> Expr:
+        _limit(factors, "mul")
         flat: list[Expr] = []
         constant = 1
         for factor in factors:
@@ -323,6 +336,11 @@ class Algebra:
             return self.inverse(args[0], visit(args[1]))
         assert kind == "distinct", kind
         return self.distinct(*map(visit, args))
+
+
+def _limit(operands: tuple[Expr, ...], kind: str) -> None:
+    if sum(len(e.args) if e.kind == kind else 1 for e in operands) > MAX_OPERANDS:
+        raise TooLarge
 
 
 def _is_chosen(e: Expr) -> bool:

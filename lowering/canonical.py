@@ -400,11 +400,15 @@ def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
     return pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
-@form("clamp", "clip", "hardtanh")
-def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None, **kwargs: Any) -> Value:
-    lower, upper = kwargs.get("min_val", min), kwargs.get("max_val", max)
+@form("hardtanh")
+def _hardtanh(view: GraphView, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
+    return _clamp(view, x, min_val, max_val)
+
+
+@form("clamp", "clip")
+def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
     # A guard, as Inductor's own: it generates code for a bound that is known.
-    lower, upper = (float(bound) if isinstance(bound, torch.SymFloat) else bound for bound in (lower, upper))
+    lower, upper = (float(bound) if isinstance(bound, torch.SymFloat) else bound for bound in (min, max))
     require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
     return pointwise(view, "clamp", x, params=(lower, upper))
 

@@ -52,7 +52,6 @@ def _rows_of_mask(view: GraphView, mask: Value) -> Size:
 def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tuple[Value | None, ...]]:
     """Apply slices, None and lone ints of a subscript; return the view, and its index tensor per axis."""
     items = list(key) if isinstance(key, (tuple, list)) else [key]
-    has_tensors = any(isinstance(item, Value) for item in items)
     consumed = sum(len(i.shape) if isinstance(i, Value) and i.dtype == torch.bool else i is not None for i in items)
     if any(item is Ellipsis for item in items):
         at = next(i for i, item in enumerate(items) if item is Ellipsis)
@@ -74,10 +73,8 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             item = None
         else:
             require(not isinstance(item, bool), "an integer")
-            if not has_tensors:
-                x = selected(view, x, dim, item)
-                continue
-            item = full(view, item, (), torch.int64)
+            x = selected(view, x, dim, item)
+            continue
         tensors.append(item)
         dim += 1
     tensors += [None] * (len(x.shape) - len(tensors))

@@ -18,5 +18,5 @@ def _lane(view: GraphView, x: Any, dim: int, level: int) -> Value:
 @form("_remove_batch_dim")
 def _lanes(view: GraphView, x: Any, level: int, size: Any, dim: int) -> Value:
     # Inside the vmap nothing tells which tensors share memory.
-    require(all(map(has_storage, view.writes.values())), "no writes to a slice")
+    require(all(has_storage(written) for _, written in view.all_writes()), "no writes to a slice")
     return view.make("lanes", tensor(x), level, dim % len(output_shape(view)))

@@ -36,7 +36,7 @@ def writes_beside(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> list[f
         return []
     view = GraphView(graph, {})
     made = {alias: copied for copied in copies for node in (copied, copied.args[0]) for alias in view.aliases(node)}
-    return [w for w, target in view.writes.items() if target in made and view.position[w] > view.position[made[target]]]
+    return [w for w, target in view.all_writes() if target in made and view.position[w] > view.position[made[target]]]
 
 
 def _is_of_torch(node: fx.Node) -> bool:

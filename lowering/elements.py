@@ -16,7 +16,7 @@ from moeblaze_ops.lowering.counts import LARGEST_EXACT, holds_count, is_count, i
 from moeblaze_ops.lowering.elements_groups import GroupRules
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
 from moeblaze_ops.lowering.elements_runs import RunRules
-from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, Size, TooLarge, same_size, subexpressions
 from moeblaze_ops.lowering.fading import chosen
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.values import Value
@@ -31,6 +31,9 @@ _SHALLOW = frozenset((
 _MAX_UNROLLED = 1024
 _MAX_NESTED_SUMS = 8
 """Sums inside sums that are expanded, between two products: matrices that are normalised over and over have more."""
+_PRODUCTS = ("contract", "grouped_mm")
+_MAX_NESTED_PRODUCTS = 6
+"""Products of computed matrices inside such products: an iteration on matrices has any number."""
 _LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
 
 
@@ -48,6 +51,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._nested_sums: dict[Value, int] = {}
+        self._nested_products: dict[Value, int] = {}
         self._starts: dict[Value, tuple[Size, ...]] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
@@ -66,14 +70,16 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
         """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
-        chain: list[Value] = []
-        stack = accumulators(value)
+        chain: dict[Value, None] = {}
+        stack = [(inner, False) for inner in accumulators(value)]
         while stack:
-            inner = stack.pop()
-            if (inner, indices, depth) not in self._memo and (below := accumulators(inner)):
-                chain.append(inner)
-                stack += below
-        return chain[::-1]
+            inner, finished = stack.pop()
+            if finished:
+                chain[inner] = None
+            elif inner not in chain and (inner, indices, depth) not in self._memo and (below := accumulators(inner)):
+                stack.append((inner, True))
+                stack += [(part, False) for part in below]
+        return list(chain)
 
     def _evaluate(self, value: Value, indices: Indices, depth: int) -> Expr:
         kind = value.args[0] if value.op == "pointwise" else value.op
@@ -81,22 +87,35 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         integers = not value.dtype.is_floating_point
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
         shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and _is_no_projection(value))
-        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._sums_below(value) > _MAX_NESTED_SUMS:
+        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._is_deep(value):
             return self.algebra.leaf(value, indices)
-        return rule(value, indices, depth)
+        try:
+            return rule(value, indices, depth)
+        except TooLarge:
+            return self.algebra.leaf(value, indices)
 
-    def _sums_below(self, value: Value) -> int:
-        """How many sums stand one inside the other in ``value``, down to where a product ends the chain."""
+    def _is_deep(self, value: Value) -> bool:
+        sums = self._nested(value, self._nested_sums, lambda v: v.op == "sum", lambda v: v.op in _PRODUCTS)
+        products = self._nested(value, self._nested_products, lambda v: v.op == "contract", _projects)
+        return sums > _MAX_NESTED_SUMS or products > _MAX_NESTED_PRODUCTS
+
+    def _nested(
+        self, value: Value, known: dict[Value, int], counts: Callable[[Value], bool], ends: Callable[[Value], bool]
+    ) -> int:
+        """How many operators stand one inside the other in ``value``, down to those that end the chain."""
         stack = [value]
         while stack:
             top = stack[-1]
-            below = [] if top.op in ("contract", "grouped_mm") or top.op not in self._rules else _operands(top)
-            if unknown := [x for x in below if x not in self._nested_sums]:
+            if top in known:
+                stack.pop()
+                continue
+            below = [] if ends(top) or top.op not in self._rules else _operands(top)
+            if unknown := [x for x in below if x not in known]:
                 stack += unknown
                 continue
             stack.pop()
-            self._nested_sums[top] = max((self._nested_sums[x] for x in below), default=0) + (top.op == "sum")
-        return self._nested_sums[value]
+            known[top] = max((known[x] for x in below), default=0) + counts(top)
+        return known[value]
 
     def _sum(self, var: Expr, body: Callable[[Expr], Expr]) -> Expr:
         try:
@@ -395,6 +414,11 @@ def _is_no_projection(contract: Value) -> bool:
     """Whether one of what is multiplied is a mask, or nothing is summed."""
     xs, labels, out = contract.args
     return any(map(_is_mask, xs)) or set("".join(labels)) <= set(out)
+
+
+def _projects(value: Value) -> bool:
+    """Whether a value is a product with a matrix that the caller passes in."""
+    return value.op == "grouped_mm" or (value.op == "contract" and any(_is_weight(x, gathered=False) for x in value.args[0]))
 
 
 def _is_mask(value: Value) -> bool:

@@ -41,6 +41,14 @@ BINDERS = ("sum", "any", "prefix", "group")
 """Kinds that bind their first argument."""
 
 
+MAX_OPERANDS = 2**13
+"""Of one sum or product: many more than the experts and slots of a layer, which sums of sums of sums soon have."""
+
+
+class TooLarge(Exception):
+    """A sum or a product has too many operands to be looked into."""
+
+
 def size_of(dim: Any) -> Size:
     """The size of a tensor axis as an int when it is known, else as a sympy expression."""
     expression = dim.node.expr if hasattr(dim, "node") else dim

@@ -147,6 +147,7 @@ def _view(
         axes.insert(0, (halves[1][0].constant - lead.constant, 2) if len(halves) == 2 else (0, 1))
     numel = math.prod(lead.value.shape)
     inner = math.prod(size for _, size in axes)
+    prove(inner > 0, Reason.WEIGHT_LAYOUT, "a tensor without elements")
     apart = len(first) > 1 and (numel == inner or len({e.value for e in first}) == len(first))
     if apart:
         prove(all(e.constant == 0 for e in first), Reason.WEIGHT_LAYOUT, "part of a tensor")

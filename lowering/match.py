@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr, Size, subexpressions
+from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, Size, TooLarge, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
@@ -40,6 +41,8 @@ _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
     "index_copy", "copy", "addcmul", "scatter_reduce",
 ))  # fmt: skip
+
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class MoEMatch:
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
     kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
     passed: Passed | None = None  # experts that give a token back
+    subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
 
     @property
     def copied_bytes(self) -> int:
@@ -203,6 +207,8 @@ class Matcher:
                 experts = list(self._terms(inner)) if later else experts
             prove(not others or base is not None or later, Reason.OTHER_TERMS)
             return self._prove(root, value, tokens, feature, experts, base, later)
+        except TooLarge:
+            return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
@@ -223,9 +229,11 @@ class Matcher:
         tokens, feature = self._indices(value)
         try:
             element = self._evaluator.element(value, (*tokens, feature))
-        except Unroll:
+            terms = tuple(islice(self._distributed(element), MAX_OPERANDS + 1))
+        except (Unroll, TooLarge):
             return ()
-        terms = tuple(self._distributed(element))
+        if len(terms) > MAX_OPERANDS:
+            return ()
         others = [term for term in terms if not self._is_expert(term, feature)]
         # The bias of an expert that is not weighted, or weighted on its input, is a term of its own.
         return terms if len(others) != len(terms) - 1 or not all(map(is_chosen_bias, others)) else (element,)
@@ -335,12 +343,14 @@ class Matcher:
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         tensors = (x, ids, *filter(None, (weights, kept, passed and passed.x)), *views_used)
         region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
+        bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
+            subscripts=not (dense or bounded or passed or _has_row_groups(region)),
         )  # fmt: skip
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
@@ -403,7 +413,7 @@ def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | No
 
 def _spelling(region: Region, routing: Routing) -> str:
     names = {target_name(node) for node in region.nodes}
-    if names & {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}:
+    if not names.isdisjoint(_GROUPED):
         return "sorted grouped_mm"
     fakes = (fake_of(node) for node in region.nodes)
     if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
@@ -411,6 +421,10 @@ def _spelling(region: Region, routing: Routing) -> str:
     if routing.expert is None:
         return "gathered weights"
     return "dense batched" if routing.expert.kind == "var" else "masked experts"
+
+
+def _has_row_groups(region: Region) -> bool:
+    return not {target_name(node) for node in region.nodes}.isdisjoint((*_GROUPED, "searchsorted", "bucketize"))
 
 
 def _furthest(declined: Sequence[Decline]) -> list[Decline]:

@@ -143,7 +143,7 @@ class Finder:
 def dependencies(view: GraphView, root: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:
     """Nodes that ``root`` depends on, writes into shared buffers included, not past ``stop``."""
     writers: dict[fx.Node, list[fx.Node]] = {}
-    for writer, written in view.writes.items():
+    for writer, written in view.all_writes():
         for alias in view.aliases(written):
             writers.setdefault(alias, []).append(writer)
     seen: set[fx.Node] = set()

@@ -56,6 +56,8 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, if nobody else reads its choices."""
     if match.weights is None or match.weights.rest or match.experts.rest:
         return None
+    if not breaks_ties_as_topk(fake_of(match.x.node).device):
+        return None
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_order)
     topk = _topk_of(choice, 1)
@@ -63,7 +65,9 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
         return None
     read = _read_scattered if match.weights.gathered else _read_weights
     found = read(view, trail, match.weights.node, topk, choice)
-    if found is None or not isinstance(fake_of(found.logits).shape[-1], int):
+    if found is None or not _reaches_logits(view, trail):
+        return None
+    if not isinstance(fake_of(found.logits).shape[-1], int):
         return None
     if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
         return None
@@ -73,6 +77,17 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
     unchanged = all(view.value_at(node, len(view.position)) is view.value(node) for node in sources)
     return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
+
+
+def breaks_ties_as_topk(device: torch.device) -> bool:
+    """Whether ``torch.topk`` prefers the lower id between equal scores, as the fused router does; on a CPU it takes any."""
+    return device.type != "cpu"
+
+
+def _reaches_logits(view: GraphView, trail: _Trail) -> bool:
+    """Whether the gradient of the weights gets through to the logits, as that of the fused router does."""
+    steps = (node.args[0] if target_name(node) == "getitem" else node for node in (*trail.nodes, *trail.sources))
+    return not any(map(view.is_without_gradient, steps))
 
 
 def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
@@ -102,6 +117,8 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
         choice = read_choice(view, topk, scores)
     else:
         return None
+    if choice is not None and choice.bias is not None and eps and target_name(scores) == "softmax":
+        return None  # what is chosen by a bias may have no probability but what is added
     found = _read_scores(scores, scale, eps) if choice is not None else None
     if found is None or (choice.num_groups > 1 and found.scoring != "sigmoid"):  # softmax scores groups in another way
         return None

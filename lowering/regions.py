@@ -40,13 +40,14 @@ def prove_region(
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     _prove_saved(view, root, operands)
+    prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
     kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, [])}
     if base in buffer:
-        between = [w for w in view.writes if view.position[base] < view.position[w] <= view.position[root]]
-        staying = [w for w in between if view.writes[w] in buffer and w not in nodes - kept]
+        between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
+        staying = [w for w, to in between if to in buffer and w not in nodes - kept]
         prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
     ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
     return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
@@ -88,11 +89,8 @@ def _carriers(view: GraphView, root: fx.Node, nodes: set[fx.Node]) -> tuple[fx.N
 
 def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
     """Every buffer that the region writes belongs to it, so that the writes can go."""
-    for node in nodes:
-        target = view.writes.get(node)
-        if target is None:
-            continue
-        for alias in view.aliases(target):
+    for node, target in view.all_writes():
+        for alias in view.aliases(target) if node in nodes else ():
             if view.position[alias] > view.position[root]:
                 continue
             own = alias in nodes or alias in carriers or all(view.position[u] < view.position[node] for u in alias.users)
@@ -135,7 +133,7 @@ def _prove_saved(view: GraphView, root: fx.Node, operands: frozenset[fx.Node]) -
     if not fake_of(view.writes.get(root, root)).requires_grad:
         return
     saved = {alias for n in operands if fake_of(n).is_floating_point() for alias in view.aliases(n)}
-    for node, target in view.writes.items():
+    for node, target in view.all_writes():
         late = view.position[node] > view.position[root]
         prove(not (late and target in saved), Reason.OPERAND_CHANGED, "written before the backward", node)
 

@@ -5,6 +5,7 @@ nothing that was not proven, and finds nothing when run again.
 """
 
 import logging
+import operator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -289,6 +290,9 @@ def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | N
     """Routing weights and expert ids: those of the graph, or of the fused router in its place."""
     if router is None:
         experts_TK = insert.rows(match.experts, match.K)
+        if match.subscripts:
+            numbers_E = insert.call(torch.arange, match.E, device=fake_of(experts_TK).device)
+            experts_TK = insert.call(operator.getitem, numbers_E, experts_TK)
         if match.weights is None:
             return None, experts_TK
         if not match.weights.gathered:

@@ -1,4 +1,7 @@
-"""Which ids are never negative: weights indexed by -1 are the last expert's, and no expert's for the ops."""
+"""Which ids are never negative: weights indexed by -1 are the last expert's, and no expert's for the ops.
+
+Ids of which nothing is known, such as those that a graph is given, are made numbers of experts by the rewrite.
+"""
 
 import math
 

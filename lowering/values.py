@@ -95,16 +95,34 @@ _INPLACE_POSITION = {"relu": 1, "silu": 1, "mish": 1, "relu6": 1, "hardswish": 1
 
 
 def _written_otherwise(node: fx.Node) -> list[fx.Node]:
-    """Arguments, past the first, that a node may write: ``out=``, mutable schemas, graph bodies that mutate."""
-    written = [node.kwargs["out"]] if isinstance(node.kwargs.get("out"), fx.Node) else []
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        for index, argument in enumerate(node.target._schema.arguments):
+    """What a node may write beside its first argument: ``out=``, lists, mutable schemas, graph bodies that mutate."""
+    written = [node.kwargs.get("out")]
+    if inplace_name(node) is not None:
+        written += [node.args[0] if node.args else node.kwargs.get("input")]
+    for schema in _schemas(node):
+        for index, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-                written += [value] if isinstance(value, fx.Node) else []
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and any(map(_body_writes, node.all_input_nodes)):
+                positional = index < len(node.args) and not argument.kwarg_only
+                written.append(node.args[index] if positional else node.kwargs.get(argument.name))
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and _mutates(node):
         written += node.all_input_nodes
-    return written
+    found: list[fx.Node] = []
+    fx.node.map_arg(written, found.append)
+    return [other for other in dict.fromkeys(found) if isinstance(fake_of(other), torch.Tensor)]
+
+
+def _schemas(node: fx.Node) -> list[torch.FunctionSchema]:
+    """The schema of an operator, or all that it may have where the overload is chosen at the call."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return [node.target._schema]
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return [getattr(node.target, overload)._schema for overload in node.target.overloads()]
+    return []
+
+
+def _mutates(node: fx.Node) -> bool:
+    """Whether a higher-order operator may write to its inputs: kernels of the user do, graph bodies where they say so."""
+    return "mutation" in node.target.name() or any(map(_body_writes, node.all_input_nodes))
 
 
 def _body_writes(node: fx.Node) -> bool:
@@ -119,8 +137,9 @@ def _body_writes(node: fx.Node) -> bool:
     )
 
 
-_CONTEXT_CALLS = {"_enter_autocast": 1, "_exit_autocast": -1, "_set_grad_enabled": 0, "_enter_inference_mode": 1,
-                  "_exit_inference_mode": -1}  # fmt: skip
+_GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
+_CONTEXT_ENDS = {"_exit_autocast": "_enter_autocast", "_exit_inference_mode": "_enter_inference_mode",
+                 "_exit_dual_level": "_enter_dual_level"}  # fmt: skip
 
 
 _DETACHING = frozenset(("detach", "_get_data_attr", "data"))
@@ -134,10 +153,11 @@ class GraphView:
     table: dict[str, Callable]
     position: dict[fx.Node, int] = field(default_factory=dict)
     context: dict[fx.Node, tuple] = field(default_factory=dict)
-    writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes
+    writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
     _now: dict[fx.Node, Any] = field(default_factory=dict)
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
+    _written_beside: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # where there are several, and by keyword
     _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
@@ -165,6 +185,10 @@ class GraphView:
     def value(self, node: fx.Node) -> Any:
         """What ``node`` holds when it is first computed (for a writing node: what it wrote)."""
         return self._history[node][0][1]
+
+    def all_writes(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Every writing node with each of the nodes that it writes."""
+        return list(dict.fromkeys((*self.writes.items(), *self._written_beside)))
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         storage = _storage_of(node)
@@ -216,12 +240,13 @@ class GraphView:
             self._write(target, value, node)
         for other in _written_otherwise(node):
             if other is not target:
-                self.writes[node] = other
+                self._written_beside.append((node, other))
+                self.writes.setdefault(node, other)
                 self._write(other, self.opaque(other, node), node)
         storage = _storage_of(node)
         if storage is not None:
             self._aliases.setdefault(storage, []).append(node)
-            if target_name(node) in _DETACHING or self._without_gradient(node) or self._detached & set(node.all_input_nodes):
+            if target_name(node) in _DETACHING or self.is_without_gradient(node) or self._detached & set(node.all_input_nodes):
                 self._detached.add(node)
 
     def _record(self, node: fx.Node, value: Any) -> None:
@@ -230,7 +255,7 @@ class GraphView:
 
     def _compute(self, name: str, node: fx.Node) -> Any:
         form = self.table.get(name) if node.op in ("call_function", "call_method") else None
-        if form is None or "out" in node.kwargs or self._without_gradient(node):
+        if form is None or "out" in node.kwargs or self.is_without_gradient(node):
             return self.opaque(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])
         try:
@@ -238,13 +263,16 @@ class GraphView:
         except NotCanonical:
             return self.opaque(node)
 
-    def _without_gradient(self, node: fx.Node) -> bool:
+    def is_without_gradient(self, node: fx.Node) -> bool:
         """Numbers computed without gradient are not the same value as equal ones computed with it."""
         fake = fake_of(node)
         tensors = [part for part in (fake if isinstance(fake, (tuple, list)) else [fake]) if isinstance(part, torch.Tensor)]
         floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
-        modes = ("_set_grad_enabled", "_enter_inference_mode")
-        return floating and any(name in modes for name, _ in self.context[node])
+        return floating and any(name in _GRADIENT_MODES for name, _ in self.context[node])
+
+    def has_tangents(self, node: fx.Node) -> bool:
+        """Whether a node may compute derivatives forward, which none of our operators does."""
+        return any(name == "_enter_dual_level" for name, _ in self.context[node])
 
     def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
         before = self._now[target]
@@ -278,11 +306,12 @@ def _next_context(context: tuple, node: fx.Node) -> tuple:
     if node.op != "call_function":
         return context
     name = target_name(node)
-    if name not in _CONTEXT_CALLS:
-        return context
-    if _CONTEXT_CALLS[name] > 0:
+    if name in _CONTEXT_ENDS.values():
         return (*context, (name, node.args))
-    if _CONTEXT_CALLS[name] < 0:
-        return context[:-1]
+    if name in _CONTEXT_ENDS:
+        begun = [i for i, entry in enumerate(context) if entry[0] == _CONTEXT_ENDS[name]]
+        return (*context[: begun[-1]], *context[begun[-1] + 1 :]) if begun else context
+    if name != "_set_grad_enabled":
+        return context
     kept = tuple(entry for entry in context if entry[0] != name)
     return kept if kept != context else (*kept, (name, node.args))

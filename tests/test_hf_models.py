@@ -18,6 +18,8 @@ _COMMON = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts_per_tok": 2,
 }  # fmt: skip
 _DENSE_TOO = {"intermediate_size": 48, "moe_intermediate_size": 24}
+pytestmark = pytest.mark.usefixtures("fused_routers")
+
 CONFIGS = {
     "mixtral": {"intermediate_size": 48, "num_local_experts": 4},
     "qwen3_moe": dict(_DENSE_TOO, num_experts=4, head_dim=8, decoder_sparse_step=1),

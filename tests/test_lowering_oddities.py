@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import nn
+from torch.autograd import forward_ad
 
 from moeblaze_ops import compile as switch
 from tests import moe_zoo as zoo
-from tests.rewrite_harness import rewriting_backend, rewritten_in
+from tests.rewrite_harness import compiled, rewriting_backend, rewritten_in
 
 T = 10
 
@@ -140,6 +141,7 @@ CASES = {
     "added twice over": (added_twice_over, None, 0),
     "capacity by weights": (capacity_by_weights, None, 1),
     "capacity by ids": (capacity_by_ids, None, 1),
+    "hard tanh between its default bounds": (with_hidden(F.hardtanh), None, 1),
 }  # fmt: skip
 
 
@@ -168,6 +170,19 @@ def test_agrees_with_eager(name):
     if change is not None:
         change(layer)
     assert rewritten_layers(layer) == expected
+
+
+def test_derivatives_that_are_computed_forward():
+    def along_ones(self, x, weights, ids):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            return forward_ad.unpack_dual(masked(self, dual, weights, ids)).tangent
+
+    layer, x = zoo.ModuleListMoE(along_ones), torch.randn(T, zoo.D)
+    run, backend = compiled(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x))
+    assert backend.reasons == ["CONTEXT"]
 
 
 GATHERED = {entry[0].__name__: entry for entry in zoo.STACKED if entry[0].__name__.startswith("gathered")}

@@ -7,6 +7,8 @@ from torch import nn
 
 from tests.rewrite_harness import check_against_eager, compiled
 
+pytestmark = pytest.mark.usefixtures("fused_routers")
+
 T, D, E, K, HIDDEN = 19, 8, 4, 2, 6
 BIAS = torch.tensor([0.31, -0.24, 0.12, -0.43])
 
@@ -247,6 +249,39 @@ def groups_weighed_by_biased_scores(logits):
     return limited_to_groups(logits, weigh=lambda scores: scores + BIAS)
 
 
+def chosen_without_gradient(logits):
+    scores = logits.softmax(-1, dtype=torch.float32)
+    with torch.no_grad():
+        experts = scores.topk(K, dim=-1).indices
+    return scores.gather(-1, experts), experts
+
+
+def scored_without_gradient(logits):
+    with torch.no_grad():
+        return logits.softmax(-1, dtype=torch.float32).topk(K, dim=-1)
+
+
+def softmax_of_choices_without_gradient(logits):
+    values, experts = logits.topk(K, dim=-1)
+    with torch.no_grad():
+        return values.softmax(-1, dtype=torch.float32), experts
+
+
+def divided_by_a_sum_without_gradient(logits):
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(K, dim=-1)
+    with torch.no_grad():
+        total = weights.sum(-1, keepdim=True)
+    return weights / total, experts
+
+
+def biased_softmax_with_an_epsilon(logits):
+    """An expert that the bias alone chooses may have a probability of zero, and the sum is the epsilon."""
+    scores = (logits * 300).softmax(-1, dtype=torch.float32)
+    experts = (scores + BIAS.sign() * 5).topk(1, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20), experts
+
+
 LOOKALIKES = (
     sigmoid_of_the_last_rounded, tanh_last,
     softmax_of_the_flattened, smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere,
@@ -254,7 +289,8 @@ LOOKALIKES = (
     gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
     softmax_with_a_large_epsilon, sigmoid_with_another_epsilon, groups_masked_with_zero, groups_of_every_other_expert,
     groups_left_out, groups_by_their_best, groups_by_their_worst, groups_by_other_scores, groups_weighed_by_biased_scores,
-    groups_of_softmax_scores, biased_in_fp64,
+    groups_of_softmax_scores, biased_in_fp64, scored_without_gradient, softmax_of_choices_without_gradient,
+    divided_by_a_sum_without_gradient, biased_softmax_with_an_epsilon,
 )  # fmt: skip
 
 
@@ -288,6 +324,11 @@ def test_weights_of_one_slot_are_cast_behind_the_mask():
     layer = PerSlot(renormalized, torch.bfloat16)
     rewriting = check_against_eager(layer, torch.randn(T, D, dtype=torch.bfloat16), tolerance=3e-2)
     assert len(rewriting.rewritten) == 1
+
+
+def test_a_choice_without_gradient_is_fused():
+    rewriting = check_against_eager(Layer(chosen_without_gradient), torch.randn(T, D))
+    assert any("route" in name for name in rewriting.operators())
 
 
 @pytest.mark.parametrize("router", LOOKALIKES)

@@ -94,3 +94,38 @@ def test_write_in_a_checkpointed_body_reaches_its_arguments():
     view, nodes = _capture(fn, torch.randn(3))
     buffer = nodes["output"].args[0][0]
     assert view.value_at(buffer, END) is not view.value(buffer)
+
+
+def test_write_in_a_list_or_by_an_operator_without_overload_reaches_all():
+    def fn(x, y):
+        a, b, c = x * 2, x * 3, x * 4
+        torch._foreach_add_([a, b], 1.0)
+        torch.ops.aten.max.default(c)
+        torch.ops.aten.add_(c, y)
+        return a, b, c
+
+    view, nodes = _capture(fn, torch.randn(3), torch.randn(3))
+    assert all(view.value_at(node, END) is not view.value(node) for node in nodes["output"].args[0])
+
+
+def test_number_in_a_subscript_of_tensors_selects_first():
+    def fn(x, index):
+        return x[0, :, index]
+
+    view, nodes = _capture(fn, torch.randn(2, 3, 4), torch.tensor([2, 1]))
+    (taken,) = nodes["output"].args[0]
+    x, indices, first = view.value(taken).args
+    assert (x.op, len(indices), first) == ("select", 2, 1)
+
+
+def test_modes_end_on_their_own():
+    def fn(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.set_grad_enabled(False)
+        doubled = x * 2
+        torch.set_grad_enabled(True)
+        return doubled, x * 2
+
+    view, nodes = _capture(fn, torch.randn(3, requires_grad=True))
+    detached, attached = nodes["output"].args[0]
+    assert view.is_without_gradient(detached) and not view.is_without_gradient(attached)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests import moe_zoo as zoo
-from tests.rewrite_harness import check_against_eager, rewrite_of
+from tests.rewrite_harness import check_against_eager, compiled, rewrite_of
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_scaled_weights_beside_a_bias(activation):
     assert len(backend.rewritten) == 1
 
 
-def test_logits_written_before_the_backward():
+def test_logits_written_before_the_backward(fused_routers):
     class Layer(zoo.StackedMoE):
         def forward(self, x):
             logits = self.router.gate(x)
@@ -276,3 +276,56 @@ def test_outputs_are_stored_with_an_axis_more():
     x = torch.randn(10, zoo.D)
     assert len(check_against_eager(stored(lambda y: y[None]), x).rewritten) == 1
     assert not check_against_eager(stored(lambda y: y[:1]), x).rewritten
+
+
+def with_a_write(write):
+    """A layer whose tokens, weights or output are written to between two of its steps, in a way of its own."""
+
+    def combine(self, x, weights, ids):
+        x, weights, out = x * 1, weights * 1, torch.zeros_like(x)
+        shares = [_share(weights, ids, e) for e in range(self.E)]
+        hidden = [F.silu(x @ self.w1[e]) * (x @ self.w3[e]) for e in range(self.E)]
+        write(x, weights, out)
+        for e in range(self.E):
+            out += (hidden[e] @ self.w2[e]) * shares[e]
+        return out
+
+    return combine
+
+
+def tokens_in_a_list(x, weights, out):
+    torch._foreach_mul_([x], 2.0)
+
+
+def one_of_several(x, weights, out):
+    torch._foreach_add_([torch.zeros_like(x), x, weights], 1.0)
+
+
+def second_of_two_outputs(x, weights, out):
+    torch.sort(weights * 2, out=(weights, torch.empty_like(weights, dtype=torch.int64)))
+
+
+def without_an_overload(x, weights, out):
+    torch.ops.moeblaze_tests.add_into(out, x)
+
+
+@pytest.fixture(scope="module")
+def add_into():
+    library = torch.library.Library("moeblaze_tests", "FRAGMENT")
+    library.define("add_into(Tensor(a!) out, Tensor x) -> ()")
+    library.impl("add_into", _add, "CPU")
+    library.impl("add_into", lambda out, x: None, "Meta")
+    yield
+    library._destroy()
+
+
+def _add(out, x):
+    out.add_(x)
+
+
+@pytest.mark.parametrize("write", [tokens_in_a_list, one_of_several, second_of_two_outputs, without_an_overload])
+def test_writes_of_every_kind_are_seen(write, add_into):
+    layer, x = zoo.StackedMoE(with_a_write(write), "split"), torch.randn(10, zoo.D)
+    with torch.no_grad():
+        run, _ = compiled(layer)
+        torch.testing.assert_close(run(x), layer(x))

@@ -1,0 +1,65 @@
+"""Graphs whose expressions grow with every step are looked at in a time that does not, and left alone."""
+
+import time
+
+import pytest
+import torch
+
+from tests.rewrite_harness import rewrite_of
+from tests.test_lowering_router import D, K, Layer
+
+SECONDS = 30  # of a few; without a bound each of these takes longer than anybody waits
+
+
+def doubled(x):
+    for _ in range(40):
+        x = x + x
+    return x
+
+
+def squared(x):
+    for _ in range(40):
+        x = x * x * 0.1
+    return x
+
+
+def fibonacci(x):
+    before, now = x, x * 2
+    for _ in range(40):
+        before, now = now, before + now
+    return now
+
+
+def sums_of_all_before(x):
+    outputs = [x]
+    for _ in range(30):
+        outputs.append(sum(outputs) * 0.5)
+    return outputs[-1]
+
+
+def newton_schulz(x):
+    for _ in range(12):
+        product = x @ x.mT
+        x = 3.4 * x + (product @ product - product) @ x
+    return x
+
+
+@pytest.mark.parametrize("fn", [doubled, squared, fibonacci, sums_of_all_before, newton_schulz])
+def test_growing_expressions_take_bounded_time(fn):
+    start = time.monotonic()
+    assert not rewrite_of(fn, torch.rand(5, 4) / 10).candidates
+    assert time.monotonic() - start < SECONDS
+
+
+def test_layers_in_a_long_row_are_all_found():
+    class Row(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer(lambda logits: logits.softmax(-1).topk(K)) for _ in range(7))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    assert len(rewrite_of(Row(), torch.randn(9, D)).rewritten) == 7
