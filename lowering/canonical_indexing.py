@@ -23,13 +23,13 @@ from moeblaze_ops.lowering.canonical import (
     full,
     output_dtype,
     output_shape,
-    pointwise,
     require,
     reshaped,
     selected,
     sliced,
     tensor,
 )
+from moeblaze_ops.lowering.canonical_pointwise import pointwise
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.fading import is_fading
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name

@@ -6,7 +6,8 @@
 import string
 from typing import Any
 
-from moeblaze_ops.lowering.canonical import axis, cast, form, output_dtype, pointwise, require, tensor
+from moeblaze_ops.lowering.canonical import axis, cast, form, output_dtype, require, tensor
+from moeblaze_ops.lowering.canonical_pointwise import pointwise
 from moeblaze_ops.lowering.values import GraphView, NotCanonical, Value
 
 

@@ -18,7 +18,9 @@ from moeblaze_ops.lowering.elements_indexing import IndexingRules
 from moeblaze_ops.lowering.elements_runs import RunRules
 from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, Size, TooLarge, same_size, subexpressions
 from moeblaze_ops.lowering.fading import chosen
+from moeblaze_ops.lowering.nesting import Nesting
 from moeblaze_ops.lowering.pointwise import apply_pointwise
+from moeblaze_ops.lowering.projections import is_no_projection, is_weight
 from moeblaze_ops.lowering.values import Value
 
 Indices = tuple[Expr, ...]
@@ -29,11 +31,6 @@ _SHALLOW = frozenset((
     "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes",
 ))  # fmt: skip
 _MAX_UNROLLED = 1024
-_MAX_NESTED_SUMS = 8
-"""Sums inside sums that are expanded, between two products: matrices that are normalised over and over have more."""
-_PRODUCTS = ("contract", "grouped_mm")
-_MAX_NESTED_PRODUCTS = 6
-"""Products of computed matrices inside such products: an iteration on matrices has any number."""
 _LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
 
 
@@ -50,12 +47,11 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
     def __init__(self) -> None:
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
-        self._nested_sums: dict[Value, int] = {}
-        self._nested_products: dict[Value, int] = {}
         self._starts: dict[Value, tuple[Size, ...]] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }
+        self._nesting = Nesting(self._rules)
 
     def element(self, value: Value, indices: Indices, depth: int = 0) -> Expr:
         """The element of ``value`` at ``indices``, inside ``depth`` projections."""
@@ -86,36 +82,13 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         rule = self._rules.get(value.op)
         integers = not value.dtype.is_floating_point
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
-        shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and _is_no_projection(value))
-        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._is_deep(value):
+        shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
+        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._nesting.is_deep(value):
             return self.algebra.leaf(value, indices)
         try:
             return rule(value, indices, depth)
         except TooLarge:
             return self.algebra.leaf(value, indices)
-
-    def _is_deep(self, value: Value) -> bool:
-        sums = self._nested(value, self._nested_sums, lambda v: v.op == "sum", lambda v: v.op in _PRODUCTS)
-        products = self._nested(value, self._nested_products, lambda v: v.op == "contract", _projects)
-        return sums > _MAX_NESTED_SUMS or products > _MAX_NESTED_PRODUCTS
-
-    def _nested(
-        self, value: Value, known: dict[Value, int], counts: Callable[[Value], bool], ends: Callable[[Value], bool]
-    ) -> int:
-        """How many operators stand one inside the other in ``value``, down to those that end the chain."""
-        stack = [value]
-        while stack:
-            top = stack[-1]
-            if top in known:
-                stack.pop()
-                continue
-            below = [] if ends(top) or top.op not in self._rules else _operands(top)
-            if unknown := [x for x in below if x not in known]:
-                stack += unknown
-                continue
-            stack.pop()
-            known[top] = max((known[x] for x in below), default=0) + counts(top)
-        return known[value]
 
     def _sum(self, var: Expr, body: Callable[[Expr], Expr]) -> Expr:
         try:
@@ -197,7 +170,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self._unroll(at)
         extent = self.algebra.extent(at)
         chosen = at.kind == "leaf" and isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
-        if not chosen or depth or all(_is_weight(x, gathered=False) for x in xs):
+        if not chosen or depth or all(is_weight(x, gathered=False) for x in xs):
             return self.algebra.leaf(value, indices)
         hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
         return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
@@ -311,7 +284,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         pairs = [pair for x, label in zip(xs, labels, strict=True) for pair in zip(label, x.shape, strict=True)]
         sizes = {letter: size for letter, size in pairs if same_size(size, 1)}
         sizes |= {letter: size for letter, size in pairs if not same_size(size, 1)}  # axes of size 1 are broadcast
-        weights = [_is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
+        weights = [is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
         projects = any(weights)
         inner = depth + projects
 
@@ -368,11 +341,6 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
 
 
-def _operands(value: Value) -> list[Value]:
-    parts = [part for arg in value.args for part in (arg if isinstance(arg, tuple) else (arg,))]
-    return [part for part in parts if isinstance(part, Value)]
-
-
 def accumulators(value: Value) -> list[Value]:
     """Operands of the same shape that ``value`` adds something to."""
     inner: tuple[Value, ...] = ()
@@ -400,29 +368,3 @@ def _moves_with_token(index: Expr) -> bool:
     """Whether an index is made of a token's position, not only of what a tensor holds there."""
     ends = subexpressions(index, lambda e: e.kind == "var" or (e.kind == "leaf" and not e.args[0].is_permutation))
     return any(e.kind == "var" and e.args[2] == "t" for e in ends)
-
-
-def _is_weight(value: Value, *, gathered: bool) -> bool:
-    """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one."""
-    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane"):
-        gathered = gathered and value.op != "index"
-        value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
-    return value.op == "input" and not gathered
-
-
-def _is_no_projection(contract: Value) -> bool:
-    """Whether one of what is multiplied is a mask, or nothing is summed."""
-    xs, labels, out = contract.args
-    return any(map(_is_mask, xs)) or set("".join(labels)) <= set(out)
-
-
-def _projects(value: Value) -> bool:
-    """Whether a value is a product with a matrix that the caller passes in."""
-    return value.op == "grouped_mm" or (value.op == "contract" and any(_is_weight(x, gathered=False) for x in value.args[0]))
-
-
-def _is_mask(value: Value) -> bool:
-    """Truth values, as numbers of some type."""
-    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
-        value = value.args[0]
-    return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")

@@ -8,7 +8,7 @@ in the graph by `operands` and `layouts`. Nothing here changes the graph.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -23,12 +23,13 @@ from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, Size, TooLarge, subexpressions
+from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, TooLarge, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
+from moeblaze_ops.lowering.matched import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
 from moeblaze_ops.lowering.operands_routing import find_kept, find_routing, find_x, is_permuted, with_scaled_x
-from moeblaze_ops.lowering.passed import Passed, prove_passed, split_off
+from moeblaze_ops.lowering.passed import prove_passed, split_off
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
 from moeblaze_ops.lowering.patterns_routing import Routing, expert_index, read_compared, read_indexed, without_input_mask
@@ -43,61 +44,6 @@ _COMBINES = frozenset((
 ))  # fmt: skip
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-
-
-@dataclass(frozen=True)
-class MoEMatch:
-    """A proven layer: its operands as nodes and views, ready to be rewritten."""
-
-    root: fx.Node
-    region: Region
-    x: Operand
-    experts: Operand
-    weights: Operand | None
-    weights_on_input: bool
-    w_up: tuple[WeightView, ...]
-    b_up: tuple[WeightView, ...]
-    w_down: WeightView
-    b_down: WeightView | None
-    activation: str
-    formula: Expr | None  # in ``symbols``, to be computed between the ops where ``activation`` is identity
-    symbols: tuple[Expr, ...]
-    spelling: str
-    T: Size
-    K: int
-    E: int
-    D: int
-    F: int
-    dtype: torch.dtype
-    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
-    base: fx.Node | None = None  # what the layer is added to, in the shape of the result
-    kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
-    passed: Passed | None = None  # experts that give a token back
-    subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of separate expert weights and biases that are joined by a copy, in forward and again in backward."""
-        views = (*self.w_up, *self.b_up, self.w_down, *([self.b_down] if self.b_down else []))
-        return sum(view.copied_bytes for view in views)
-
-
-@dataclass(frozen=True)
-class Decline:
-    """A candidate that is left alone."""
-
-    root: fx.Node
-    node: fx.Node
-    reason: Reason
-    detail: str
-    ids: frozenset[Value] = field(default_factory=frozenset)
-    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``, the experts of its sum
-    rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """How far the proof came, and for how many experts."""
-        return self.reason.rank, self.chosen.total()
 
 
 class Matcher:
@@ -135,7 +81,7 @@ class Matcher:
                     found.append(result)
                     taken.update(result.region.nodes)
         results = [*found, *(decline for decline in declined if decline.root not in taken)]
-        declined = _furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
+        declined = furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
         declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
@@ -425,13 +371,3 @@ def _spelling(region: Region, routing: Routing) -> str:
 
 def _has_row_groups(region: Region) -> bool:
     return not {target_name(node) for node in region.nodes}.isdisjoint((*_GROUPED, "searchsorted", "bucketize"))
-
-
-def _furthest(declined: Sequence[Decline]) -> list[Decline]:
-    """The best attempt for each set of ids, innermost of equals; ``declined`` is in reversed graph order."""
-    best: dict[frozenset[Value], Decline] = {}
-    for decline in declined:
-        known = best.get(decline.ids)
-        if known is None or decline.progress >= known.progress:
-            best[decline.ids] = decline
-    return list(best.values())

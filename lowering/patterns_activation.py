@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moeblaze_ops.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.canonical import UNFUSED
+from moeblaze_ops.lowering.canonical_pointwise import UNFUSED
 from moeblaze_ops.lowering.changing_numbers import is_changing
 from moeblaze_ops.lowering.expressions import Expr, subexpressions
 from moeblaze_ops.lowering.pointwise import apply_pointwise

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.match import MoEMatch
+from moeblaze_ops.lowering.matched import MoEMatch
 from moeblaze_ops.lowering.patterns_choice import Choice, read_choice
 from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
 from moeblaze_ops.routing import MAX_TOP_K, SIGMOID_EPS

@@ -26,7 +26,8 @@ from moeblaze_ops.lowering.edits import Edits, Inserter
 from moeblaze_ops.lowering.expressions import same_size, size_of
 from moeblaze_ops.lowering.inductor_api import counters, places
 from moeblaze_ops.lowering.internal_errors import tolerate
-from moeblaze_ops.lowering.match import Decline, Matcher, MoEMatch
+from moeblaze_ops.lowering.match import Matcher
+from moeblaze_ops.lowering.matched import Decline, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moeblaze_ops.lowering.match import Matcher, MoEMatch
+from moeblaze_ops.lowering.match import Matcher
+from moeblaze_ops.lowering.matched import MoEMatch
 from tests.rewrite_harness import check_against_eager
 from tests.zoo_masked import masked_sum
 from tests.zoo_modules import D, ModuleListMoE
