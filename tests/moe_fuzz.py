@@ -31,15 +31,16 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from moeblaze_ops import compile as switch  # noqa: E402
 from moeblaze_ops import config  # noqa: E402
+from moeblaze_ops.lowering import patterns_router  # noqa: E402
 from moeblaze_ops.lowering.rewrite import Candidate  # noqa: E402
 from tests.fuzz_grammar import draw  # noqa: E402
 from tests.fuzz_layer import Layer  # noqa: E402
+from tests.fuzz_modes import Kinked, TopkOfTies  # noqa: E402
 from tests.fuzz_mutations import mutate  # noqa: E402
 from tests.rewrite_harness import rewritten_in  # noqa: E402
 
@@ -86,7 +87,7 @@ class Outcome:
 
 
 class _Backend:
-    """Rewrites as the switch does; runs what was rewritten through AOTAutograd, and what was not as it is."""
+    """Rewrites as the switch does, routers as on a GPU; runs what was rewritten through AOTAutograd, what was not as it is."""
 
     error: Exception | None = None  # of the rewrite
 
@@ -95,7 +96,8 @@ class _Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         try:
-            report = switch._rewrite(gm)
+            with mock.patch.object(patterns_router, "breaks_ties_as_topk", lambda device: True):
+                report = switch._rewrite(gm)
         except switch.NotJustified:
             raise
         except Exception as error:
@@ -168,37 +170,14 @@ def check(module: nn.Module, x: Tensor) -> Outcome:
     return Outcome(status, "wrong" if wrong else "", wrong)
 
 
-class _TopkOfTies(TorchDispatchMode):
-    """Sees whether a top-k had a choice between equal scores, as low precision gives: any choice is right then."""
-
-    found = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.topk.default:
-            scores = args[0].sort(-1, descending=True)[0][..., : args[1] + 1]
-            self.found |= bool((scores.diff() == 0).any())
-        return func(*args, **(kwargs or {}))
-
-
 def _ties(module: nn.Module, x: Tensor) -> bool:
-    with _TopkOfTies() as mode:
+    with TopkOfTies() as mode:
         _run(module, module.__class__.forward, x, False)
     return mode.found
 
 
-class _Kinked(TorchDispatchMode):
-    """Sees activations whose gradient jumps, so that a rounding decides about it."""
-
-    KINKED = frozenset((torch.ops.aten.relu.default, torch.ops.aten.clamp.default, torch.ops.aten.clamp_min.default))
-    found = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found |= func in self.KINKED
-        return func(*args, **(kwargs or {}))
-
-
 def _kinks(module: nn.Module, x: Tensor) -> bool:
-    with _Kinked() as mode:
+    with Kinked() as mode:
         _run(module, module.__class__.forward, x, False)
     return mode.found
 

@@ -1,0 +1,27 @@
+"""Modes that watch a run for what makes two right results differ."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class TopkOfTies(TorchDispatchMode):
+    """Sees whether a top-k had a choice between equal scores, as low precision gives: any choice is right then."""
+
+    found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.topk.default:
+            scores = args[0].sort(-1, descending=True)[0][..., : args[1] + 1]
+            self.found |= bool((scores.diff() == 0).any())
+        return func(*args, **(kwargs or {}))
+
+
+class Kinked(TorchDispatchMode):
+    """Sees activations whose gradient jumps, so that a rounding decides about it."""
+
+    KINKED = frozenset((torch.ops.aten.relu.default, torch.ops.aten.clamp.default, torch.ops.aten.clamp_min.default))
+    found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found |= func in self.KINKED
+        return func(*args, **(kwargs or {}))
