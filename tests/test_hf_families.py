@@ -105,6 +105,5 @@ def test_training(name):
     run, rewriting = compiled(model)
     actual = training_step(model, run, ids)
     assert_steps_equal(actual, training_step(model, model, ids))
-    names = [type(module).__name__ for module in model.modules()]
-    layers = [name for name in names if name.endswith("Experts") and not name.endswith("SharedExperts")]
+    layers = [path for path, m in model.named_modules() if type(m).__name__.endswith("Experts") and "shared" not in path]
     assert len(rewriting.rewritten) == len(layers) > 0
