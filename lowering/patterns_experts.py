@@ -156,7 +156,7 @@ def _read_hidden(
     algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr, movable: bool
 ) -> dict[str, object]:
     halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
-    parts = {part for half in halves if half.kind == "add" for part in half.args}
+    parts = {factor for half in halves if half.kind == "add" for part in half.args for factor in (part, *_factors(part))}
     halves = tuple(sorted((half for half in halves if half not in parts), key=lambda e: e.uid))
     prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
     scale = _input_scale(hidden, halves)

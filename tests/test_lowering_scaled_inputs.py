@@ -112,3 +112,32 @@ def sorted_rows_of_one_slot(layer, x, weights, ids):
     up, down = (torch.stack([expert[name].weight for expert in layer.experts]) for name in ("up", "down"))
     h = layer.act(zoo.grouped_mm_fallback(rows, up.transpose(1, 2), offs))
     return torch.zeros_like(x).index_add(0, order, zoo.grouped_mm_fallback(h, down.transpose(1, 2), offs))
+
+
+class BiasedLayer(Layer):
+    """An activation that adds to the biased pre-activation; ``addend`` is what it adds to."""
+
+    def __init__(self, addend):
+        super().__init__(plain, sorted_rows_with_bias)
+        self.bias = nn.Parameter(torch.randn(zoo.E, zoo.FF))
+        self.addend = addend
+
+
+def sorted_rows_with_bias(layer, x, weights, ids):
+    order = ids.flatten().argsort()
+    chosen, token = ids.flatten()[order], order // zoo.K
+    offs = torch.bincount(chosen, minlength=zoo.E).cumsum(0).int()
+    rows = x[token] * weights.reshape(-1)[order].unsqueeze(-1)
+    up, down = (torch.stack([expert[name].weight for expert in layer.experts]) for name in ("up", "down"))
+    product = zoo.grouped_mm_fallback(rows, up.transpose(1, 2), offs)
+    g = product + layer.bias[chosen]
+    h = 0.5 * g * (1 + torch.tanh(0.7978845608028654 * (layer.addend(product, g) + 0.044715 * g**3)))
+    return torch.zeros_like(x).index_add(0, token, zoo.grouped_mm_fallback(h, down.transpose(1, 2), offs))
+
+
+@pytest.mark.parametrize(("addend", "number"), [(lambda product, g: g, 1), (lambda product, g: product, 0)], ids=["gelu", "twin"])
+def test_sum_that_a_biased_projection_is_two_terms_of(addend, number):
+    """The twin adds to the projection without its bias."""
+    layer = BiasedLayer(addend).double()
+    rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
+    assert len(rewriting.rewritten) == number
