@@ -180,9 +180,13 @@ class Matcher:
             return ()
         if len(terms) > MAX_OPERANDS:
             return ()
-        others = [term for term in terms if not self._is_expert(term, feature)]
+        experts = [term for term in terms if self._is_expert(term, feature)]
         # The bias of an expert that is not weighted, or weighted on its input, is a term of its own.
-        return terms if len(others) != len(terms) - 1 or not all(map(is_chosen_bias, others)) else (element,)
+        biases = [term for term in terms if is_chosen_bias(term)]
+        if len(experts) != 1 or not biases:
+            return terms
+        others = [term for term in terms if term not in (*experts, *biases)]
+        return self._algebra.add(*experts, *biases), *others
 
     def _distributed(self, e: Expr) -> Iterator[Expr]:
         """Terms of a sum; what is around a sum of several experts is multiplied out, or summed term by term."""

@@ -232,3 +232,31 @@ class FlattenedInput(torch.nn.Module):
 def test_result_with_symbolic_axes(shape):
     backend = check_against_eager(FlattenedInput(), torch.randn(*shape, zoo.D), dynamic=True)
     assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+class OneBiasedExpert(torch.nn.Module):
+    """Tokens weighted on their way in go through one expert each, whose output has a bias, onto ``base(x)``."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.router, self.base = torch.nn.Linear(zoo.D, zoo.E, bias=False), base
+        self.w1, self.w2 = (torch.nn.Parameter(torch.randn(zoo.E, *s) * 0.2) for s in ((zoo.D, zoo.FF), (zoo.FF, zoo.D)))
+        self.b2, self.table = (torch.nn.Parameter(torch.randn(rows, zoo.D)) for rows in (zoo.E, zoo.E + 1))
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(1)
+        chosen, order = ids.flatten().sort()
+        offs = torch.bincount(chosen, minlength=zoo.E).cumsum(0).int()
+        h = torch.relu(zoo.grouped_mm_fallback((x * weights)[order], self.w1, offs))
+        y = zoo.grouped_mm_fallback(h, self.w2, offs) + self.b2[chosen]
+        return self.base(self, x, ids).index_add(0, order, y)
+
+
+def looked_up(layer, x, ids):
+    return layer.table[ids[:, 0]]
+
+
+@pytest.mark.parametrize(("base", "layers"), [(lambda layer, x, ids: x.tanh(), 1), (looked_up, 0)], ids=["tanh", "looked_up"])
+def test_bias_of_one_expert_beside_a_base(base, layers):
+    """What else the ids look up is no bias."""
+    assert len(check_against_eager(OneBiasedExpert(base), torch.randn(10, zoo.D)).rewritten) == layers
