@@ -14,6 +14,7 @@ from moeblaze_ops.lowering.expressions import (
     Expr,
     Size,
     TooLarge,
+    factors_of,
     same_size,
     size_of,
     subexpressions,
@@ -184,14 +185,14 @@ class Algebra:
         flat: list[Expr] = []
         constant = 1
         for factor in factors:
-            for f in factor.args if factor.kind == "mul" else (factor,):
+            for f in factors_of(factor):
                 if f.kind == "const":
                     constant *= f.args[0]
                 elif not (f.kind in IDEMPOTENT or _is_chosen(f)) or f not in flat:
                     flat.append(f)
         if constant == 0:
             return self.zero
-        flat = [f for f in flat if not (_is_chosen(f) and Counter(_factors(*f.args[1])) <= Counter(flat))]
+        flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
         if constant != 1:
             flat.append(self.const(constant))
         if not flat:
@@ -205,7 +206,7 @@ class Algebra:
         body = self._without_permutation(var, body)
         if not body.has_dot and (only := self._only_term(var, body)) is not None:
             return only
-        factors = body.args if body.kind == "mul" else (body,)
+        factors = factors_of(body)
         outside = [f for f in factors if var not in f.free]
         inside = [f for f in factors if var in f.free]
         if not inside:
@@ -216,7 +217,7 @@ class Algebra:
 
     def _only_term(self, var: Expr, body: Expr) -> Expr | None:
         """What is left of the sum over ``var`` of a product with ``var == index``."""
-        factors = _factors(body)
+        factors = factors_of(body)
         for hit in factors:
             sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
             if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
@@ -345,10 +346,6 @@ def _limit(operands: tuple[Expr, ...], kind: str) -> None:
 
 def _is_chosen(e: Expr) -> bool:
     return e.kind == "call" and e.args[0] == CHOSEN
-
-
-def _factors(e: Expr) -> tuple[Expr, ...]:
-    return e.args if e.kind == "mul" else (e,)
 
 
 def _find(e: Expr, accept: Callable[[Expr], bool]) -> Expr | None:

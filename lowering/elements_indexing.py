@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.expressions import Expr, Size, same_size, subexpressions
+from moeblaze_ops.lowering.expressions import Expr, Size, factors_of, same_size, subexpressions
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class _Landed:
 
     def _never_with(self, term: Expr) -> bool:
         """Whether a term is zero wherever the row lands: one number cannot equal two."""
-        return any(_differ(f, self.hits) for f in (term.args if term.kind == "mul" else (term,)))
+        return any(_differ(f, self.hits) for f in factors_of(term))
 
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""

@@ -110,6 +110,11 @@ def lower_bound(e: Expr) -> float:
     return 0
 
 
+def factors_of(e: Expr) -> tuple[Expr, ...]:
+    """What a product is of; anything else is its own only factor."""
+    return e.args if e.kind == "mul" else (e,)
+
+
 def subexpressions(e: Expr, accept: Callable[[Expr], bool]) -> Iterable[Expr]:
     """Outermost sub-expressions that ``accept`` takes, each once."""
     seen: set[Expr] = set()

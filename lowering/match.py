@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, TooLarge, subexpressions
+from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.matched import Decline, MoEMatch, furthest
@@ -317,7 +317,7 @@ class Matcher:
 def _sums_experts(e: Expr) -> bool:
     if e.kind == "sum" and e.args[0].args[2] == "r":
         body = e.args[1]
-        return any(_sums_experts(f) or _adds_choices(f) for f in (body.args if body.kind == "mul" else (body,)))
+        return any(_sums_experts(f) or _adds_choices(f) for f in factors_of(body))
     return e.kind == "add" and sum(term.has_dot for term in e.args) > 1
 
 

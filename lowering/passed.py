@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.coverage import prove_distinct
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.expressions import Expr, factors_of
 from moeblaze_ops.lowering.operands import Finder, Operand
 from moeblaze_ops.lowering.operands_routing import find_routing
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm
@@ -74,12 +74,8 @@ def _given(algebra: Algebra, expert: ExpertTerm, feature: Expr, added: Expr) -> 
     return x
 
 
-def _factors(e: Expr) -> tuple[Expr, ...]:
-    return e.args if e.kind == "mul" else (e,)
-
-
 def _has(product: Expr, x: Expr) -> bool:
-    return Counter(_factors(x)) <= Counter(_factors(product))
+    return Counter(factors_of(x)) <= Counter(factors_of(product))
 
 
 def _added(evaluator: Evaluator, total: Value, feature: Expr) -> Expr:
@@ -101,4 +97,4 @@ def _added(evaluator: Evaluator, total: Value, feature: Expr) -> Expr:
 def _without(product: Expr, x: Expr) -> tuple[Expr, ...]:
     """The other factors of a product that has those of ``x``."""
     prove(_has(product, x), Reason.OTHER_TERMS, "rows that are no tokens as they were given to the experts")
-    return tuple((Counter(_factors(product)) - Counter(_factors(x))).elements())
+    return tuple((Counter(factors_of(product)) - Counter(factors_of(x))).elements())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moeblaze_ops.activations import IDENTITY
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.changing_numbers import is_changing
-from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, subexpressions
+from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.patterns_activation import Formulas, is_pointwise
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 
@@ -40,10 +40,6 @@ class ExpertTerm:
     feature_in: Expr  # the variable of D inside the up projection
 
 
-def _factors(e: Expr) -> tuple[Expr, ...]:
-    return e.args if e.kind == "mul" else (e,)
-
-
 def _terms(e: Expr) -> tuple[Expr, ...]:
     return e.args if e.kind == "add" else (e,)
 
@@ -53,8 +49,8 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
     chosen = False
     binders: set[Expr] = set()
     while True:
-        outputs = [f for f in _factors(e) if feature in f.free]
-        chosen = chosen or any(map(_compares, (f for f in _factors(e) if f not in outputs)))
+        outputs = [f for f in factors_of(e) if feature in f.free]
+        chosen = chosen or any(map(_compares, (f for f in factors_of(e) if f not in outputs)))
         if len(outputs) != 1:
             return False
         e = outputs[0]
@@ -66,13 +62,13 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
     down = next((s for s in sums if s is not None and s.args[1].has_dot), None)
     if down is None or chosen:
         return down is not None
-    return any(_chooses(f, binders) if feature in f.free else _scales_input(f) for f in _factors(down.args[1]))
+    return any(_chooses(f, binders) if feature in f.free else _scales_input(f) for f in factors_of(down.args[1]))
 
 
 def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:
     """The projection's sum in a term that is one, up to factors that are the same for every feature of the output."""
-    found = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d" and feature in f.free]
-    return found[0] if len(found) == 1 and all(f is found[0] or feature not in f.free for f in _factors(e)) else None
+    found = [f for f in factors_of(e) if f.kind == "sum" and f.args[0].args[2] == "d" and feature in f.free]
+    return found[0] if len(found) == 1 and all(f is found[0] or feature not in f.free for f in factors_of(e)) else None
 
 
 def _scales_input(hidden: Expr) -> bool:
@@ -102,8 +98,8 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
     routing: list[Expr] = []
     core = term
     while True:
-        outputs = [f for f in _factors(core) if feature in f.free]
-        routing += [f for f in _factors(core) if feature not in f.free]
+        outputs = [f for f in factors_of(core) if feature in f.free]
+        routing += [f for f in factors_of(core) if feature not in f.free]
         prove(len(outputs) == 1, Reason.NOT_TWO_PROJECTIONS, "the output is a product of several feature vectors")
         core = outputs[0]
         if core.kind == "sum" and core.args[0].args[2] == "r":
@@ -113,9 +109,9 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
         break
     down_sum, scale, down_bias = _projection(core, feature)
     width, body = algebra.open(down_sum)
-    weights = [f for f in _factors(body) if feature in f.free]
+    weights = [f for f in factors_of(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
-    hidden = algebra.mul(*scale, *(f for f in _factors(body) if feature not in f.free))
+    hidden = algebra.mul(*scale, *(f for f in factors_of(body) if feature not in f.free))
     read = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
     down = Projection(weights[0], down_bias)
     return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
@@ -128,7 +124,7 @@ def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:
     prove(len(products) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
     prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
     product = _scaled_sum(products[0], output)
-    return product, [f for f in _factors(products[0]) if f is not product], others[0] if others else None
+    return product, [f for f in factors_of(products[0]) if f is not product], others[0] if others else None
 
 
 def _is_weight_element(e: Expr) -> bool:
@@ -156,7 +152,7 @@ def _read_hidden(
     algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr, movable: bool
 ) -> dict[str, object]:
     halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
-    parts = {factor for half in halves if half.kind == "add" for part in half.args for factor in (part, *_factors(part))}
+    parts = {factor for half in halves if half.kind == "add" for part in half.args for factor in (part, *factors_of(part))}
     halves = tuple(sorted((half for half in halves if half not in parts), key=lambda e: e.uid))
     prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
     scale = _input_scale(hidden, halves)
@@ -229,8 +225,8 @@ def _is_up_projection(e: Expr, width: Expr) -> bool:
 
 
 def _is_scaled_projection(e: Expr, width: Expr) -> bool:
-    sums = [f for f in _factors(e) if f.kind == "sum" and f.args[0].args[2] == "d" and width in f.free]
-    return len(sums) == 1 and all(f is sums[0] or width not in f.free for f in _factors(e))
+    sums = [f for f in factors_of(e) if f.kind == "sum" and f.args[0].args[2] == "d" and width in f.free]
+    return len(sums) == 1 and all(f is sums[0] or width not in f.free for f in factors_of(e))
 
 
 def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -238,7 +234,7 @@ def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
     for half in halves:
         if half.kind == "add":
             (product,) = [t for t in half.args if t.has_dot]
-            return tuple(f for f in _factors(product) if f.kind != "sum" or f.args[0].args[2] != "d")
+            return tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d")
     for product in subexpressions(hidden, lambda e: e.kind == "mul" and e is not hidden and any(h in e.args for h in halves)):
         scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const" and not is_changing(f))
         if scale:
@@ -282,8 +278,8 @@ def _unscaled(
     prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
     if not movable:
         return bare, routing
-    inside = [f for f in _factors(bare) if any(half in f.free for half in halves)]
-    outside = tuple(f for f in _factors(bare) if f not in inside)
+    inside = [f for f in factors_of(bare) if any(half in f.free for half in halves)]
+    outside = tuple(f for f in factors_of(bare) if f not in inside)
     return algebra.mul(*inside), outside
 
 
@@ -291,11 +287,11 @@ def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Exp
     bias = None
     if half.kind == "add":
         (bias,) = [t for t in half.args if not t.has_dot]
-        (half,) = [f for t in half.args for f in _factors(t) if f.kind == "sum" and f.args[0].args[2] == "d"]
+        (half,) = [f for t in half.args for f in factors_of(t) if f.kind == "sum" and f.args[0].args[2] == "d"]
     feature_in, body = algebra.open(half)
-    weights = [f for f in _factors(body) if width in f.free]
+    weights = [f for f in factors_of(body) if width in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "up projection")
-    x = algebra.mul(*(algebra.unscaled(f) for f in _factors(body) if width not in f.free))
+    x = algebra.mul(*(algebra.unscaled(f) for f in factors_of(body) if width not in f.free))
     return Projection(weights[0], bias), x, feature_in
 
 

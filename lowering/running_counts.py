@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.distinct import are_distinct
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr, Size, same_size
+from moeblaze_ops.lowering.expressions import Expr, Size, factors_of, same_size
 from moeblaze_ops.lowering.values import GraphView, Value, target_name
 
 
@@ -57,7 +57,7 @@ def _counts_all(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size |
     while counts.kind == "sum":
         axis, counts = algebra.open(counts)
         axes.append(axis)
-    hits = [e for e in (counts.args if counts.kind == "mul" else (counts,)) if e.kind == "eq"]
+    hits = [e for e in factors_of(counts) if e.kind == "eq"]
     keys = [side for hit in hits for side in hit.args if side is not number]
     if len(hits) != 1 or len(keys) != 1 or not axes:
         return False

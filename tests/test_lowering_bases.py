@@ -7,13 +7,7 @@ from torch import Tensor
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager
 
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 def _rows(self, x, weights, ids, e) -> tuple[Tensor, Tensor]:

@@ -7,15 +7,9 @@ import torch.nn.functional as F
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 ROOM = 3
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def _kept(self, ids):

@@ -7,13 +7,7 @@ import torch.nn.functional as F
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import Rewriting, check_against_eager, compiled
 
-
-@pytest.fixture(autouse=True)
-def _fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 class Scaled(zoo.ModuleListMoE):

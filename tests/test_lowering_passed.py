@@ -9,16 +9,10 @@ from moeblaze_ops import config
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 Z = 3
 """Experts without weights."""
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Layer(nn.Module):

@@ -8,13 +8,7 @@ from torch import nn
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager, compiled, rewrite_of
 
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("fp64")
 
 
 def _share(weights, ids, e):
