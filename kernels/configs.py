@@ -217,6 +217,21 @@ def choose_route_backward(columns: int) -> TileConfig:
     return TileConfig(max(1, min(64, 2048 // columns)), columns, 4 if columns <= 2048 else 8)
 
 
+def choose_router_logits(element_size: int, D: int | None) -> TileConfig:
+    """Tokens a program, and how much of D it contracts at a time: 256 bytes of each token."""
+    return TileConfig(64, _clip(256 // element_size, D, 16), 4)
+
+
+def choose_router_weight_grad(element_size: int, D: int | None) -> TileConfig:
+    """Tokens that are contracted at a time, and columns of D a program: 256 bytes of each token."""
+    return TileConfig(64, _clip(256 // element_size, D, 16), 4)
+
+
+def router_parts(column_blocks: int | None) -> int:
+    """Parts into which the tokens are cut, to give about 512 programs whatever the width is."""
+    return 32 if column_blocks is None else max(1, min(128, 512 // column_blocks))
+
+
 def _fit(
     tile: GemmConfig,
     operands: Operands,

@@ -21,11 +21,13 @@ from moeblaze_ops.joining import reads_in_place
 from moeblaze_ops.library import LAUNCHERS, OVERWRITING, PACKAGED
 from moeblaze_ops.lowering import inductor_api
 from moeblaze_ops.lowering.router_gradient import add_router_gradient
+from moeblaze_ops.lowering.router_products import replace_router_product
 
 
 def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists of tensors, and what joins an op after autograd."""
-    inductor_api.register_sum_rewrite(add_router_gradient)
+    inductor_api.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
+    inductor_api.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     for op in PACKAGED.keys() - LAUNCHERS.keys():

@@ -288,13 +288,13 @@ def register_lowering(op: torch._ops.OpOverload, lower: Callable) -> None:
     register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def register_sum_rewrite(rewrite: Callable[[fx.Node], bool]) -> None:
-    """Offer each sum of two values to ``rewrite`` once autograd is done, before Inductor makes ``addmm`` of sums and products."""
+def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool]) -> None:
+    """Offer each call of ``op`` on two values to ``rewrite`` once autograd is done, before Inductor joins sums and products."""
     from torch._inductor.fx_passes.post_grad import pass_patterns
     from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
 
-    sum_of_two = CallFunction(torch.ops.aten.add.Tensor, Arg(), Arg())
-    register_graph_pattern(sum_of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
+    of_two = CallFunction(op, Arg(), Arg())
+    register_graph_pattern(of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
 
 
 def fallback(op: torch._ops.OpOverload) -> Callable:

@@ -36,6 +36,7 @@ from moeblaze_ops.kernels import hopper_ops as _hopper_ops  # noqa: E402, F401
 from moeblaze_ops.memory import memory_estimate  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
 from moeblaze_ops.packing import pack_experts  # noqa: E402
+from moeblaze_ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.routing import route  # noqa: E402
 
 __all__ = ["MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "route"]

@@ -12,7 +12,7 @@ import moeblaze_ops
 from moeblaze_ops.lowering.router_gradient import add_router_gradient
 from tests import fakecuda
 
-T, K, E, D, HIDDEN = 32, 2, 4, 64, 128
+T, K, E, D, HIDDEN = 32, 2, 8, 64, 128
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 

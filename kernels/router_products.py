@@ -1,0 +1,156 @@
+"""The products of a router of few experts: so narrow that matrix libraries have only slow kernels for them.
+
+    logits[t, e] = <x[t, :], w[e, :]>
+    dw[e, :]     = sum over tokens t:  dlogits[t, e] * x[t, :]
+
+Each reads x once, and is bound by that. A program of the logits takes BLOCK_T tokens; one of the gradient takes a stretch of D of
+the tokens of one of PARTS equal parts, which are added in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import choose_router_logits, choose_router_weight_grad, router_parts
+from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, static_size
+from moeblaze_ops.kernels.tiles import load_tile, multiply_add, rows_times_weight
+
+
+@triton.jit(do_not_specialize=["T"])
+def _router_logits_kernel(
+    x_ptr,
+    w_ptr,
+    logits_ptr,
+    T,
+    D,
+    E,
+    stride_x_t,
+    stride_x_d,
+    stride_w_e,
+    stride_w_d,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)
+    rows = x_ptr + tl.minimum(tokens, T - 1) * stride_x_t
+    logits = rows_times_weight(
+        rows, stride_x_d, w_ptr, stride_w_d, stride_w_e, experts, D, E, BLOCK_T, BLOCK_E, BLOCK_D, EVEN_D, False, ALLOW_TF32
+    )
+    is_in = (tokens < T)[:, None] & (experts < E)[None, :]
+    tl.store(logits_ptr + tokens[:, None] * E + experts[None, :], logits.to(logits_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _router_weight_grad_kernel(
+    dlogits_ptr,
+    x_ptr,
+    parts_ptr,
+    T,
+    D,
+    E,
+    stride_dlogits_t,
+    stride_dlogits_e,
+    stride_x_t,
+    stride_x_d,
+    PARTS: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    num_col_tiles = tl.cdiv(D, BLOCK_D)
+    cols = tl.program_id(0) % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    part = tl.program_id(0) // num_col_tiles
+    experts = tl.arange(0, BLOCK_E)
+    part_tokens = tl.cdiv(T, PARTS)
+    first = part * part_tokens
+    end = tl.minimum(T, first + part_tokens)
+    total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+    for token in range(first, end, BLOCK_T):
+        tokens = (token + tl.arange(0, BLOCK_T)).to(tl.int64)
+        token_in = tokens < end
+        dlogits_tile = dlogits_ptr + experts[:, None] * stride_dlogits_e + tokens[None, :] * stride_dlogits_t
+        x_tile = x_ptr + tokens[:, None] * stride_x_t + cols[None, :] * stride_x_d
+        dlogits = load_tile(dlogits_tile, experts < E, token_in, False, False)  # [BLOCK_E, BLOCK_T]
+        x = load_tile(x_tile, token_in, cols < D, False, EVEN_D)  # [BLOCK_T, BLOCK_D]
+        total = multiply_add(dlogits, x, total, ALLOW_TF32)
+    parts_tile = parts_ptr + (part * E + experts)[:, None] * D + cols[None, :]
+    tl.store(parts_tile, total, mask=(experts < E)[:, None] & (cols < D)[None, :])
+
+
+def launch_router_logits(x_TD, w_ED):
+    """``x @ w.T``.
+
+    Args:
+        x_TD: tokens. Shape [T, D], bf16, fp16 or fp32, any strides.
+        w_ED: the router's weight. Shape [E, D], dtype of x, any strides, E at most 16.
+
+    Returns:
+        logits_TE: shape [T, E], dtype of x, contiguous. fp32 sums; two runs agree bit for bit.
+    """
+    (T, D), E = x_TD.shape, w_ED.shape[0]
+    logits_TE = x_TD.new_empty((T, E))
+    config = choose_router_logits(x_TD.element_size(), static_size(D))
+    launch(
+        _router_logits_kernel,
+        ceil_div(T, config.rows),
+        x_TD,
+        w_ED,
+        logits_TE,
+        T,
+        D,
+        E,
+        *x_TD.stride(),
+        *w_ED.stride(),
+        ALLOW_TF32=allows_tf32(),
+        EVEN_D=is_multiple(D, config.columns),
+        BLOCK_T=config.rows,
+        BLOCK_D=config.columns,
+        BLOCK_E=16,
+        num_warps=config.num_warps,
+        num_stages=4,
+    )
+    return logits_TE
+
+
+def launch_router_weight_grad(dlogits_TE, x_TD):
+    """``dlogits.T @ x``.
+
+    Args:
+        dlogits_TE: gradient of the logits. Shape [T, E], dtype of x, any strides, E at most 16.
+        x_TD: tokens. Shape [T, D], bf16, fp16 or fp32, any strides.
+
+    Returns:
+        dw_ED: shape [E, D], dtype of x, contiguous; zero without tokens. fp32 sums; two runs agree bit for bit.
+    """
+    (T, D), E = x_TD.shape, dlogits_TE.shape[1]
+    config = choose_router_weight_grad(x_TD.element_size(), static_size(D))
+    num_col_tiles = ceil_div(D, config.columns)
+    parts = router_parts(static_size(num_col_tiles))
+    parts_PED = x_TD.new_empty((parts, E, D), dtype=torch.float32)
+    launch(
+        _router_weight_grad_kernel,
+        parts * num_col_tiles,
+        dlogits_TE,
+        x_TD,
+        parts_PED,
+        T,
+        D,
+        E,
+        *dlogits_TE.stride(),
+        *x_TD.stride(),
+        PARTS=parts,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_D=is_multiple(D, config.columns),
+        BLOCK_T=config.rows,
+        BLOCK_D=config.columns,
+        BLOCK_E=16,
+        num_warps=config.num_warps,
+        num_stages=4,
+    )
+    return parts_PED.sum(0).to(x_TD.dtype)

@@ -1,0 +1,141 @@
+"""``moeblaze::router_logits`` and ``moeblaze::router_weight_grad``: the products of a linear router with at most 16 experts.
+
+The rewriter puts them in place of a recognised router's products where matrix libraries are slow, see
+``lowering/router_products.py``.
+"""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.library import register_op
+from moeblaze_ops.validation import require, require_dtype
+
+MOST_EXPERTS = 16
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _check_x(op: str, x_TD: Tensor) -> None:
+    require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {list(x_TD.shape)}")
+    allowed = x_TD.dtype in _FLOAT_DTYPES and not (x_TD.dtype == torch.float64 and x_TD.is_cuda)
+    rule = "be bfloat16, float16, float32 or (on CPU) float64"
+    require_dtype(allowed, op, "x_TD", rule, f"{x_TD.dtype} on {x_TD.device}")
+
+
+def _check_like_x(op: str, name: str, tensor: Tensor, x_TD: Tensor) -> None:
+    require_dtype(tensor.dtype == x_TD.dtype, op, name, f"be {x_TD.dtype} like x_TD", tensor.dtype)
+    require(tensor.device == x_TD.device, op, name, f"be on {x_TD.device} like x_TD", tensor.device)
+
+
+def _check_logits(op: str, x_TD: Tensor, w_ED: Tensor) -> None:
+    _check_x(op, x_TD)
+    shape = list(w_ED.shape)
+    fits = len(shape) == 2 and w_ED.shape[1] == x_TD.shape[1] and 1 <= w_ED.shape[0] <= MOST_EXPERTS
+    rule = f"have shape [E, {x_TD.shape[1]}] with 1 to {MOST_EXPERTS} experts"
+    require(fits, op, "w_ED", rule, f"shape {shape}")
+    _check_like_x(op, "w_ED", w_ED, x_TD)
+
+
+def _check_weight_grad(op: str, dlogits_TE: Tensor, x_TD: Tensor) -> None:
+    _check_x(op, x_TD)
+    shape = list(dlogits_TE.shape)
+    fits = len(shape) == 2 and dlogits_TE.shape[0] == x_TD.shape[0] and 1 <= dlogits_TE.shape[1] <= MOST_EXPERTS
+    rule = f"have shape [{x_TD.shape[0]}, E] with 1 to {MOST_EXPERTS} experts"
+    require(fits, op, "dlogits_TE", rule, f"shape {shape}")
+    _check_like_x(op, "dlogits_TE", dlogits_TE, x_TD)
+
+
+def _logits_fake(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    _check_logits("router_logits", x_TD, w_ED)
+    return x_TD.new_empty((x_TD.shape[0], w_ED.shape[0]))
+
+
+def _logits_cpu(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    _check_logits("router_logits", x_TD, w_ED)
+    return x_TD @ w_ED.mT
+
+
+def _logits_launcher():
+    from moeblaze_ops.kernels.router_products import launch_router_logits
+
+    def launch(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        _check_logits("router_logits", x_TD, w_ED)
+        return launch_router_logits(x_TD, w_ED)
+
+    return launch
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x_TD, w_ED = ctx.saved_tensors
+    needs_x, needs_w = ctx.needs_input_grad
+    return dlogits_TE @ w_ED if needs_x else None, router_weight_grad(dlogits_TE, x_TD) if needs_w else None
+
+
+def _weight_grad_fake(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
+    _check_weight_grad("router_weight_grad", dlogits_TE, x_TD)
+    return x_TD.new_empty((dlogits_TE.shape[1], x_TD.shape[1]))
+
+
+def _weight_grad_cpu(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
+    _check_weight_grad("router_weight_grad", dlogits_TE, x_TD)
+    return dlogits_TE.mT @ x_TD
+
+
+def _weight_grad_launcher():
+    from moeblaze_ops.kernels.router_products import launch_router_weight_grad
+
+    def launch(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
+        _check_weight_grad("router_weight_grad", dlogits_TE, x_TD)
+        return launch_router_weight_grad(dlogits_TE, x_TD)
+
+    return launch
+
+
+router_weight_grad = register_op(
+    "router_weight_grad",
+    "(Tensor dlogits_TE, Tensor x_TD) -> Tensor",
+    fake=_weight_grad_fake,
+    cpu=_weight_grad_cpu,
+    launcher=_weight_grad_launcher,
+    flops=lambda dlogits_shape, x_shape, **kwargs: 2 * dlogits_shape[1] * x_shape[0] * x_shape[1],
+)
+"""``dlogits.T @ x``: the gradient of ``router_logits`` for its weight.
+
+Args:
+    dlogits_TE: gradient of the logits. Shape [T, E], any strides, E at most 16.
+    x_TD: tokens. Shape [T, D], bf16, fp16, fp32, or fp64 on CPU, any strides, T may be 0.
+
+Returns:
+    dw_ED: shape [E, D], dtype of x, contiguous. On CUDA with fp32 sums; two runs agree bit for bit.
+
+Raises:
+    ValueError, TypeError: an argument breaks one of the rules above.
+"""
+
+router_logits = register_op(
+    "router_logits",
+    "(Tensor x_TD, Tensor w_ED) -> Tensor",
+    fake=_logits_fake,
+    cpu=_logits_cpu,
+    launcher=_logits_launcher,
+    backward=_gradient,
+    setup_context=_setup_context,
+    autocast=(0, 1),
+    flops=lambda x_shape, w_shape, **kwargs: 2 * w_shape[0] * x_shape[0] * x_shape[1],
+)
+"""``x @ w.T``: the logits of a linear router with few experts.
+
+Args:
+    x_TD: tokens. Shape [T, D], bf16, fp16, fp32, or fp64 on CPU, any strides, T may be 0.
+    w_ED: the router's weight. Shape [E, D], dtype of x, any strides, E at most 16.
+
+Returns:
+    logits_TE: shape [T, E], dtype of x, contiguous. On CUDA with fp32 sums; two runs agree bit for bit.
+
+Raises:
+    ValueError, TypeError: an argument breaks one of the rules above.
+"""
