@@ -14,14 +14,11 @@ D of a few tokens, or of many where a product reuses its right side for them, wi
 import triton
 import triton.language as tl
 
-from moeblaze_ops.kernels.configs import choose_combine, choose_combine_product, choose_row_dot
+from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_product, choose_row_dot
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
-from moeblaze_ops.kernels.tiles import load_tile, multiply_add
+from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
-
-_FEW_CHANNELS = 8
-"""Channels of a product up to which multiplying them one by one is faster than tensor cores."""
 
 
 @triton.jit
@@ -86,10 +83,8 @@ def _combine_kernel(
                 row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
             total += row
     if FEW_CHANNELS > 0:
-        for c in tl.static_range(FEW_CHANNELS):
-            left = tl.load(left_ptr + tokens * stride_left_t + c * stride_left_c, mask=token_in, other=0.0)
-            right = tl.load(right_ptr + c * stride_right_c + cols * stride_right_d, mask=col_in, other=0.0)
-            total += left.to(tl.float32)[:, None] * right.to(tl.float32)[None, :]
+        left_rows, right_cols = left_ptr + tokens * stride_left_t, right_ptr + cols * stride_right_d
+        total = add_channels(total, left_rows, token_in, right_cols, col_in, stride_left_c, stride_right_c, FEW_CHANNELS)
     elif HAS_PRODUCT:
         product = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for c in range(0, C, BLOCK_C):
@@ -158,7 +153,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, first_row=0
     D = rows_ND.shape[1]
     left_TC, right_CD = product or (None, None)
     num_channels = 0 if product is None else left_TC.shape[1]
-    has_few_channels = static_size(num_channels) is not None and num_channels <= _FEW_CHANNELS
+    has_few_channels = static_size(num_channels) is not None and num_channels <= FEW_CHANNELS
     if has_few_channels:
         config = choose_combine(static_size(D))
     else:

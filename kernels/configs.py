@@ -14,6 +14,9 @@ ROW_BLOCK = 128
 COLUMN_UNIT = 256
 """Columns of the widest tile of the model width: a range of columns is a multiple of them."""
 
+FEW_CHANNELS = 8
+"""Channels of a product up to which multiplying them one by one is faster than tensor cores."""
+
 _SHARED_MEMORY_BYTES = {
     (7, 5): 64 << 10,
     (8, 0): 163 << 10,

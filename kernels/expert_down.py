@@ -6,8 +6,8 @@ For row r in expert order, of expert e:
     out[t, :] = sum_k weights[t, k] * y[positions[t, k], :]
 
 ``y`` is ``[N, D]``, written once in the activation's dtype and gathered by ``combine``: deterministic, and faster than
-scattering from the GEMM. Where y would be large, it exists for a range of columns at a time (``row_chunks``). A program
-computes one tile of BLOCK_M rows by BLOCK_N columns of D.
+scattering from the GEMM. Where y would be large, it exists for a range of columns at a time (``row_chunks``); with one expert
+a token it never exists (``single_rows``). A program computes one tile of BLOCK_M rows by BLOCK_N columns of D.
 """
 
 import triton
@@ -28,7 +28,8 @@ from moeblaze_ops.kernels.launch import (
 )
 from moeblaze_ops.kernels.row_chunks import row_chunks
 from moeblaze_ops.kernels.select import why_portable
-from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, locate_row_tile, rows_times_weight
+from moeblaze_ops.kernels.single_rows import fill_unused_tokens, has_single_rows
+from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_slot_weights, locate_row_tile, rows_times_weight
 
 
 @triton.jit
@@ -36,6 +37,8 @@ def _expert_down_kernel(
     a_ptr,
     w_ptr,
     b_ptr,
+    weights_ptr,
+    slots_ptr,
     offsets_ptr,
     blocks_ptr,
     y_ptr,
@@ -48,6 +51,9 @@ def _expert_down_kernel(
     stride_w_d,
     stride_b_e,
     stride_b_d,
+    stride_weights_t,
+    SINGLE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
@@ -93,8 +99,15 @@ def _expert_down_kernel(
     if HAS_BIAS:
         bias_ptrs = b_ptr + expert * stride_b_e + cols * stride_b_d
         y += tl.load(bias_ptrs, mask=col_in, other=0.0).to(tl.float32)[None, :]
+    row_in = rows < end_row
+    y = y.to(y_ptr.dtype.element_ty)
+    if SINGLE:
+        rows = tl.load(slots_ptr + rows, mask=row_in, other=0)
+        if HAS_WEIGHTS:
+            weights = load_slot_weights(weights_ptr, rows, row_in, stride_weights_t, 0, 1)
+            y = (y.to(tl.float32) * weights[:, None]).to(y_ptr.dtype.element_ty)
     y_tile = y_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]  # [BLOCK_M, BLOCK_N]
-    tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=(rows < end_row)[:, None] & col_in[None, :])
+    tl.store(y_tile, y, mask=row_in[:, None] & col_in[None, :])
 
 
 def launch_expert_down(
@@ -121,22 +134,32 @@ def launch_expert_down(
     out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None
+
+    def write(y_ND, w_part, b_part, slots_N=None) -> None:
+        """The rows in expert order, or with slots those of each token."""
+        given = (a, w_part, b_part, offsets_E1, blocks_B2, y_ND, slots_N, None if slots_N is None else weights_TK)
+        if on_hopper:
+            hopper_ops.down_rows(*given)
+        else:
+            _launch_portable(D, *given)
+
+    if has_single_rows(positions_TK):
+        write(out_TD, w_down, b_down, slots_N)
+        fill_unused_tokens(positions_TK, out_TD)
+        return out_TD
     for first, y_ND in row_chunks(h_NGF, num_rows, D, max_bytes):
         columns = first, y_ND.shape[1]
-        w_part, b_part = w.narrow(2, *columns), [b.narrow(1, *columns) for b in b_down]
-        if on_hopper:
-            hopper_ops.down_rows(a, [w_part], b_part, offsets_E1, blocks_B2, y_ND)
-        else:
-            _launch_portable(D, a, w_part, b_part, offsets_E1, blocks_B2, y_ND)
+        write(y_ND, [w.narrow(2, *columns)], [b.narrow(1, *columns) for b in b_down])
         combine(y_ND, weights_TK, positions_TK, out_TD.narrow(1, *columns))
     return out_TD
 
 
-def _launch_portable(width, a_NF, w_EFD, b_down, offsets_E1, blocks_B2, y_ND) -> None:
-    """Fills ``y_ND``, a range of ``width`` columns: all ranges have the same tiles."""
+def _launch_portable(width, a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK) -> None:
+    """Fills ``y_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
+    (w_EFD,) = w_down
     num_experts, F, D = w_EFD.shape
     config = choose_expert_rows(
-        operands(a_NF), static_size(F), static_size(width), mean_rows(y_ND.shape[0], num_experts), capability(a_NF)
+        operands(a_NF), static_size(F), static_size(width), mean_rows(a_NF.shape[0], num_experts), capability(a_NF)
     )
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(
@@ -145,6 +168,8 @@ def _launch_portable(width, a_NF, w_EFD, b_down, offsets_E1, blocks_B2, y_ND) ->
         a_NF,
         w_EFD,
         b_down[0] if b_down else None,
+        weights_TK,
+        slots_N,
         offsets_E1,
         blocks_B2,
         y_ND,
@@ -153,6 +178,9 @@ def _launch_portable(width, a_NF, w_EFD, b_down, offsets_E1, blocks_B2, y_ND) ->
         *a_NF.stride(),
         *w_EFD.stride(),
         *(b_down[0].stride() if b_down else (0, 0)),
+        0 if weights_TK is None else weights_TK.stride(0),
+        SINGLE=slots_N is not None,
+        HAS_WEIGHTS=weights_TK is not None,
         HAS_BIAS=bool(b_down),
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_k),

@@ -7,8 +7,9 @@ For row r in expert order, of expert e:
     dweights[t, k] = <dxe[positions[t, k], :], x[t, :]>              when the weights scale an expert's input
 
 ``dxe`` is ``[N, D]``, written once in dh's dtype and gathered by ``combine``; where it would be large, it exists for a
-range of columns at a time (``row_chunks``). A program computes one tile of BLOCK_M rows by BLOCK_N columns of D. Its one
-loop runs through gate and then up, so that the pipeline does not drain between.
+range of columns at a time (``row_chunks``), and with one expert a token not at all (``single_rows``). A program computes one
+tile of BLOCK_M rows by BLOCK_N columns of D. Its one loop runs through gate and then up, so that the pipeline does not drain
+between.
 """
 
 import torch
@@ -31,7 +32,8 @@ from moeblaze_ops.kernels.launch import (
 )
 from moeblaze_ops.kernels.row_chunks import row_chunks
 from moeblaze_ops.kernels.select import why_portable
-from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
+from moeblaze_ops.kernels.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
+from moeblaze_ops.kernels.tiles import add_channels, count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
 
 
 @triton.jit
@@ -39,8 +41,11 @@ def _expert_up_backward_kernel(
     dh_ptr,
     gate_ptr,
     up_ptr,
+    slots_ptr,
     offsets_ptr,
     blocks_ptr,
+    left_ptr,
+    right_ptr,
     dx_ptr,
     F,
     D,
@@ -53,6 +58,12 @@ def _expert_up_backward_kernel(
     stride_up_e,
     stride_up_f,
     stride_up_d,
+    stride_left_t,
+    stride_left_c,
+    stride_right_c,
+    stride_right_d,
+    SINGLE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     G: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
@@ -102,8 +113,18 @@ def _expert_up_backward_kernel(
         dh = load_tile(dh_tile, in_f, in_f, True, EVEN_F)
         w = load_tile(w_tile, in_f, col_in, EVEN_F, EVEN_D)
         accumulator = multiply_add(dh, w, accumulator, ALLOW_TF32)
+    row_in = rows < end_row
+    dx = accumulator.to(dx_ptr.dtype.element_ty)
+    if SINGLE:
+        rows = tl.load(slots_ptr + rows, mask=row_in, other=0)
+        if CHANNELS > 0:
+            left_rows, right_cols = left_ptr + rows.to(tl.int64) * stride_left_t, right_ptr + cols * stride_right_d
+            dx = dx.to(tl.float32)
+            for c in range(0, CHANNELS):
+                left, right = left_rows + c * stride_left_c, right_cols + c * stride_right_c
+                dx = add_channels(dx, left, row_in, right, col_in, 0, 0, 1)
     dx_tile = dx_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]  # [BLOCK_M, BLOCK_N]
-    tl.store(dx_tile, accumulator.to(dx_ptr.dtype.element_ty), mask=(rows < end_row)[:, None] & col_in[None, :])
+    tl.store(dx_tile, dx.to(dx_ptr.dtype.element_ty), mask=row_in[:, None] & col_in[None, :])
 
 
 def launch_expert_up_backward(
@@ -173,27 +194,39 @@ def launch_expert_up_backward_part(
     num_rows, D = dh_NGF.shape[0], w_up[0].shape[3]
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
+
+    def write(dx_ND, w_part, slots_N=None) -> None:
+        """The rows in expert order, or with slots those of each token, the router's product added."""
+        product = (None, None) if slots_N is None or router is None else router
+        given = (dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND, slots_N, *product)
+        if on_hopper:
+            hopper_ops.up_backward_rows(*given)
+        else:
+            _launch_portable(D, *given)
+
+    if weights_TK is None and has_single_rows(positions_TK, router):
+        write(dx_TD, w_up, slots_N)
+        if first_row == 0:
+            fill_unused_tokens(positions_TK, dx_TD, router)
+        return
     for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
         columns = first, dx_ND.shape[1]
-        w_part = [w.narrow(3, *columns) for w in w_up]
-        if on_hopper:
-            hopper_ops.up_backward_rows(dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
-        else:
-            _launch_portable(D, dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND)
+        write(dx_ND, [w.narrow(3, *columns) for w in w_up])
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
         combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, first_row)
         if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
 
-def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
-    """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles."""
+def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD) -> None:
+    """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
     num_experts, _, F, D = w_up[0].shape
     num_rows, G, _ = dh_NGF.shape
     config = choose_expert_rows(
         operands(dh_NGF), static_size(F), static_size(width), mean_rows(num_rows, num_experts), capability(dh_NGF)
     )
     gate, up = gate_and_up(w_up)
+    product = None if left_TC is None else (left_TC, right_CD)
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(
         _expert_up_backward_kernel,
@@ -201,14 +234,20 @@ def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
         dh_NGF,
         gate,
         up,
+        slots_N,
         offsets_E1,
         blocks_B2,
+        left_TC,
+        right_CD,
         dx_ND,
         F,
         D,
         *dh_NGF.stride(),
         *gate.stride(),
         *up.stride(),
+        *product_strides(product),
+        SINGLE=slots_N is not None,
+        CHANNELS=num_channels(product),
         G=G,
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_k),

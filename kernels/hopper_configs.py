@@ -52,7 +52,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input."""
+    """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input.
+
+    With one expert a token rows go ``to_tokens``, perhaps weighted, and with a product of ``channels`` added.
+    """
 
     tile: Tile
     contracted: int
@@ -60,6 +63,9 @@ class RowsPlan:
     parts: int
     b_k_inner: bool
     bias_stride: int | None
+    to_tokens: bool = False
+    has_weights: bool = False
+    channels: int = 0
     a_k_inner: bool = True
     gathered: bool = False
 

@@ -15,29 +15,25 @@ from moeblaze_ops.kernels.gluon_api import (
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     shared_memory_descriptor,
 )
 from moeblaze_ops.kernels.hopper_tiles import (
+    CHUNK,
     accumulator_layout,
     allocate_barriers,
     allocate_matrices,
     bias_accumulator,
     load_weight,
     multiply,
+    row_layout,
     skip,
+    strip_of,
 )
-
-CHUNK = gl.constexpr(64)
-"""Columns that an epilogue reads at a time: the width of a swizzled block of shared memory."""
 
 
 @aggregate
 class Handoff:
-    """Finished half tiles on their way from the two consumers to the epilogue, one buffer for each consumer.
-
-    A half tile is a row of blocks of CHUNK columns, so any whole number of 8 rows of a block can be viewed alone.
-    """
+    """Finished half tiles on their way from the two consumers to the epilogue, one buffer for each consumer."""
 
     tiles: shared_memory_descriptor
     full: shared_memory_descriptor
@@ -52,35 +48,18 @@ class Handoff:
     @gluon.jit
     def load(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
         """``ROWS`` rows, from ``row`` on, and CHUNK columns of a half tile. Shape [ROWS, CHUNK]."""
-        return self._strip(half, row, chunk, ROWS, CHUNK, self.tiles.dtype).load(layout)
+        return strip_of(self.tiles, half, row, chunk, ROWS, CHUNK, self.tiles.dtype).load(layout)
 
     @gluon.jit
     def load_pairs(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
         """The same as pairs of elements. Shape [ROWS, CHUNK // 2], int32."""
-        return self._strip(half, row, chunk, ROWS, CHUNK // 2, gl.int32).load(layout)
-
-    @gluon.jit
-    def _strip(self, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
-        half_m: gl.constexpr = self.tiles.shape[1]
-        num_chunks: gl.constexpr = self.tiles.shape[2] // CHUNK
-        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
-        strips = reinterpret(self.tiles, DTYPE, [2 * num_chunks * half_m // ROWS, ROWS, COLUMNS], shared)
-        return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS)
+        return strip_of(self.tiles, half, row, chunk, ROWS, CHUNK // 2, gl.int32).load(layout)
 
 
 @gluon.jit
 def allocate_handoff(dtype: gl.constexpr, PLAN: gl.constexpr):
     tiles = allocate_matrices(dtype, 2, PLAN.tile.half_m, PLAN.tile.block_n)
     return Handoff(tiles, allocate_barriers(2, 1), allocate_barriers(2, 1))
-
-
-@gluon.constexpr_function
-def row_layout(num_warps):
-    """Each group of 8 lanes holds 64 columns of a row, 16 bytes a lane; further columns repeat over registers.
-
-    Loads and copies touch whole lines of 128 bytes, and a thread meets few rows, so few row offsets.
-    """
-    return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
 
 @gluon.jit

@@ -38,16 +38,16 @@ def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activati
     hopper_expert_up(x_TD, w_up, b_up or [], slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
 
 
-def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND) -> None:
+def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK) -> None:
     from moeblaze_ops.kernels.hopper_rows import hopper_down_rows
 
-    hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND)
+    hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND, slots_N, weights_TK)
 
 
-def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND) -> None:
+def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD) -> None:
     from moeblaze_ops.kernels.hopper_rows import hopper_up_backward_rows
 
-    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND)
+    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD)
 
 
 def _down_backward(
@@ -83,11 +83,13 @@ expert_up = _register(
     _expert_up,
 )
 down_rows = _register(
-    "down_rows(Tensor a_NF, Tensor[] w_down, Tensor[]? b_down, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) y_ND) -> ()",
+    "down_rows(Tensor a_NF, Tensor[] w_down, Tensor[]? b_down, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) y_ND,"
+    " Tensor? slots_N, Tensor? weights_TK) -> ()",
     _down_rows,
 )
 up_backward_rows = _register(
-    "up_backward_rows(Tensor dh_NGF, Tensor[] w_up, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) dx_ND) -> ()",
+    "up_backward_rows(Tensor dh_NGF, Tensor[] w_up, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) dx_ND,"
+    " Tensor? slots_N, Tensor? left_TC, Tensor? right_CD) -> ()",
     _up_backward_rows,
 )
 down_backward = _register(

@@ -18,6 +18,9 @@ from moeblaze_ops.kernels.gluon_api import (
     warpgroup_mma_wait,
 )
 
+CHUNK = gl.constexpr(64)
+"""Columns that an epilogue reads at a time: the width of a swizzled block of shared memory."""
+
 
 @aggregate
 class TileOrder:
@@ -116,6 +119,28 @@ def allocate_matrices(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr
     """NUM swizzled matrices in shared memory, as TMA writes and wgmma reads them."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     return gl.allocate_shared_memory(dtype, [NUM, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def strip_of(tiles, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
+    """ROWS rows, from ``row`` on, of a block of CHUNK columns of one of two half tiles, seen as COLUMNS of another type.
+
+    A half tile is a row of blocks of CHUNK columns, so any whole number of 8 rows of a block can be viewed alone.
+    """
+    half_m: gl.constexpr = tiles.shape[1]
+    num_chunks: gl.constexpr = tiles.shape[2] // CHUNK
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+    strips = reinterpret(tiles, DTYPE, [2 * num_chunks * half_m // ROWS, ROWS, COLUMNS], shared)
+    return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS)
+
+
+@gluon.constexpr_function
+def row_layout(num_warps):
+    """Each group of 8 lanes holds 64 columns of a row, 16 bytes a lane; further columns repeat over registers.
+
+    Loads and copies touch whole lines of 128 bytes, and a thread meets few rows, so few row offsets.
+    """
+    return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
 
 @gluon.jit

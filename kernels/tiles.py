@@ -58,6 +58,29 @@ def load_slot_weights(weights_ptr, slots, rows_in, stride_t, stride_k, TOP_K: tl
 
 
 @triton.jit
+def add_channels(
+    total,
+    left_rows,
+    row_in,
+    right_cols,
+    col_in,
+    stride_left_c,
+    stride_right_c,
+    CHANNELS: tl.constexpr,
+):
+    """``total`` plus the product of CHANNELS columns and rows, one by one, in fp32.
+
+    Args:
+        left_rows: where each row of the left side begins, one pointer a row; ``right_cols`` likewise, one a column.
+    """
+    for c in tl.static_range(CHANNELS):
+        left = tl.load(left_rows + c * stride_left_c, mask=row_in, other=0.0)
+        right = tl.load(right_cols + c * stride_right_c, mask=col_in, other=0.0)
+        total += left.to(tl.float32)[:, None] * right.to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
 def multiply_add(a, b, accumulator, ALLOW_TF32: tl.constexpr):
     """``a @ b + accumulator`` in fp32."""
     precision: tl.constexpr = "tf32" if ALLOW_TF32 else "ieee"

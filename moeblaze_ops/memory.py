@@ -8,7 +8,7 @@ number and i = 4 those of an index, backward finds in memory, besides x and the 
     h          s * N * G * F                 with keep="preactivation" only
 
 and the peak is the largest sum of what is alive during one op (``_steps``). The rows from which the output and the
-gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D. With keep="input" and more tokens
+gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D, and nothing for K = 1. With keep="input" and more tokens
 than ``chunks.tokens_per_chunk``, what backward holds besides its results is that of one range of rows (``_ranged_steps``),
 or what grows with N but is not kept that of one chunk of tokens (``_chunked_steps``). Sizes are those that tensors ask
 for: an allocator rounds each up, to 512 bytes on CUDA.
@@ -26,7 +26,7 @@ import torch
 
 from moeblaze_ops import config
 from moeblaze_ops.chunks import token_ranges
-from moeblaze_ops.kernels.configs import COLUMN_UNIT, choose_column_ranges
+from moeblaze_ops.kernels.configs import COLUMN_UNIT, FEW_CHANNELS, choose_column_ranges
 from moeblaze_ops.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import require, schedule_rows
 
@@ -124,7 +124,9 @@ def memory_estimate(
 
 
 def _rows_bytes(N: int, sizes: LayerSizes, limit: int | None = None) -> int:
-    """Bytes of the rows of a projection to the model width that exist at the same time."""
+    """Bytes of the rows of a projection to the model width that exist at the same time; none with one expert a token."""
+    if sizes.K == 1:
+        return 0
     number = sizes.dtype.itemsize
     widest, *_ = choose_column_ranges(N, sizes.D, number, config.max_transient_bytes if limit is None else limit)
     return number * N * len(widest)
@@ -132,6 +134,8 @@ def _rows_bytes(N: int, sizes: LayerSizes, limit: int | None = None) -> int:
 
 def _most_rows_bytes(N: int, sizes: LayerSizes) -> int:
     """A bound of ``_rows_bytes`` for N rows or fewer: where more rows make it take one range more, it falls."""
+    if sizes.K == 1:
+        return 0
     column = sizes.dtype.itemsize * N
     if config.max_transient_bytes is None:
         return column * sizes.D
@@ -142,6 +146,8 @@ def _estimate(
     T: int, sizes: LayerSizes, keep: str, compiled: bool, rows_bytes: Callable[[int, LayerSizes], int] = _rows_bytes
 ) -> MemoryEstimate:
     size_of = _buffers(T, sizes) | {"rows": rows_bytes(T * sizes.K, sizes)}
+    joins_router = compiled and sizes.router and sizes.E > FEW_CHANNELS
+    size_of["dx rows"] = size_of["x"] if sizes.K == 1 and joins_router else size_of["rows"]
     steps = _steps(sizes, keep, compiled) | _router_step(sizes, compiled)
     return _summed(size_of, _kept(sizes, keep), _kept(sizes, "input"), steps)
 
@@ -220,7 +226,7 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
         "expert_down": (*kept_h, "a", "rows", "x"),
         "expert_down_backward" if kept_h else "expert_mlp_backward": ("x", *h_and_dh, "a", "partials"),
         "gradient of w_down": ("x", *h_and_dh, "a", "w_down"),
-        "expert_up_backward": ("x", "h", "w_down", "rows", "x"),
+        "expert_up_backward": ("x", "h", "w_down", "dx rows", "x"),
         "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
     }
     return steps

@@ -352,3 +352,33 @@ def test_weight_grad_isolates_experts(problem):
     hopper_weight_grad(gathered_TD, grouped_NGF, dw, routing.slots_N, routing.offsets_E1, problem.top_k)
     for e in (0, 1, 2, 4, 5):
         assert all(part[e].isfinite().all() for part in dw)
+
+
+@pytest.mark.parametrize("channels", [0, 1, 8])
+def test_rows_go_to_their_tokens(problem, channels):
+    """With one expert a token; everything else keeps what it has."""
+    from moeblaze_ops.kernels.hopper_rows import hopper_down_rows, hopper_up_backward_rows
+
+    problem = replace(problem, top_k=1)
+    routing = route(problem)
+    T, D = problem.num_tokens, problem.num_d
+    a_NF, dh_NGF = (grouped(problem, routing, *widths) for widths in ((problem.num_f,), (problem.parts, problem.num_f)))
+    w_down, w_up = down_weight(problem), up_weights(problem)
+    b_down = [random(problem, problem.num_experts, D)] if problem.bias else []
+    weights_TK = torch.rand(T, 2, device="cuda")[:, 1:] if problem.weighted else None
+    # Strided on both sides.
+    left_TC, right_CD = random(problem, 2 * channels, T).t()[:, ::2], random(problem, D, channels).t()
+    table = (routing.offsets_E1, routing.blocks_B2)
+    y_ND, out_TD, dx_ND, dx_TD = (nan_like(problem, T, D) for _ in range(4))
+    hopper_down_rows(a_NF, [w_down], b_down, *table, y_ND)
+    run_twice(lambda: hopper_down_rows(a_NF, [w_down], b_down, *table, out_TD, routing.slots_N, weights_TK), [out_TD])
+    hopper_up_backward_rows(dh_NGF, w_up, *table, dx_ND)
+    product = (left_TC, right_CD) if channels else (None, None)
+    run_twice(lambda: hopper_up_backward_rows(dh_NGF, w_up, *table, dx_TD, routing.slots_N, *product), [dx_TD])
+    reached = torch.zeros(T, dtype=torch.bool, device="cuda")
+    for rows, tokens in zip(routing.rows, routing.tokens, strict=True):
+        scale = 1.0 if weights_TK is None else weights_TK[tokens]
+        assert torch.equal(out_TD[tokens], (y_ND[rows].float() * scale).to(problem.dtype))
+        assert_close(dx_TD[tokens], dx_ND[rows].float() + left_TC[tokens].float() @ right_CD.float())
+        reached[tokens] = True
+    assert out_TD[~reached].isnan().all() and dx_TD[~reached].isnan().all()

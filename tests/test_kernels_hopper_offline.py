@@ -151,6 +151,21 @@ def test_storages_fit(compiled, storage, widths, dtype):
     assert_fits(compiled)
 
 
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("channels", [0, 1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_rows_that_go_to_tokens_fit(compiled, widths, channels, dtype):
+    num_f, num_d = WIDTHS[widths]
+    h, a, y = empty(N, 2, num_f, dtype=dtype), empty(N, num_f, dtype=dtype), empty(N, num_d, dtype=dtype)
+    for weights in (None, empty(N, 1, dtype=torch.float32), empty(N, 1, dtype=dtype)):
+        hopper_down_rows(a, [empty(E, num_f, num_d, dtype=dtype)], [], OFFSETS_E1, BLOCKS_B2, y, SLOTS_N, weights)
+    product = (empty(N, channels, dtype=dtype), empty(num_d, channels, dtype=dtype).T) if channels else (None, None)
+    w_up = up_weights("packed", 2, num_f, num_d, dtype)
+    hopper_up_backward_rows(h, w_up, OFFSETS_E1, BLOCKS_B2, y, SLOTS_N, *product)
+    assert len(compiled) == 4
+    assert_fits(compiled)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
