@@ -8,10 +8,10 @@ number and i = 4 those of an index, backward finds in memory, besides x and the 
     h          s * N * G * F                 with keep="preactivation" only
 
 and the peak is the largest sum of what is alive during one op (``_steps``). The rows from which the output and the
-gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D, and nothing for K = 1. With keep="input" and more tokens
-than ``chunks.tokens_per_chunk``, what backward holds besides its results is that of one range of rows (``_ranged_steps``),
-or what grows with N but is not kept that of one chunk of tokens (``_chunked_steps``). Sizes are those that tensors ask
-for: an allocator rounds each up, to 512 bytes on CUDA.
+gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D, and nothing for K = 1. With
+keep="input" and more tokens than ``chunks.tokens_per_chunk``, what backward holds besides its results is that of one range of
+rows (``_ranged_steps``), or what grows with N but is not kept that of one chunk of tokens (``_chunked_steps``). Sizes are those
+that tensors ask for: an allocator rounds each up, to 512 bytes on CUDA.
 """
 
 import bisect

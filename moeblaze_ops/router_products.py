@@ -4,27 +4,17 @@ The rewriter puts them in place of a recognised router's products where matrix l
 ``lowering/router_products.py``.
 """
 
-import torch
 from torch import Tensor
 
 from moeblaze_ops.library import register_op
-from moeblaze_ops.validation import require, require_dtype
+from moeblaze_ops.validation import check_float, check_like, require
 
 MOST_EXPERTS = 16
 
-_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 def _check_x(op: str, x_TD: Tensor) -> None:
+    check_float(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {list(x_TD.shape)}")
-    allowed = x_TD.dtype in _FLOAT_DTYPES and not (x_TD.dtype == torch.float64 and x_TD.is_cuda)
-    rule = "be bfloat16, float16, float32 or (on CPU) float64"
-    require_dtype(allowed, op, "x_TD", rule, f"{x_TD.dtype} on {x_TD.device}")
-
-
-def _check_like_x(op: str, name: str, tensor: Tensor, x_TD: Tensor) -> None:
-    require_dtype(tensor.dtype == x_TD.dtype, op, name, f"be {x_TD.dtype} like x_TD", tensor.dtype)
-    require(tensor.device == x_TD.device, op, name, f"be on {x_TD.device} like x_TD", tensor.device)
 
 
 def _check_logits(op: str, x_TD: Tensor, w_ED: Tensor) -> None:
@@ -33,7 +23,7 @@ def _check_logits(op: str, x_TD: Tensor, w_ED: Tensor) -> None:
     fits = len(shape) == 2 and w_ED.shape[1] == x_TD.shape[1] and 1 <= w_ED.shape[0] <= MOST_EXPERTS
     rule = f"have shape [E, {x_TD.shape[1]}] with 1 to {MOST_EXPERTS} experts"
     require(fits, op, "w_ED", rule, f"shape {shape}")
-    _check_like_x(op, "w_ED", w_ED, x_TD)
+    check_like(op, "w_ED", w_ED, x_TD)
 
 
 def _check_weight_grad(op: str, dlogits_TE: Tensor, x_TD: Tensor) -> None:
@@ -42,7 +32,7 @@ def _check_weight_grad(op: str, dlogits_TE: Tensor, x_TD: Tensor) -> None:
     fits = len(shape) == 2 and dlogits_TE.shape[0] == x_TD.shape[0] and 1 <= dlogits_TE.shape[1] <= MOST_EXPERTS
     rule = f"have shape [{x_TD.shape[0]}, E] with 1 to {MOST_EXPERTS} experts"
     require(fits, op, "dlogits_TE", rule, f"shape {shape}")
-    _check_like_x(op, "dlogits_TE", dlogits_TE, x_TD)
+    check_like(op, "dlogits_TE", dlogits_TE, x_TD)
 
 
 def _logits_fake(x_TD: Tensor, w_ED: Tensor) -> Tensor:

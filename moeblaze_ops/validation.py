@@ -59,7 +59,7 @@ def check_expert_up(
 
 
 def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], activation: str) -> UpShape:
-    _check_float(op, "x_TD", x_TD)
+    check_float(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {shape_of(x_TD)}")
     shape = check_up_weights(op, w_up, b_up, x_TD)
     require(x_TD.shape[1] == shape.D, op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
@@ -100,7 +100,7 @@ def check_expert_down(
     blocks_B2: Tensor,
     activation: str,
 ) -> None:
-    _check_float(op, "h_NGF", h_NGF)
+    check_float(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
     N, G, F = h_NGF.shape
     check_activation(op, activation, G)
@@ -332,7 +332,7 @@ def check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
         require(False, op, name, f"be on {like.device} like the activations", tensor.device)
 
 
-def _check_float(op: str, name: str, tensor: Tensor) -> None:
+def check_float(op: str, name: str, tensor: Tensor) -> None:
     rule = "be bfloat16, float16, float32 or (on CPU) float64"
     if tensor.dtype not in _FLOAT_DTYPES or (tensor.dtype == torch.float64 and tensor.is_cuda):
         require_dtype(False, op, name, rule, f"{tensor.dtype} on {tensor.device}")

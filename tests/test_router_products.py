@@ -60,7 +60,7 @@ def test_bad_shapes_are_rejected(message):
 
 
 def test_bad_dtypes_are_rejected():
-    with pytest.raises(TypeError, match="w_ED must be torch.float32 like x_TD, got torch.float64"):
+    with pytest.raises(TypeError, match="w_ED must have the activations' dtype torch.float32, got torch.float64"):
         router_logits(torch.randn(3, 8), torch.randn(4, 8).double())
     with pytest.raises(TypeError, match="x_TD must be bfloat16, float16, float32"):
         router_weight_grad(torch.ones(3, 4, dtype=torch.int32), torch.ones(3, 8, dtype=torch.int32))
