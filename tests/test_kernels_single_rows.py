@@ -112,8 +112,9 @@ def test_layers_on_a_gpu(hopper, unused, compiled, num_experts, monkeypatch):
     torch.manual_seed(0)
     torch._dynamo.reset()
     T = 700
-    shapes = ((T, D), (num_experts, D), (num_experts, 2 * F, D), (num_experts, D, F))
-    truth = [(torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 2 else 1)).bfloat16().double() for shape in shapes]
+    exact_router = torch.eye(num_experts, D)  # logits are numbers of x: no rounding makes another choice
+    w_up, w_down = (torch.randn(shape) * shape[-1] ** -0.5 for shape in ((num_experts, 2 * F, D), (num_experts, D, F)))
+    truth = [value.bfloat16().double() for value in (torch.randn(T, D), exact_router, w_up, w_down)]
     dropped = torch.rand(T, 1) < (0.3 if unused else 0.0)
 
     def layer(dropped, x, router, w_up, w_down):
