@@ -6,9 +6,9 @@
 
 with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing and its dot is 0. Rows come whole or a
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
-up, a tile of columns after the other. Where the rows come in ranges, positions outside of this one add nothing, and from the
-second range on ``out`` is added to, at tokens with rows. Both are bound by memory: a program of the sum takes one stretch of
-D of a few tokens, or of many where a product reuses its right side for them, with up to UNROLL row loads in flight.
+up, a tile of columns after the other. Of rows that are the first ones of more, positions behind them add nothing; ``add_rows``
+has the others. Both are bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a
+product reuses its right side for them, with up to UNROLL row loads in flight.
 """
 
 import triton
@@ -21,14 +21,7 @@ from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 _LARGEST_UNROLL = 8
 
 
-@triton.jit
-def _row_of(position, first_row, num_rows):
-    """Where a position is among the rows from ``first_row`` on, and whether it is one of them."""
-    row = position - first_row
-    return row, (position >= first_row) & (row < num_rows)
-
-
-@triton.jit(do_not_specialize=["T", "first_row", "num_rows"])
+@triton.jit(do_not_specialize=["T", "num_rows"])
 def _combine_kernel(
     rows_ptr,
     weights_ptr,
@@ -46,7 +39,6 @@ def _combine_kernel(
     stride_right_c,
     stride_right_d,
     stride_out_t,
-    first_row,
     num_rows,
     TOP_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -55,7 +47,6 @@ def _combine_kernel(
     FEW_CHANNELS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_C: tl.constexpr,
-    ADD: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -68,14 +59,12 @@ def _combine_kernel(
     token_in = tokens < T
     col_in = cols < D
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    has_rows = tokens < 0
     for first in range(0, TOP_K, UNROLL):
         for step in tl.static_range(UNROLL):
             k = first + step
             used = tokens < tl.where(k < TOP_K, T, 0)
             position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
-            position, used = _row_of(position, first_row, num_rows)
-            has_rows |= used
+            used = (position >= 0) & (position < num_rows)
             row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
             row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
             if HAS_WEIGHTS:
@@ -96,9 +85,6 @@ def _combine_kernel(
             product = multiply_add(left, right, product, ALLOW_TF32)
         total += product
     out_tile = out_ptr + tokens[:, None] * stride_out_t + cols[None, :]  # [BLOCK_T, BLOCK_D]
-    if ADD:
-        token_in = has_rows
-        total += tl.load(out_tile, mask=token_in[:, None] & col_in[None, :], other=0.0).to(tl.float32)
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
 
 
@@ -121,13 +107,13 @@ def _row_dots_kernel(
 ):
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot_in = slots < N
-    position = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
-    position, used = _row_of(position, first_row, num_rows)
+    row_of_slot = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64) - first_row
+    used = (row_of_slot >= 0) & (row_of_slot < num_rows)
     ds = tl.arange(0, BLOCK_D)
     dots = tl.load(dots_ptr + slots, mask=slot_in, other=0.0)
     for d in range(0, D, BLOCK_D):
         cols = d + ds
-        row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_N, BLOCK_D]
+        row_tile = rows_ptr + row_of_slot[:, None] * D + cols[None, :]  # [BLOCK_N, BLOCK_D]
         token_tile = tokens_ptr + (slots // TOP_K)[:, None] * stride_tokens_t + cols[None, :] * stride_tokens_d
         row = load_tile(row_tile, used, cols < D, False, EVEN_D).to(tl.float32)
         token = load_tile(token_tile, used, cols < D, False, EVEN_D).to(tl.float32)
@@ -135,17 +121,15 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
-def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, first_row=0) -> None:
+def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
     """Writes the weighted sum of each token's rows, in token order, plus a product if there is one.
 
     Args:
-        rows_ND: rows in expert order, or a range of their columns. Shape [N, D], contiguous.
+        rows_ND: rows in expert order, or the first of them, or a range of their columns. Shape [N, D], contiguous.
         weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
         positions_TK: row of each slot, -1 for none, int32, contiguous.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
         product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing.
-        first_row: position of the first row, where these are a range of them. From another range than the first one the
-            sum is added to the output, rounding once; a token without rows among them keeps what it has.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
@@ -174,7 +158,6 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, first_row=0
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         *((0, 0, 0, 0) if product is None else (*left_TC.stride(), *right_CD.stride())),
         out_TD.stride(0),
-        first_row,
         rows_ND.shape[0],
         TOP_K=top_k,
         UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
@@ -183,7 +166,6 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None, first_row=0
         FEW_CHANNELS=num_channels if has_few_channels else 0,
         ALLOW_TF32=allows_tf32(),
         EVEN_C=is_multiple(num_channels, block_c),
-        ADD=first_row > 0,
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_T=config.rows,
         BLOCK_C=block_c,

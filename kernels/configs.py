@@ -177,6 +177,13 @@ def choose_combine(columns: int | None) -> TileConfig:
     return TileConfig(1024 // columns, columns, 2)
 
 
+def choose_add_rows(columns: int | None) -> TileConfig:
+    """Tile of the sum of rows and a token: 1024 columns where their number allows it, 16 of them a thread."""
+    widest = next(width for width in (1024, 512, COLUMN_UNIT) if (columns or 1024) % width == 0 or width == COLUMN_UNIT)
+    columns = _clip(widest, columns, 16)
+    return TileConfig(1, columns, max(1, columns // 512))
+
+
 def choose_combine_product(operands: Operands, columns: int | None) -> TileConfig:
     """Tile of the gather-sum with a product in it: tokens enough that its right side is read from cache a few times only."""
     return TileConfig(32, _clip(128, columns, 16), 4) if operands.tensor_cores else TileConfig(16, _clip(64, columns, 16), 4)

@@ -184,7 +184,15 @@ def _expert_down_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_slots", "N", "first_row"])
 def _dweights_kernel(
-    partials_ptr, positions_ptr, dweights_ptr, num_slots, N, first_row, num_partials, BLOCK_N: tl.constexpr
+    partials_ptr,
+    positions_ptr,
+    dweights_ptr,
+    num_slots,
+    N,
+    first_row,
+    num_partials,
+    UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """The first range of rows writes zeros for slots that are not in it."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -193,9 +201,10 @@ def _dweights_kernel(
     inside = (row >= 0) & (row < N)
     partials = partials_ptr + row
     total = tl.zeros((BLOCK_N,), tl.float32)
-    for _ in range(num_partials):
-        total += tl.load(partials, mask=inside, other=0.0)
-        partials += N
+    for first in range(0, num_partials, UNROLL):
+        for step in tl.static_range(UNROLL):
+            total += tl.load(partials, mask=inside & (first + step < num_partials), other=0.0)
+            partials += N
     tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in & (inside | (first_row == 0)))
 
 
@@ -266,6 +275,7 @@ def launch_expert_down_backward(
         num_rows,
         first_row,
         partials_CN.shape[0],
+        UNROLL=8,
         BLOCK_N=256,
         num_warps=4,
         num_stages=1,

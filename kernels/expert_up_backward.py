@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from moeblaze_ops.kernels import hopper_ops
+from moeblaze_ops.kernels.add_rows import add_rows
 from moeblaze_ops.kernels.combine import add_row_dots, combine
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.launch import (
@@ -188,7 +189,7 @@ def launch_expert_up_backward_part(
         dweights_TK: added to where weights scaled the input. Shape [T, K], fp32, contiguous.
         first_row: position of the first row. Of a range, slots, offsets and blocks are its own, positions those of all rows.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
-        router: dlogits_TE and w_router_ED, or None.
+        router: dlogits_TE and w_router_ED, or None; with all rows only.
         Others: as for ``launch_expert_up_backward``.
     """
     num_rows, D = dh_NGF.shape[0], w_up[0].shape[3]
@@ -213,7 +214,11 @@ def launch_expert_up_backward_part(
         columns = first, dx_ND.shape[1]
         write(dx_ND, [w.narrow(3, *columns) for w in w_up])
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
-        combine(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), product, first_row)
+        summed = (dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
+        if first_row == 0:
+            combine(*summed, product)
+        else:
+            add_rows(*summed, first_row)
         if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 

@@ -115,7 +115,7 @@ class WeightGradPlan:
     """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs.
 
     They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there, but for experts
-    that are marked as fresh where there are such marks.
+    that are marked as fresh where there are such marks. ``is_wider``: outputs are fp32, operands are not.
     """
 
     tile: Tile
@@ -127,6 +127,7 @@ class WeightGradPlan:
     gathered_is_a: bool
     store_n: int
     accumulate: bool = False
+    is_wider: bool = False
     has_fresh: bool = False
     load_warps: int = 2
     copy_warps: int = 2
@@ -134,6 +135,16 @@ class WeightGradPlan:
     a_k_inner: bool = False
     b_k_inner: bool = False
     gathered: bool = True
+
+    @property
+    def adds_first(self) -> bool:
+        """Sums start from what is there."""
+        return self.accumulate and not self.is_wider
+
+    @property
+    def adds_last(self) -> bool:
+        """Sums are added to what is there, which has digits that would be lost on the way."""
+        return self.accumulate and self.is_wider
 
     @property
     def m_blocks(self) -> int:

@@ -69,12 +69,12 @@ def _weight_grad(
     first: Tensor,
     second: Tensor | None,
     fresh_E: Tensor | None,
-    order_E: Tensor | None,
+    order_E1: Tensor | None,
 ) -> None:
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
 
     gradients = [first] if second is None else [first, second]
-    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k, accumulate, fresh_E, order_E)
+    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k, accumulate, fresh_E, order_E1)
 
 
 expert_up = _register(
@@ -99,6 +99,6 @@ down_backward = _register(
 )
 weight_grad = _register(
     "weight_grad(Tensor gathered_TD, Tensor grouped_NGF, Tensor slots_N, Tensor offsets_E1, int top_k,"
-    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E) -> ()",
+    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E1) -> ()",
     _weight_grad,
 )

@@ -10,9 +10,9 @@ Inf or NaN of the next expert's rows would not be: that step copies both with ma
 expert with the most rows to the one with the fewest, back and forth over the programs, so that all programs end
 at about the same time however skewed the routing is.
 
-To accumulate, a consumer reads, adds and writes its tile of dW straight from the layout of its accumulator: eight
-bytes a thread and row of fp32, a whole sector for four threads. TMA could only add after rounding to dW's type. Experts
-marked as fresh are written all the same.
+To accumulate, the accumulator starts from what dW holds, but for experts that are marked as fresh. A dW of fp32 is added
+to behind the last step instead, rounding once: a consumer reads, adds and writes its tile straight from the layout of its
+accumulator, eight bytes a thread and row, a whole sector for four threads.
 """
 
 from functools import cache
@@ -188,23 +188,38 @@ def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constex
 
 
 @gluon.jit
+def _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN: gl.constexpr):
+    """``(dw_ptr, row offsets, whether a row is inside)`` of a half tile, a row of the accumulator's layout each."""
+    rows = row + gl.arange(0, PLAN.tile.half_m, gl.SliceLayout(1, accumulator_layout(PLAN)))
+    dw_ptr = dw_ptrs[0]
+    if PLAN.parts == 2:
+        dw_ptr = gl.where(part == 0, dw_ptrs[0], dw_ptrs[1])
+    return dw_ptr, expert.to(gl.int64) * stride_dw_e8 * 8 + rows.to(gl.int64) * stride_dw_m8 * 8, rows < PLAN.m
+
+
+@gluon.jit
+def _pointers(dw_ptr, row_offsets, rows_inside, column, WIDTH: gl.constexpr, layout: gl.constexpr, PLAN: gl.constexpr):
+    """Where WIDTH columns of some rows are in dW, and whether they are inside of it."""
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    offsets = gl.convert_layout(row_offsets, gl.SliceLayout(1, layout), assert_trivial=True)
+    inside = gl.convert_layout(rows_inside, gl.SliceLayout(1, layout), assert_trivial=True)
+    ptrs = gl.expand_dims(dw_ptr + columns, 0) + gl.expand_dims(offsets, 1)
+    return ptrs, gl.expand_dims(inside, 1) & gl.expand_dims(columns < PLAN.n, 0)
+
+
+@gluon.jit
 def _add(values, dw_ptr, row_offsets, rows_inside, column, PLAN: gl.constexpr):
     """Adds a matrix to dW, ADD_COLUMNS at a time so that what is read fits beside the accumulator in registers."""
     rows: gl.constexpr = values.shape[0]
-    half_n: gl.constexpr = values.shape[1] // 2
-    if values.shape[1] > ADD_COLUMNS:
-        left, right = gl.split(gl.permute(gl.reshape(values, [rows, 2, half_n]), (0, 2, 1)))
+    width: gl.constexpr = values.shape[1]
+    if width > ADD_COLUMNS:
+        left, right = gl.split(gl.permute(gl.reshape(values, [rows, 2, width // 2]), (0, 2, 1)))
         _add(left, dw_ptr, row_offsets, rows_inside, column, PLAN)
-        _add(right, dw_ptr, row_offsets, rows_inside, column + half_n, PLAN)
+        _add(right, dw_ptr, row_offsets, rows_inside, column + width // 2, PLAN)
     else:
         layout: gl.constexpr = values.type.layout
-        columns = column + gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
-        offsets = gl.convert_layout(row_offsets, gl.SliceLayout(1, layout), assert_trivial=True)
-        inside = gl.convert_layout(rows_inside, gl.SliceLayout(1, layout), assert_trivial=True)
-        ptrs = gl.expand_dims(dw_ptr + columns, 0) + gl.expand_dims(offsets, 1)
-        mask = gl.expand_dims(inside, 1) & gl.expand_dims(columns < PLAN.n, 0)
-        sums = gl.load(ptrs, mask=mask, other=0.0).to(gl.float32) + values
-        gl.store(ptrs, sums.to(dw_ptr.dtype.element_ty), mask=mask)
+        ptrs, inside = _pointers(dw_ptr, row_offsets, rows_inside, column, width, layout, PLAN)
+        gl.store(ptrs, gl.load(ptrs, mask=inside, other=0.0) + values, mask=inside)
 
 
 @gluon.jit
@@ -222,45 +237,46 @@ def _write_tile(staged, accumulator, dw_descs, part, expert, row, column, PLAN: 
 
 
 @gluon.jit
-def _add_tile(accumulator, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN: gl.constexpr):
-    """Adds a half tile to dW."""
-    rows = row + gl.arange(0, PLAN.tile.half_m, gl.SliceLayout(1, accumulator_layout(PLAN)))
-    offsets = expert.to(gl.int64) * stride_dw_e8 * 8 + rows.to(gl.int64) * stride_dw_m8 * 8
-    dw_ptr = dw_ptrs[0]
-    if PLAN.parts == 2:
-        dw_ptr = gl.where(part == 0, dw_ptrs[0], dw_ptrs[1])
-    _add(accumulator, dw_ptr, offsets, rows < PLAN.m, column, PLAN)
+def _first_sums(is_added, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN: gl.constexpr):
+    """An accumulator that starts from what dW holds, or from zero."""
+    layout: gl.constexpr = accumulator_layout(PLAN)
+    half_m: gl.constexpr = PLAN.tile.half_m
+    block_n: gl.constexpr = PLAN.tile.block_n
+    sums = gl.zeros([half_m, block_n], gl.float32, layout)
+    if PLAN.adds_first:
+        if is_added:
+            dw_ptr, offsets, inside = _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN)
+            ptrs, inside = _pointers(dw_ptr, offsets, inside, column, block_n, layout, PLAN)
+            sums = gl.load(ptrs, mask=inside, other=0.0).to(gl.float32)
+    return sums
 
 
 @gluon.jit
 def _consume(
     HALF: gl.constexpr, ring, tiles, dw_descs, dw_ptrs, stride_dw_e8, stride_dw_m8, fresh_ptr, staging, PLAN: gl.constexpr
 ):
-    half_m: gl.constexpr = PLAN.tile.half_m
-    block_n: gl.constexpr = PLAN.tile.block_n
     step = 0
     next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(0)
     for turn in range(tiles.rounds()):
         expert = next_expert
-        is_written = next_exists
+        exists = next_exists
         part, row_block, column_block = _split_tile(next_tile, PLAN)
         num_steps = gl.cdiv(next_end - next_first, PLAN.tile.block_k)
         next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(turn + 1)
+        row = row_block * PLAN.tile.block_m + HALF * PLAN.tile.half_m
+        column = column_block * PLAN.tile.block_n
+        is_added = exists
         if PLAN.has_fresh:
-            is_written = is_written & (gl.load(fresh_ptr + expert) != 0)
-        accumulator = gl.zeros([half_m, block_n], gl.float32, accumulator_layout(PLAN))
-        accumulator, step = multiply(ring, step, num_steps, accumulator, HALF, PLAN)
-        row = row_block * PLAN.tile.block_m + HALF * half_m
-        column = column_block * block_n
-        if PLAN.accumulate and not PLAN.has_fresh:
-            if num_steps > 0:
-                _add_tile(accumulator, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
-        elif is_written:
-            _write_tile(staging.index(HALF), accumulator, dw_descs, part, expert, row, column, PLAN)
-        elif PLAN.has_fresh:
-            if num_steps > 0:
-                _add_tile(accumulator, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
-    if PLAN.has_fresh or not PLAN.accumulate:
+            is_added = exists & (gl.load(fresh_ptr + expert) == 0)
+        sums = _first_sums(is_added, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
+        sums, step = multiply(ring, step, num_steps, sums, HALF, PLAN)
+        if exists:
+            if PLAN.adds_last:
+                dw_ptr, offsets, inside = _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN)
+                _add(sums, dw_ptr, offsets, inside, column, PLAN)
+            else:
+                _write_tile(staging.index(HALF), sums, dw_descs, part, expert, row, column, PLAN)
+    if not PLAN.adds_last:
         tma_store_wait(0)
 
 
@@ -286,7 +302,10 @@ def _weight_grad_kernel(
     copy_threads: gl.constexpr = 32 * PLAN.copy_warps
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
     staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
-    tiles = ExpertTiles(order_ptr, offsets_ptr, gl.to_tensor(num_experts), PLAN.blocks)
+    num_visited = gl.to_tensor(num_experts)
+    if PLAN.accumulate:
+        num_visited = gl.load(order_ptr + num_experts)
+    tiles = ExpertTiles(order_ptr, offsets_ptr, num_visited, PLAN.blocks)
     dw_descs = (first_dw_desc, last_dw_desc)
     stride_e8 = gl.to_tensor(stride_dw_e8)
     stride_m8 = gl.to_tensor(stride_dw_m8)
@@ -311,6 +330,7 @@ def _plan(
     wide_offsets: bool,
     gathered_is_a: bool,
     accumulate: bool,
+    is_wider: bool,
     has_fresh: bool,
 ) -> WeightGradPlan:
     tile = weight_grad_tile()
@@ -324,6 +344,7 @@ def _plan(
         gathered_is_a=gathered_is_a,
         store_n=tile.block_n // 2,
         accumulate=accumulate,
+        is_wider=is_wider,
         has_fresh=has_fresh,
     )
 
@@ -337,7 +358,7 @@ def hopper_weight_grad(
     top_k: int,
     accumulate: bool = False,
     fresh_E: Tensor | None = None,
-    order_E: Tensor | None = None,
+    order_E1: Tensor | None = None,
 ) -> None:
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
@@ -349,11 +370,11 @@ def hopper_weight_grad(
             equal strides.
         slots_N, offsets_E1: as ``dispatch`` gives them.
         accumulate: add to dW, where an expert without rows keeps what it has, instead of writing; it gets zeros then.
-        fresh_E: to accumulate, the experts that are written all the same, marked by another number than 0, int32; dW is
-            of gathered's dtype then.
-        order_E: the experts, most rows first, int32; None to find that out.
+        fresh_E: to accumulate, 1 for the experts that are written all the same, else 0, int32; dW is of gathered's dtype
+            then.
+        order_E1: what ``order_experts`` gives, where that is known.
 
-    Accumulates in fp32; two runs agree bit for bit.
+    Sums in fp32; two runs agree bit for bit.
     """
     parts = tuple(dw) if dw[0].ndim == 3 else part_views(dw)
     num_experts, num_f, num_d = parts[0].shape
@@ -364,12 +385,11 @@ def hopper_weight_grad(
         return
     gathered_is_a = parts[0].stride(2) != 1
     form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), gathered_is_a)
-    plan = _plan(*form, accumulate, fresh_E is not None)
+    plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None)
     tile = plan.tile
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
-    is_described = plan.has_fresh or not accumulate
-    described = [describe(view, 1, tile.half_m, plan.store_n) for view in stored] if is_described else stored
-    order_E = order_experts(offsets_E1) if order_E is None else order_E
+    described = stored if plan.adds_last else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
+    order_E1 = order_experts(offsets_E1, fresh_E) if order_E1 is None else order_E1
     launch_persistent(
         _weight_grad_kernel,
         gathered_TD.device,
@@ -384,7 +404,7 @@ def hopper_weight_grad(
         stored[0].stride(0) // 8,
         stored[0].stride(1) // 8,
         offsets_E1 if fresh_E is None else fresh_E,
-        order_E,
+        order_E1,
         offsets_E1,
         num_experts,
         plan,

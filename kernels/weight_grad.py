@@ -222,31 +222,31 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
 
 
 def launch_expert_weight_grad_add(
-    gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, fresh_E=None, order_E=None
+    gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, fresh_E=None, order_E1=None
 ):
     """Adds the gradients of expert weights to ``dw``, tensors in the storage form of those weights.
 
     Args:
         dw: as ``like`` of ``launch_expert_weight_grad``, in the dtype of gathered or fp32.
-        fresh_E: experts whose gradient is written instead, zeros without rows, are marked by another number than 0; int32,
-            contiguous, or None. With it dw is of the dtype of gathered.
-        order_E: the experts, most rows first, int32, where that is known.
+        fresh_E: 1 for experts whose gradient is written instead, zeros without rows, else 0; int32, contiguous, or None. With
+            it dw is of the dtype of gathered.
+        order_E1: the order in which ``launch_range_routing`` gives the experts, where that is known.
         Others: as for ``launch_expert_weight_grad``.
 
     Sums over rows in fp32, adds what is there and rounds once; an expert without rows keeps what it has. Every element has
     one writer: two runs agree bit for bit.
     """
-    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, True, fresh_E, order_E)
+    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, True, fresh_E, order_E1)
 
 
-def _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E=None, order_E=None):
+def _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E=None, order_E1=None):
     """Fills ``dw``, or adds to it, with the Hopper kernel or the portable one."""
     weighted = weights_TK is not None
     hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": dw, "weight_on_input": weighted}
     stored_alike = all(part.stride() == dw[0].stride() for part in dw[1:])
     if why_portable("expert_weight_grad", **hopper_operands) is None and (stored_alike or not accumulate):
         second = dw[1] if len(dw) == 2 else None
-        routing, marks = (slots_N, offsets_E1, top_k), (fresh_E, order_E)
+        routing, marks = (slots_N, offsets_E1, top_k), (fresh_E, order_E1)
         hopper_ops.weight_grad(gathered_TD, grouped_NGF, *routing, accumulate, dw[0], second, *marks)
         return
     for first_g, part in enumerate(dw):
@@ -255,9 +255,7 @@ def _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k
         _launch_portable(gathered_TD, grouped, part_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E)
 
 
-def _launch_portable(
-    gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E
-) -> None:
+def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, offsets_E1, top_k, accumulate, fresh_E) -> None:
     num_experts, G, F, D = dw_EGFD.shape
     config = choose_weight_grad(operands(gathered_TD), static_size(F), static_size(D), capability(gathered_TD))
     launch(

@@ -32,8 +32,9 @@ def _routing_of(offsets_E1: Tensor, rows: range, is_last: bool) -> tuple[Tensor,
     begins_E = offsets_E1[:-1]
     # Experts without rows may begin behind the last row.
     fresh_E = (begins_E >= rows.start) & ((begins_E < rows.stop) | is_last)
-    order_E = inside_E1.diff().argsort(descending=True, stable=True)
-    return inside_E1, _block_schedule(inside_E1, len(rows), begins_E.shape[0]), fresh_E.int(), order_E.int()
+    work_E = 2 * inside_E1.diff() + fresh_E
+    order_E1 = torch.cat([work_E.argsort(descending=True, stable=True), (work_E > 0).sum().view(1)])
+    return inside_E1, _block_schedule(inside_E1, len(rows), begins_E.shape[0]), fresh_E.int(), order_E1.int()
 
 
 def _block_schedule(offsets_E1: Tensor, num_slots: int, num_experts: int) -> Tensor:

@@ -63,9 +63,10 @@ def gpu_device() -> Device:
 
 
 class _Range(NamedTuple):
-    """A range of rows with its routing, ``fresh_E`` (1 for the experts whose rows begin in it, else 0) and ``order_E``.
+    """A range of rows with its routing, ``fresh_E`` (1 for the experts whose rows begin in it, else 0) and ``order_E1``.
 
-    Experts are in order of their rows, most first. A single range has neither: all experts are fresh.
+    Experts are in order of their rows, most first, and behind them is how many have rows or are fresh. A single range has
+    neither mark nor order: all experts are fresh.
     """
 
     rows: range
@@ -73,7 +74,7 @@ class _Range(NamedTuple):
     offsets_E1: Tensor
     blocks_B2: Tensor
     fresh_E: Tensor | None = None
-    order_E: Tensor | None = None
+    order_E1: Tensor | None = None
 
 
 class Backward:
@@ -175,7 +176,7 @@ class Backward:
             return self.device.expert_weight_grad(gathered_TD, grouped_NGF, weights, weights_TK, *slots)
         dw = dw or [torch.empty_like(w) for w in weights]
         fresh_E = None if is_added else part.fresh_E
-        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E, part.order_E)
+        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E, part.order_E1)
         return dw
 
     def results(self) -> tuple[Tensor, Tensor, list[Tensor]]:

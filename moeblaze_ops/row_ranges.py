@@ -104,7 +104,7 @@ def capped(column_bytes: int) -> int:
 
 def routing_bytes(num_slots: int, E: int) -> int:
     """Bytes of the routing of ``MOST_RANGES`` ranges, and of the routing weights' gradient in fp32."""
-    return 4 * (num_slots + MOST_RANGES * (3 * E + 2 * schedule_rows(num_slots, E)))
+    return 4 * (num_slots + MOST_RANGES * (3 * E + 2 + 2 * schedule_rows(num_slots, E)))
 
 
 def row_ranges(num_rows: int, E: int, sizes: RangeSizes, limit: int) -> list[range] | None:

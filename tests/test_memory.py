@@ -62,7 +62,7 @@ def launchers_on_cpu(monkeypatch):
     """Let the CPU run what a GPU would, but for the kernels themselves."""
     pytest.importorskip("triton", reason="the launchers import Triton")
     monkeypatch.setattr(config, "hopper", "off")
-    for file in {*LAUNCHERS.values(), "bias_dots", "combine", "range_routing", "single_rows"} - {"expert_mlp"}:
+    for file in {*LAUNCHERS.values(), "add_rows", "bias_dots", "combine", "range_routing", "single_rows"} - {"expert_mlp"}:
         module = importlib.import_module(f"moeblaze_ops.kernels.{file}")
         monkeypatch.setattr(module, "launch", lambda *args, **keywords: None)
     with torch.library._scoped_library("moeblaze", "IMPL") as library:

@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from moeblaze_ops import cpu_routing, expert_mlp_ranged
-from moeblaze_ops.kernels.combine import combine
+from moeblaze_ops.kernels.add_rows import add_rows
 from moeblaze_ops.kernels.range_routing import launch_range_routing
 from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from moeblaze_ops.row_ranges import RangeSizes
@@ -92,7 +92,7 @@ def test_fresh_experts_are_written_and_others_added_to(dtype, weighted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_combine_adds_to_tokens_that_have_rows(dtype):
+def test_rows_are_added_to_tokens_that_have_some(dtype):
     rows_ND, out_TD = torch.randn(6, 40).to(dtype), torch.randn(5, 40).to(dtype)
     positions_TK = torch.tensor([[0, 3], [-1, 5], [-1, -1], [2, -1], [4, 1]], dtype=torch.int32)
     out_TD[2] = float("nan")
@@ -102,6 +102,6 @@ def test_combine_adds_to_tokens_that_have_rows(dtype):
     # As the rows from 100 on; what stands before and behind them adds nothing.
     positions_TK = torch.where(positions_TK < 0, positions_TK, positions_TK + 100)
     positions_TK[2] = torch.tensor([99, 106])
-    combine(rows_ND, None, positions_TK, out_TD, first_row=100)
+    add_rows(rows_ND, None, positions_TK, out_TD, 100)
     assert out_TD[2].isnan().all()
     assert_near(out_TD[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
