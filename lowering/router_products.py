@@ -10,7 +10,17 @@ from torch import fx
 
 from moeblaze_ops.router_products import MOST_EXPERTS
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_SCALED = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div.Tensor,
+    torch.ops.prims.convert_element_type.default,
+)
+"""What may stand between ``route_backward`` and a product: another shape or type, a scale."""
+_SHIFTED = (*_SCALED, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
+"""What may stand between a product and ``route``."""
 
 
 def replace_router_product(mm: fx.Node) -> bool:
@@ -44,16 +54,17 @@ def _is_transposed(node: fx.Node) -> bool:
 
 
 def _feeds_route(node: fx.Node) -> bool:
-    """Whether a router's logits are this node, or a view of it."""
+    """Whether a router's logits are made of this node."""
     for user in node.users:
         if user.target == torch.ops.moeblaze.route.default and user.args[0] is node:
             return True
-        if user.target in _VIEWS and _feeds_route(user):
+        if user.target in _SHIFTED and _feeds_route(user):
             return True
     return False
 
 
 def _comes_from_route(node: fx.Node) -> bool:
-    while isinstance(node, fx.Node) and node.target in _VIEWS:
-        node = node.args[0]
-    return isinstance(node, fx.Node) and node.target == torch.ops.moeblaze.route_backward.default
+    """Whether this is made of the gradient of a router's logits."""
+    if node.target in _SCALED:
+        return any(_comes_from_route(argument) for argument in node.all_input_nodes)
+    return node.target == torch.ops.moeblaze.route_backward.default

@@ -105,6 +105,18 @@ def test_so_they_have_in_other_shapes(function):
     assert number_of(kernels(function, dynamic=function is layer)) == (1, 1)
 
 
+ON_THE_WAY = {
+    "shift": lambda x, router: F.linear(x, router) + torch.arange(router.shape[0]).to(x.dtype),
+    "scale": lambda x, router: F.linear(x, router) * 0.5,
+    "temperature and cast": lambda x, router: (F.linear(x, router) / 0.7).float(),
+}
+
+
+@pytest.mark.parametrize("logits_of", ON_THE_WAY.values(), ids=ON_THE_WAY)
+def test_logits_may_be_shifted_and_scaled(logits_of):
+    assert number_of(kernels(lambda *inputs: layer(*inputs, logits_of=logits_of))) == (1, 1)
+
+
 @pytest.mark.parametrize("num_experts", [8, 16, 20])
 def test_a_number_of_experts_that_suits_the_library_is_left_alone(num_experts):
     assert number_of(kernels(layer, num_experts)) == (0, 0)
