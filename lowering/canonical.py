@@ -80,6 +80,12 @@ def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return reshaped(view, x, output_shape(view))
 
 
+@form("detach")
+def _detach(view: GraphView, x: Any) -> Value:
+    require(not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point, "a detached tensor has a gradient of its own")
+    return tensor(x)
+
+
 @form("contiguous", "clone")
 def _same(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return tensor(x)
@@ -231,6 +237,8 @@ def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
 def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
     if x.dtype == dtype:
         return x
+    if turns_scattered(x) and dtype.is_floating_point:
+        return permuted(view, cast(view, x.args[0], dtype), x.args[1])
     if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
         return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
     return view.make("cast", x, shape=x.shape, dtype=dtype)
@@ -239,6 +247,11 @@ def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
 def is_scattered_over(x: Value, number: float) -> bool:
     """Whether ``x`` is values stored by `scatter` into a tensor of one number."""
     return x.op == "scatter" and not x.args[4] and x.args[0].op == "full" and x.args[0].args[0] == number
+
+
+def turns_scattered(x: Value) -> bool:
+    """Whether ``x`` is such a tensor of minus infinity with its axes in another order: a pointwise function may go first."""
+    return x.op == "permute" and is_scattered_over(x.args[0], -math.inf)
 
 
 def rescattered(view: GraphView, x: Value, number: float, source: Value) -> Value:
