@@ -28,8 +28,9 @@ from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_conditions import counted_in, empty_when
 from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, differs_by_zero, loaded, prove_adds_zero, prove_no_effect, stored
-from moeblaze_ops.capture_hits import SELECTIONS, HitLoop, hit_loop, loops_over_hits, over_all_experts
+from moeblaze_ops.capture_hits import HitLoop, hit_loop, loops_over_hits, over_all_experts, selects
 from moeblaze_ops.capture_lists import IndexLists
+from moeblaze_ops.capture_parts import joined_lists, without_appending
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 from moeblaze_ops.capture_split_body import ROWS
 from moeblaze_ops.capture_splits import Splits
@@ -153,6 +154,7 @@ class _Rewriting:
         if not splits.rewrite():
             return
         self.splits = splits.loops
+        reader.joined = joined_lists(function, reader.resolve) - self.nested
         function.body = self.block(function.body, reader, in_loop=False)
         proven = {id(node) for guarded in self.guarded for node in guarded.nodes}
         for loop in self.splits.values():
@@ -184,6 +186,7 @@ class _Rewriting:
         if not self.guarded and not lists:
             return Captured(None, left=left)
         _without_dead_selections(function, set().union(*(guarded.selects for guarded in self.guarded)), self.reader())
+        without_appending(function, {id(s): rows for guarded in self.guarded for s, rows in guarded.effects.parts})
         if MODULE in loaded(function):
             import_row_groups(function)
         try:
@@ -303,7 +306,7 @@ class _Rewriting:
                 raise Unproven(loop, f"a function inside may change {', '.join(sorted(shared))}")
             effects = _round_without_tokens(loop, found, inner)
             loop.body = self.block(loop.body, inner, in_loop=True)
-            selects = {name for name, value in reader.values.items() if value.kind in SELECTIONS}
+            selecting = {name for name, value in reader.values.items() if selects(value)}
             over_all_experts(loop, found, reader)
         except Unproven as unproven:
             self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
@@ -311,7 +314,7 @@ class _Rewriting:
         effects.temporary.add(loop.target.id)
         effects.read_first.discard(loop.target.id)
         what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
-        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selects))
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selecting))
         return True
 
 
@@ -322,7 +325,7 @@ def _round_without_tokens(loop: ast.For, found: HitLoop, reader: Reader) -> Effe
         Unproven: it may do more.
     """
     failed: list[Unproven] = []
-    for container, group in found.groups.items():
+    for container, group in found.groups:
         trial = reader.copy()
         try:
             effects = prove_no_effect(loop.body, group, trial, may_continue=True)
