@@ -181,14 +181,14 @@ def _unbind(view: GraphView, x: Any, dim: int = 0) -> tuple[Value, ...]:
     return tuple(selected(view, x, d, i) for i in range(x.shape[d]))
 
 
-@form("chunk", "split", "tensor_split")
-def _pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
-    d, start, pieces = axis(tensor(x), dim), 0, []
+@form("chunk", "tensor_split")
+def pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
+    d, start, found = axis(tensor(x), dim), 0, []
     for piece in fake_of(view._node):
         length = size_of(piece.shape[d])
-        pieces.append(sliced(view, x, d, start, 1, length))
+        found.append(sliced(view, x, d, start, 1, length))
         start = start + length
-    return tuple(pieces)
+    return tuple(found)
 
 
 @form("expand", "expand_as", "broadcast_to")
@@ -218,9 +218,7 @@ def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
     return view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1))
 
 
-@form("cat", "concat", "concatenate")
-def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
-    d = axis(tensor(xs[0]), dim)
+def concatenated(view: GraphView, xs: Any, d: int) -> Value:
     if d < len(xs[0].shape) - 1 and all(x.shape[d] == 1 for x in xs):  # slots of ids and weights stay one tensor
         return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
     return view.make("cat", tuple(map(tensor, xs)), d)

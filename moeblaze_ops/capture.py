@@ -26,6 +26,7 @@ import torch
 
 from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_conditions import counted_in, empty_when
+from moeblaze_ops.capture_counts import count_below, may_count
 from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, differs_by_zero, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import HitLoop, hit_loop, loops_over_hits, over_all_experts, selects
@@ -67,17 +68,23 @@ class Captured:
 
 
 class Captures:
-    """The functions of one attempt to capture a frame."""
+    """The functions of one attempt to capture a frame; ``numbers``: with numbers of a tensor's elements in its graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool = False) -> None:
+        self._numbers = numbers
         self._results: dict[int, tuple[CodeType, Captured]] = {}
 
     def __call__(self, code: CodeType, module_globals: dict[str, Any]) -> CodeType:
         """The code to trace for a function's code."""
         known = self._results.get(id(code))
         if known is None:
-            known = self._results[id(code)] = code, captured(code, module_globals)
+            known = self._results[id(code)] = code, captured(code, module_globals, numbers=self._numbers)
         return known[1].code or code
+
+    @property
+    def lists_numbers(self) -> bool:
+        """Whether any function makes a list of a tensor's elements."""
+        return any("tolist" in code.co_names for code, _ in self._results.values())
 
     @property
     def regions(self) -> list[Region]:
@@ -92,10 +99,13 @@ class Captures:
         return tuple(line for _, result in self._results.values() for line in result.left)
 
 
-def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
-    """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function."""
+def captured(code: CodeType, module_globals: dict[str, Any], *, numbers: bool = False) -> Captured:
+    """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function.
+
+    ``numbers``: with as many counts as experts, see `capture_counts`.
+    """
     refused: dict[int, str] = {}
-    while _may_hold_experts(code):
+    while _may_hold_experts(code) or (numbers and may_count(code)):
         try:
             function = tree_of(code)
         except NoSource:
@@ -105,7 +115,7 @@ def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
         rewriting.function(function)
         refused |= dict(rewriting.escaping(function))
         if len(refused) == before:
-            return rewriting.result(function)
+            return rewriting.result(function, numbers)
     return Captured(None)
 
 
@@ -180,10 +190,11 @@ class _Rewriting:
         reads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
         return any(id(n) not in inside for n in reads) or any(name in guarded.effects.read_first for guarded in setting)
 
-    def result(self, function: ast.FunctionDef) -> Captured:
+    def result(self, function: ast.FunctionDef, numbers: bool) -> Captured:
         left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
         lists = sorted(set(self.lists.done)) if self.lists else []
-        if not self.guarded and not lists:
+        counted = sorted(set(count_below(function, self.reader().resolve))) if numbers else []
+        if not self.guarded and not lists and not counted:
             return Captured(None, left=left)
         _without_dead_selections(function, set().union(*(guarded.selects for guarded in self.guarded)), self.reader())
         without_appending(function, {id(s): rows for guarded in self.guarded for s, rows in guarded.effects.parts})
@@ -203,6 +214,7 @@ class _Rewriting:
         as_index = "captured without a list of tokens on the host: as an index, what it copies means the same"
         done = [f"{self._place(guarded.line)}: {guarded.what}" for guarded in self.guarded]
         done += [f"{self._place(line)}: {as_index}" for line in lists]
+        done += [f"{self._place(line)}: captured with as many counts as experts: all ids are below that" for line in counted]
         return Captured(code, regions, tuple(done), left)
 
     def _place(self, line: int) -> str:
