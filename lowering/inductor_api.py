@@ -261,21 +261,21 @@ _MOST_NUMBERS = 512
 @contextlib.contextmanager
 def capturing_numbers() -> Iterator[None]:
     """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many."""
-    original = TensorVariable.method_tolist
+    original = TensorVariable.call_method
 
     @functools.wraps(original)
-    def method_tolist(self, *args, **kwargs):
-        numel = self.as_proxy().node.meta["example_value"].numel()
+    def call_method(self, tx, name, *args, **kwargs):
+        numel = self.as_proxy().node.meta["example_value"].numel() if name == "tolist" else 0
         if not isinstance(numel, int) or numel > _MOST_NUMBERS:
             raise ValueError(f"a list of {numel} numbers")
-        return original(self, *args, **kwargs)
+        return original(self, tx, name, *args, **kwargs)
 
-    TensorVariable.method_tolist = method_tolist
+    TensorVariable.call_method = call_method
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             yield
     finally:
-        TensorVariable.method_tolist = original
+        TensorVariable.call_method = original
 
 
 def register_backend(backend: Callable, name: str) -> None:
