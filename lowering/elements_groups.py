@@ -26,7 +26,8 @@ class GroupRules:
     def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
         ends, x = value.args
         row = self.element(x, indices, depth)
-        if row.kind == "nonzero" and (number := _group_of_true(row.args[0], value)) is not None:
+        in_place = x.op == "arange" and x.args == (0, 1)
+        if in_place and row.kind == "nonzero" and (number := _group_of_true(row.args[0], value)) is not None:
             return self.algebra.const(number)
         group = self._group(ends, ends.shape[0], row, indices, depth)
         return self.algebra.leaf(value, indices) if group is None else group

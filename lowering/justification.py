@@ -99,8 +99,8 @@ def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:
     return any(file == row_groups.__file__ and function in functions for file, _, function in places(node)[-1:])
 
 
-def data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
-    """The ops that make tensors of a size that only the data tell, or numbers on the host, each once with its line."""
+def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
+    """The ops that make tensors of a size that only the data tell, or ``numbers`` on the host, each once with its line."""
 
     def depends_on_data(node: fx.Node) -> bool:
         value = node.meta.get("example_value")
@@ -109,8 +109,7 @@ def data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
 
     nodes = all_nodes(gm)
     dependent = {node for node in nodes if depends_on_data(node)}
-    numbers = {node for node in nodes if target_name(node) == "item"}
-    dependent |= numbers
+    dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
 

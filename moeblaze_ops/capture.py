@@ -102,7 +102,7 @@ class Captures:
 def captured(code: CodeType, module_globals: dict[str, Any], *, numbers: bool = False) -> Captured:
     """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function.
 
-    ``numbers``: with as many counts as experts, see `capture_counts`.
+    ``numbers``: slices by numbers on the host stay, and there are as many counts as experts, see `capture_counts`.
     """
     refused: dict[int, str] = {}
     while _may_hold_experts(code) or (numbers and may_count(code)):
@@ -111,11 +111,11 @@ def captured(code: CodeType, module_globals: dict[str, Any], *, numbers: bool = 
         except NoSource:
             break
         before = len(refused)
-        rewriting = _Rewriting(code, module_globals, refused)
+        rewriting = _Rewriting(code, module_globals, refused, numbers)
         rewriting.function(function)
         refused |= dict(rewriting.escaping(function))
         if len(refused) == before:
-            return rewriting.result(function, numbers)
+            return rewriting.result(function)
     return Captured(None)
 
 
@@ -142,8 +142,8 @@ class _Guarded:
 class _Rewriting:
     """One pass over one function; branches whose lines are in ``refused`` stay."""
 
-    def __init__(self, code: CodeType, module_globals: dict[str, Any], refused: dict[int, str]):
-        self.code, self.globals, self.refused = code, module_globals, refused
+    def __init__(self, code: CodeType, module_globals: dict[str, Any], refused: dict[int, str], numbers: bool):
+        self.code, self.globals, self.refused, self.numbers = code, module_globals, refused, numbers
         self.guarded: list[_Guarded] = []
         self.splits: dict[int, ast.For] = {}
         self.lists: IndexLists | None = None
@@ -161,7 +161,7 @@ class _Rewriting:
         reader = self.reader(sharing(function))
         hit_loops = {loop.lineno for loop in loops_over_hits(function.body, reader.copy())}
         splits = Splits(function, reader.copy(), self.refused, hit_loops, self.code.co_cellvars + self.code.co_freevars)
-        if not splits.rewrite():
+        if not self.numbers and not splits.rewrite():
             return
         self.splits = splits.loops
         reader.joined = joined_lists(function, reader.resolve) - self.nested
@@ -190,10 +190,10 @@ class _Rewriting:
         reads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
         return any(id(n) not in inside for n in reads) or any(name in guarded.effects.read_first for guarded in setting)
 
-    def result(self, function: ast.FunctionDef, numbers: bool) -> Captured:
+    def result(self, function: ast.FunctionDef) -> Captured:
         left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
         lists = sorted(set(self.lists.done)) if self.lists else []
-        counted = sorted(set(count_below(function, self.reader().resolve))) if numbers else []
+        counted = sorted(set(count_below(function, self.reader().resolve))) if self.numbers else []
         if not self.guarded and not lists and not counted:
             return Captured(None, left=left)
         _without_dead_selections(function, set().union(*(guarded.selects for guarded in self.guarded)), self.reader())
@@ -259,6 +259,8 @@ class _Rewriting:
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
+            if counted_in(branch.test, reader) in self.nested:
+                raise Unproven(branch, "a function inside may change what it looks at")
             if branch.orelse and empty:
                 raise Unproven(branch, "there is an else branch")
             if empty and not (skips and in_loop):

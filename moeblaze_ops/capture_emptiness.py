@@ -43,10 +43,8 @@ COUNTED_AT = {
     ast.LtE: {0: True},
 }
 """For a count compared with a number: which outcome means that there is nothing."""
-_FLATTENING = frozenset(("squeeze", "flatten", "view", "reshape"))
-"""Methods that give hits, [n, 1], without their last axis."""
-_LISTS = {"hit_ids": "hit_list", "other": "listed"}
-"""The kind of a list of the elements of a tensor."""
+_FLATTENING = frozenset(("squeeze", "flatten", "view", "reshape"))  # hits, [n, 1], without their last axis
+_LISTS = {"hit_ids": "hit_list", "other": "listed"}  # the kind of a list of the elements of a tensor
 _CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short"))
 """Methods that give the numbers of a tensor in another type: zeros and ones stay what they are."""
 _COMPARING = {"eq": ast.Eq, "ne": ast.NotEq, "gt": ast.Gt, "greater": ast.Gt, "ge": ast.GtE}
@@ -54,8 +52,7 @@ _TRUE_OF_ONE = {ast.Eq: (1,), ast.NotEq: (0,), ast.Gt: (0, 0.5), ast.GtE: (1, 0.
 """Numbers to compare zeros and ones with: false for a zero, true for a one."""
 
 
-_COUNTED = ("counts", "bins")
-"""Kinds of numbers that are above zero where an expert has tokens."""
+_COUNTED = ("counts", "bins")  # kinds of numbers that are above zero where an expert has tokens
 
 
 @dataclass(frozen=True)
@@ -259,7 +256,8 @@ class Reader:
             key = type(op), left.key, other.key
             if left.kind == "onehot" and number(right) in _TRUE_OF_ONE.get(type(op), ()):
                 return replace(left, key=key, kind="mask")
-            mask = Value(key, (type(op), elements_of(left.key), other.key), "mask")
+            with_number = other.kind == "expert" or number(right) is not None
+            mask = Value(key, (type(op), elements_of(left.key), other.key) if with_number else key, "mask")
             above = bool(left.summed) and COUNTED_AT.get(type(op), {}).get(number(right)) is False
             return replace(mask, of=left.of, summed=left.summed) if above else mask
         return self._unknown()
@@ -355,8 +353,9 @@ class Reader:
             first = name == "permute" and len(args) == 3 and number(args[0]) == 2
             if value.kind == "rows" and value.summed and name in _FLATTENING:
                 return replace(value, key=key, dims=1)
-            of = value.of if first and value.kind in ("onehot", "mask") and value.dims is None else None
-            return replace(value, key=key, of=of, dims=len(args) if name == "permute" else None, summed=())
+            made = first and value.kind in ("onehot", "mask") and value.dims is None and not value.summed
+            dims = len(args) if name == "permute" else None
+            return replace(value, key=key, of=value.of if made else None, dims=dims, summed=())
         if value.kind == "onehot" and name in _CASTS:
             return replace(value, key=key, group=key)
         if name == "sum" and value.kind == "onehot" and value.dims == 3 and sums_last_two(args, options):

@@ -100,7 +100,7 @@ def hit_loop(loop: ast.For, iterated: Value, inner: Reader) -> HitLoop | None:
     else:
         groups = [(container, inner.part_key(hits.of, key, *place)) for place in _places(axis or (0, 3))]
     for name, value in inner.values.items() if hits.present else ():
-        if value.kind in ("onehot", "mask") and value.dims == 3 and value.of == hits.of:
+        if value.kind in ("onehot", "mask") and value.dims == 3 and value.of == hits.of and not value.summed:
             groups.append((name, inner.part_key(value.key, key, 0)))
     onehot = inner.values[container].kind == "onehot" and axis is None
     return HitLoop(container, onehot, ids, axis, expert, groups, hits.present, listed=hits.kind == "hit_list")

@@ -44,6 +44,7 @@ class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
     captures: Captures | None = None
+    numbers: bool = False  # with numbers of a tensor's elements in its graph, too
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
     left: str | None = None
@@ -291,7 +292,7 @@ def _try(
 
     ``numbers``: with numbers of a tensor's elements in its graph, too; there must be one graph then, and a layer in it.
     """
-    attempt = _Attempt(captures)
+    attempt = _Attempt(captures, numbers)
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
@@ -379,7 +380,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt.captures and attempt.captures.done and inductor_api.ends_in_break(gm):
         attempt.left = _BREAK
         raise NotJustified(attempt.left)
-    if sources := justification.data_dependent_shapes(gm):
+    if sources := justification.data_dependent_shapes(gm, numbers=attempt.numbers):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
     if attempt.captures and (effects := justification.unjustified_effects(gm, before, attempt.captures.regions)):

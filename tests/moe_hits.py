@@ -303,6 +303,35 @@ def used_changes(self, x, weights, ids):
     return out
 
 
+def used_changes_by_a_function(self, x, weights, ids):
+    def leave():
+        used.pop()
+
+    out = torch.zeros_like(x)
+    used = ids.unique().tolist()
+    leave()
+    for e, expert in enumerate(self.experts):
+        if e not in used:
+            continue
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def compared_with_all(self, x, weights, ids):
+    """Two comparisons with the same tensor, one of which is of all pairs."""
+    out, others = torch.zeros_like(x), ids.flip(0)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        same = ids == others
+        if not same.any():
+            continue
+        every = ids.unsqueeze(-1) == others.unsqueeze(1)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out[every.any(-1).any(-1)] += 1
+    return out
+
+
 def means_are_joined(self, x, weights, ids):
     """A group without rows would give a row."""
     means = []
@@ -353,6 +382,7 @@ def joined_in_a_function(self, x, weights, ids):
 
 NEAR_MISSES = (
     scaled_mask, zeros_of_the_mask, signed_sums, sums_of_other_axes, first_slots_only, more_than_one_token,
-    counts_of_first_choices, among_first_choices, next_is_in_use, used_changes, means_are_joined, joined_parts_are_counted,
+    counts_of_first_choices, among_first_choices, next_is_in_use, used_changes, used_changes_by_a_function,
+    compared_with_all, means_are_joined, joined_parts_are_counted,
     ones_are_joined, joined_in_a_function,
 )  # fmt: skip

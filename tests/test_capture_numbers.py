@@ -9,6 +9,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering import inductor_api
 from tests import moe_handed as handed
+from tests import moe_split as split
 from tests import moe_zoo as zoo
 from tests import test_capture as guarded
 from tests.rewrite_harness import rewriting_backend, rewritten_in
@@ -18,7 +19,7 @@ T = guarded.T
 
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["free", "fullgraph"])
-@pytest.mark.parametrize("combine", handed.HANDED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*handed.HANDED, split.changes_the_counts], ids=lambda f: f.__name__)
 def test_one_graph(combine, fullgraph):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -95,3 +96,26 @@ def test_explain_says_what_was_done(capsys):
 def test_explain_says_what_stays(capsys):
     explanation = moeblaze_ops.explain(make_layer(handed.sizes_are_a_weight), torch.randn(T, zoo.D))
     assert not any(candidate.became for candidate in explanation.candidates)
+
+
+def test_numbers_of_the_caller_stay_in_one_graph():
+    """Where Dynamo takes them into the graph by itself, a layer beside them is rewritten, and they stay."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = make_layer(zoo.loop_mixtral)
+            self.router = self.layer.router
+
+        def forward(self, x):
+            return self.layer(x) * x[0, 0].item()
+
+    layer = Scaled()
+    with (
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+        rewriting_backend() as backend,
+        moeblaze_compile.recording() as records,
+    ):
+        check(layer, torch.compile(layer, backend=backend))
+    (graph,) = guarded.kept(records, moeblaze_compile.GraphRecord)
+    assert len(graph.report.rewritten) == 1
