@@ -80,6 +80,12 @@ def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return reshaped(view, x, output_shape(view))
 
 
+@form("detach")
+def _detach(view: GraphView, x: Any) -> Value:
+    require(not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point, "a detached tensor has a gradient of its own")
+    return tensor(x)
+
+
 @form("contiguous", "clone")
 def _same(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return tensor(x)
@@ -175,14 +181,14 @@ def _unbind(view: GraphView, x: Any, dim: int = 0) -> tuple[Value, ...]:
     return tuple(selected(view, x, d, i) for i in range(x.shape[d]))
 
 
-@form("chunk", "split", "tensor_split")
-def _pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
-    d, start, pieces = axis(tensor(x), dim), 0, []
+@form("chunk", "tensor_split")
+def pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
+    d, start, found = axis(tensor(x), dim), 0, []
     for piece in fake_of(view._node):
         length = size_of(piece.shape[d])
-        pieces.append(sliced(view, x, d, start, 1, length))
+        found.append(sliced(view, x, d, start, 1, length))
         start = start + length
-    return tuple(pieces)
+    return tuple(found)
 
 
 @form("expand", "expand_as", "broadcast_to")
@@ -212,9 +218,7 @@ def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
     return view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1))
 
 
-@form("cat", "concat", "concatenate")
-def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
-    d = axis(tensor(xs[0]), dim)
+def concatenated(view: GraphView, xs: Any, d: int) -> Value:
     if d < len(xs[0].shape) - 1 and all(x.shape[d] == 1 for x in xs):  # slots of ids and weights stay one tensor
         return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
     return view.make("cat", tuple(map(tensor, xs)), d)
@@ -231,6 +235,8 @@ def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
 def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
     if x.dtype == dtype:
         return x
+    if turns_scattered(x) and dtype.is_floating_point:
+        return permuted(view, cast(view, x.args[0], dtype), x.args[1])
     if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
         return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
     return view.make("cast", x, shape=x.shape, dtype=dtype)
@@ -239,6 +245,11 @@ def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
 def is_scattered_over(x: Value, number: float) -> bool:
     """Whether ``x`` is values stored by `scatter` into a tensor of one number."""
     return x.op == "scatter" and not x.args[4] and x.args[0].op == "full" and x.args[0].args[0] == number
+
+
+def turns_scattered(x: Value) -> bool:
+    """Whether ``x`` is such a tensor of minus infinity with its axes in another order: a pointwise function may go first."""
+    return x.op == "permute" and is_scattered_over(x.args[0], -math.inf)
 
 
 def rescattered(view: GraphView, x: Value, number: float, source: Value) -> Value:

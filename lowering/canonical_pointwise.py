@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 
-from moeblaze_ops.lowering.canonical import axis, cast, form, full, is_scattered_over, output_dtype, require, rescattered, tensor
+from moeblaze_ops.lowering.canonical import (
+    axis,
+    cast,
+    form,
+    full,
+    is_scattered_over,
+    output_dtype,
+    permuted,
+    require,
+    rescattered,
+    tensor,
+    turns_scattered,
+)
 from moeblaze_ops.lowering.changing_numbers import changing
 from moeblaze_ops.lowering.values import GraphView, Value
 
@@ -87,7 +99,9 @@ for _name in UNFUSED:
 
 @form("sigmoid")
 def _sigmoid(view: GraphView, x: Any) -> Value:
-    if is_scattered_over(tensor(x), -math.inf):
+    if turns_scattered(tensor(x)):
+        return permuted(view, _sigmoid(view, x.args[0]), x.args[1])
+    if is_scattered_over(x, -math.inf):
         values = x.args[3]
         chosen = view.make("pointwise", "sigmoid", (values,), (), shape=values.shape, dtype=values.dtype)
         return rescattered(view, x, 0, chosen)
@@ -109,7 +123,8 @@ def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype:
 
 @form("truediv", "div", "divide", "true_divide")
 def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
-    require(rounding_mode in (None, "floor"), "rounding mode")
+    positions = isinstance(a, Value) and a.is_permutation  # never negative: both ways round down
+    require(rounding_mode in (None, "floor") or (rounding_mode == "trunc" and positions), "rounding mode")
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
 
 

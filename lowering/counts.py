@@ -11,7 +11,7 @@ def is_count(e: Expr) -> bool:
     """Built from comparisons by sums and products only: a small integer whatever its dtype."""
     if e.kind in ("sum", "prefix"):
         return is_count(e.args[1])
-    return is_indicator(e) or (e.kind == "mul" and all(map(is_count, e.args)))
+    return is_indicator(e) or e.kind == "distinct" or (e.kind == "mul" and all(map(is_count, e.args)))
 
 
 LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 1, torch.uint8: 2**8 - 1, torch.int16: 2**15 - 1}

@@ -127,7 +127,9 @@ class Inserter:
             slots = (replace(operand, rest=()), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
             return self.call(torch.cat, [self.rows(slot, 1) for slot in slots], 1)
         node, fake = operand.node, fake_of(operand.node)
-        if fake.dim() != 2 or fake.shape[1] != width:
+        if operand.turned:
+            node = self.call("t", node)
+        elif fake.dim() != 2 or fake.shape[1] != width:
             node = self.call("reshape", node, (-1, width))
         if fake.dtype != operand.dtype:
             node = self.call("to", node, operand.dtype)

@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.fading import chosen
 from moeblaze_ops.lowering.nesting import Nesting
 from moeblaze_ops.lowering.pointwise import apply_pointwise
 from moeblaze_ops.lowering.projections import is_no_projection, is_weight
+from moeblaze_ops.lowering.thresholds import threshold
 from moeblaze_ops.lowering.values import Value
 
 Indices = tuple[Expr, ...]
@@ -231,6 +232,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return self.algebra.leaf(value, indices)  # it may wrap around
         args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
         if name in ("gt", "ne") and args[1] is self.algebra.zero and (mask := chosen(self.algebra, args[0])) is not None:
+            return mask
+        if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
 

@@ -25,7 +25,11 @@ class GroupRules:
 
     def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
         ends, x = value.args
-        group = self._group(ends, ends.shape[0], self.element(x, indices, depth), indices, depth)
+        row = self.element(x, indices, depth)
+        in_place = x.op == "arange" and x.args == (0, 1)
+        if in_place and row.kind == "nonzero" and (number := _group_of_true(row.args[0], value)) is not None:
+            return self.algebra.const(number)
+        group = self._group(ends, ends.shape[0], row, indices, depth)
         return self.algebra.leaf(value, indices) if group is None else group
 
     def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
@@ -81,3 +85,11 @@ class GroupRules:
         opened, counts = self.algebra.open(group)
         key = [side for side in counts.args if side is not opened] if counts.kind == "eq" else []
         return key[0] if len(key) == 1 and opened not in key[0].free else group
+
+
+def _group_of_true(mask: Value, groups: Value) -> int | None:
+    """The group of the rows where ``mask`` is true, if it compares ``groups`` with a number."""
+    if mask.op != "pointwise" or mask.args[0] != "eq":
+        return None
+    a, b = mask.args[1]
+    return b.args[0] if a is groups and b.op == "full" else None

@@ -229,6 +229,8 @@ class _Landed:
 
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
+        if self.hits is algebra.zero:
+            return base
         if self.free and (self.unique is None or len(self.free) > 1):
             return None
         if not self.free and self.hits is algebra.one:

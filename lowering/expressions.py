@@ -24,7 +24,9 @@ Kinds (``Expr.kind``) and their ``args``:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -49,9 +51,24 @@ class TooLarge(Exception):
     """A sum or a product has too many operands to be looked into."""
 
 
+_settled: ContextVar[dict[sympy.Symbol, sympy.Expr] | None] = ContextVar("settled", default=None)
+
+
+@contextmanager
+def settling(sizes: dict[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
+    """A context in which some sizes that only the data tell are known as others."""
+    token = _settled.set(sizes)
+    try:
+        yield
+    finally:
+        _settled.reset(token)
+
+
 def size_of(dim: Any) -> Size:
     """The size of a tensor axis as an int when it is known, else as a sympy expression."""
     expression = dim.node.expr if hasattr(dim, "node") else dim
+    if (settled := _settled.get()) and isinstance(expression, sympy.Expr):
+        expression = expression.xreplace(settled)
     return int(expression) if getattr(expression, "is_Integer", True) else expression
 
 

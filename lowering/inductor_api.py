@@ -31,6 +31,7 @@ from torch._dynamo.utils import counters
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 
 __all__ = [
     "counters",
@@ -251,6 +252,30 @@ def captures_dynamic_shapes() -> bool:
 def capturing_dynamic_shapes():
     """A context in which frames are traced with such ops in the graph."""
     return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
+
+
+_MOST_NUMBERS = 512
+"""Elements of a list that are traced one by one, each of them a symbol."""
+
+
+@contextlib.contextmanager
+def capturing_numbers() -> Iterator[None]:
+    """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many."""
+    original = TensorVariable.call_method
+
+    @functools.wraps(original)
+    def call_method(self, tx, name, *args, **kwargs):
+        numel = self.as_proxy().node.meta["example_value"].numel() if name == "tolist" else 0
+        if not isinstance(numel, int) or numel > _MOST_NUMBERS:
+            raise ValueError(f"a list of {numel} numbers")
+        return original(self, tx, name, *args, **kwargs)
+
+    TensorVariable.call_method = call_method
+    try:
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            yield
+    finally:
+        TensorVariable.call_method = original
 
 
 def register_backend(backend: Callable, name: str) -> None:

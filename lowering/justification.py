@@ -13,6 +13,18 @@ from moeblaze_ops.lowering.effects import has_effect, writes_beside
 from moeblaze_ops.lowering.inductor_api import places
 from moeblaze_ops.lowering.known_ids import without_known_ids, without_known_masks
 from moeblaze_ops.lowering.running_counts import without_running_counts
+from moeblaze_ops.lowering.values import target_name
+
+
+def unproven(gm: fx.GraphModule) -> str | None:
+    """What keeps the functions of ``row_groups`` from being what they took the place of; their checks are removed otherwise."""
+    if writes := writes_to_rows(gm):
+        return f"{', '.join(writes)} would write to a copy of rows"
+    if groups_that_overlap(gm):
+        return "rows would be in groups that are no counts of ids"
+    if unknown_ids(gm):
+        return "ids may be no numbers of experts"
+    return "a mask of experts may have negative elements" if unknown_masks(gm) else None
 
 
 def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Sequence[Any]) -> list[str]:
@@ -87,8 +99,8 @@ def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:
     return any(file == row_groups.__file__ and function in functions for file, _, function in places(node)[-1:])
 
 
-def data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
-    """The ops that make tensors of a size that only the data tell, each once with its line."""
+def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
+    """The ops that make tensors of a size that only the data tell, or ``numbers`` on the host, each once with its line."""
 
     def depends_on_data(node: fx.Node) -> bool:
         value = node.meta.get("example_value")
@@ -97,6 +109,7 @@ def data_dependent_shapes(gm: fx.GraphModule) -> list[str]:
 
     nodes = all_nodes(gm)
     dependent = {node for node in nodes if depends_on_data(node)}
+    dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
 

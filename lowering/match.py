@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.lowering.canonical_indexing
 import moeblaze_ops.lowering.canonical_products
+import moeblaze_ops.lowering.canonical_splits
 import moeblaze_ops.lowering.canonical_vmap  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.bases import find_base
 from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_of, values_of

@@ -16,13 +16,14 @@ from moeblaze_ops.lowering.values import GraphView, Value, fake_of, has_storage
 class Operand:
     """A node that holds an operand of the ops, up to a reshape to ``[T, C]``, a cast to ``dtype`` and a constant factor.
 
-    ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them. ``rest``: it holds
-    the first slot of each token, and these the others.
+    ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them; ``turned``: it holds
+    them as ``[E, T]``. ``rest``: it holds the first slot of each token, and these the others.
     """
 
     node: fx.Node
     dtype: torch.dtype
     gathered: bool = False
+    turned: bool = False
     factor: float = 1
     rest: tuple["Operand", ...] = ()
 
@@ -55,6 +56,22 @@ class Finder:
         if key not in self._found:
             self._found[key] = self._search(targets, columns, width, depth)
         return self._found[key]
+
+    def find_turned(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
+        """The node ``[width, T]`` whose element at (column, token) is the target, for every column."""
+        sizes = (width, math.prod(self._sizes))
+        (token,) = self._evaluator.reshape_indices(self._sizes, sizes[1:], self._tokens)
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            if not isinstance(value, Value) or len(value.shape) != 2 or not all(map(same_size, value.shape, sizes)):
+                continue
+            try:
+                elements = [self._evaluator.element(value, (column, token), depth) for column in columns]
+            except Unroll:
+                continue
+            if all(element is target for element, target in zip(elements, targets, strict=True)):
+                return Operand(node, value.dtype, turned=True)
+        return None
 
     def find_ids(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size) -> Operand | None:
         """The same for expert ids; a cast of them to floating point has the same elements."""

@@ -98,7 +98,8 @@ def _find_scores(finder: Finder, routings: Sequence[Routing], depth: int) -> Ope
         return None
     experts = tuple(sorted(scores, key=lambda e: e.args[0]))
     count = experts[0].args[1] if experts[0].kind == "var" else len(experts)
-    found = finder.find(tuple(map(scores.get, experts)), experts, count, depth)
+    targets = tuple(map(scores.get, experts))
+    found = finder.find(targets, experts, count, depth) or finder.find_turned(targets, experts, count, depth)
     return found and replace(found, gathered=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.matched import MoEMatch
+from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_choice import Choice, read_choice
 from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
 from moeblaze_ops.routing import MAX_TOP_K, SIGMOID_EPS
@@ -63,8 +64,10 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     topk = _topk_of(choice, 1)
     if topk is None or not _takes_largest_of_last_axis(topk, match.K):
         return None
-    read = _read_scattered if match.weights.gathered else _read_weights
-    found = read(view, trail, match.weights.node, topk, choice)
+    if match.weights.gathered:
+        found = _read_scattered(view, trail, match.weights, topk, choice)
+    else:
+        found = _read_weights(view, trail, match.weights.node, topk, choice)
     if found is None or not _reaches_logits(view, trail):
         return None
     if not isinstance(fake_of(found.logits).shape[-1], int):
@@ -127,13 +130,20 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
     return replace(found, choice=choice)
 
 
-def _read_scattered(view: GraphView, trail: _Trail, scores: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
+def _read_scattered(view: GraphView, trail: _Trail, scores: Operand, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
     """Scores of all experts, made of logits that were scattered to the chosen; the match has the others at zero."""
-    node = trail.peel(scores, _same_choices_or_last_cast)
+    node = trail.peel(scores.node, _same_choices_or_last_cast)
     scoring = _scoring_of_chosen(node, once=True)
     if scoring is None:
         return None
-    scattered = trail.peel(node.args[0], _same_choices_or_cast_up)
+    before = node.args[0]
+    if scores.turned:
+        turn = trail.peel(before, _is_cast_up)
+        if scoring != "sigmoid" or not _is_turned(turn):
+            return None
+        trail.nodes.add(turn)
+        before = turn.args[0]
+    scattered = trail.peel(before, _same_choices_or_cast_up)
     if target_name(scattered) not in ("scatter", "scatter_") or len(scattered.args) != 4 or scattered.kwargs:
         return None
     _, dim, ids, source = scattered.args
@@ -146,6 +156,13 @@ def _read_scattered(view: GraphView, trail: _Trail, scores: fx.Node, topk: fx.No
     trail.nodes |= {node, scattered, values}
     trail.sources.add(topk.args[0])
     return RouterMatch(_before_cast_up(topk.args[0]), scoring, False, 1.0)
+
+
+def _is_turned(node: fx.Node) -> bool:
+    """Whether a node is a matrix with its axes in the other order."""
+    name, axes = target_name(node), node.args[1:]
+    both = name == "t" or (name in ("transpose", "swapaxes") and sorted(a % 2 for a in axes if type(a) is int) == [0, 1])
+    return both and fake_of(node).dim() == 2 and not node.kwargs
 
 
 def _scoring_of_chosen(node: fx.Node, *, once: bool) -> str | None:

@@ -23,7 +23,7 @@ import moeblaze_ops.routing  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.activations import is_gated
 from moeblaze_ops.lowering.edits import Edits, Inserter
-from moeblaze_ops.lowering.expressions import same_size, size_of
+from moeblaze_ops.lowering.expressions import same_size, settling, size_of
 from moeblaze_ops.lowering.inductor_api import counters, places
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match import Matcher
@@ -32,6 +32,7 @@ from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
+from moeblaze_ops.lowering.split_sizes import sizes_of_splits
 from moeblaze_ops.lowering.values import fake_of, target_name
 from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
 from moeblaze_ops.row_ranges import choose_parts
@@ -120,10 +121,11 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
-        matcher = Matcher(gm.graph)
-        results = matcher.matches()
-        routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
-        candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
+        with settling(sizes_of_splits(gm.graph)):
+            matcher = Matcher(gm.graph)
+            results = matcher.matches()
+            routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
+            candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
         dead = _dead(gm.graph, [result for result, c in zip(results, candidates, strict=True) if c.reason is None])

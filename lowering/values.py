@@ -154,6 +154,7 @@ class GraphView:
     position: dict[fx.Node, int] = field(default_factory=dict)
     context: dict[fx.Node, tuple] = field(default_factory=dict)
     writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
+    items: dict[Size, tuple[Value, int]] = field(default_factory=dict)  # sizes that are elements of a tensor of one axis
     _now: dict[fx.Node, Any] = field(default_factory=dict)
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)

@@ -26,10 +26,12 @@ import torch
 
 from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_conditions import counted_in, empty_when
+from moeblaze_ops.capture_counts import count_below, may_count
 from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, differs_by_zero, loaded, prove_adds_zero, prove_no_effect, stored
-from moeblaze_ops.capture_hits import SELECTIONS, HitLoop, hit_loop, loops_over_hits, over_all_experts
+from moeblaze_ops.capture_hits import HitLoop, hit_loop, loops_over_hits, over_all_experts, selects
 from moeblaze_ops.capture_lists import IndexLists
+from moeblaze_ops.capture_parts import joined_lists, without_appending
 from moeblaze_ops.capture_source import NoSource, compile_changed, same_frame, tree_of
 from moeblaze_ops.capture_split_body import ROWS
 from moeblaze_ops.capture_splits import Splits
@@ -66,17 +68,23 @@ class Captured:
 
 
 class Captures:
-    """The functions of one attempt to capture a frame."""
+    """The functions of one attempt to capture a frame; ``numbers``: with numbers of a tensor's elements in its graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool = False) -> None:
+        self._numbers = numbers
         self._results: dict[int, tuple[CodeType, Captured]] = {}
 
     def __call__(self, code: CodeType, module_globals: dict[str, Any]) -> CodeType:
         """The code to trace for a function's code."""
         known = self._results.get(id(code))
         if known is None:
-            known = self._results[id(code)] = code, captured(code, module_globals)
+            known = self._results[id(code)] = code, captured(code, module_globals, numbers=self._numbers)
         return known[1].code or code
+
+    @property
+    def lists_numbers(self) -> bool:
+        """Whether any function makes a list of a tensor's elements."""
+        return any("tolist" in code.co_names for code, _ in self._results.values())
 
     @property
     def regions(self) -> list[Region]:
@@ -91,16 +99,19 @@ class Captures:
         return tuple(line for _, result in self._results.values() for line in result.left)
 
 
-def captured(code: CodeType, module_globals: dict[str, Any]) -> Captured:
-    """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function."""
+def captured(code: CodeType, module_globals: dict[str, Any], *, numbers: bool = False) -> Captured:
+    """``code`` without the branches that are proven to be of no effect; ``module_globals`` are those of its function.
+
+    ``numbers``: slices by numbers on the host stay, and there are as many counts as experts, see `capture_counts`.
+    """
     refused: dict[int, str] = {}
-    while _may_hold_experts(code):
+    while _may_hold_experts(code) or (numbers and may_count(code)):
         try:
             function = tree_of(code)
         except NoSource:
             break
         before = len(refused)
-        rewriting = _Rewriting(code, module_globals, refused)
+        rewriting = _Rewriting(code, module_globals, refused, numbers)
         rewriting.function(function)
         refused |= dict(rewriting.escaping(function))
         if len(refused) == before:
@@ -131,8 +142,8 @@ class _Guarded:
 class _Rewriting:
     """One pass over one function; branches whose lines are in ``refused`` stay."""
 
-    def __init__(self, code: CodeType, module_globals: dict[str, Any], refused: dict[int, str]):
-        self.code, self.globals, self.refused = code, module_globals, refused
+    def __init__(self, code: CodeType, module_globals: dict[str, Any], refused: dict[int, str], numbers: bool):
+        self.code, self.globals, self.refused, self.numbers = code, module_globals, refused, numbers
         self.guarded: list[_Guarded] = []
         self.splits: dict[int, ast.For] = {}
         self.lists: IndexLists | None = None
@@ -150,9 +161,10 @@ class _Rewriting:
         reader = self.reader(sharing(function))
         hit_loops = {loop.lineno for loop in loops_over_hits(function.body, reader.copy())}
         splits = Splits(function, reader.copy(), self.refused, hit_loops, self.code.co_cellvars + self.code.co_freevars)
-        if not splits.rewrite():
+        if not self.numbers and not splits.rewrite():
             return
         self.splits = splits.loops
+        reader.joined = joined_lists(function, reader.resolve) - self.nested
         function.body = self.block(function.body, reader, in_loop=False)
         proven = {id(node) for guarded in self.guarded for node in guarded.nodes}
         for loop in self.splits.values():
@@ -181,9 +193,11 @@ class _Rewriting:
     def result(self, function: ast.FunctionDef) -> Captured:
         left = tuple(f"{self._place(line)}: {reason}" for line, reason in sorted(self.refused.items()))
         lists = sorted(set(self.lists.done)) if self.lists else []
-        if not self.guarded and not lists:
+        counted = sorted(set(count_below(function, self.reader().resolve))) if self.numbers else []
+        if not self.guarded and not lists and not counted:
             return Captured(None, left=left)
         _without_dead_selections(function, set().union(*(guarded.selects for guarded in self.guarded)), self.reader())
+        without_appending(function, {id(s): rows for guarded in self.guarded for s, rows in guarded.effects.parts})
         if MODULE in loaded(function):
             import_row_groups(function)
         try:
@@ -200,6 +214,7 @@ class _Rewriting:
         as_index = "captured without a list of tokens on the host: as an index, what it copies means the same"
         done = [f"{self._place(guarded.line)}: {guarded.what}" for guarded in self.guarded]
         done += [f"{self._place(line)}: {as_index}" for line in lists]
+        done += [f"{self._place(line)}: captured with as many counts as experts: all ids are below that" for line in counted]
         return Captured(code, regions, tuple(done), left)
 
     def _place(self, line: int) -> str:
@@ -244,6 +259,8 @@ class _Rewriting:
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
+            if counted_in(branch.test, reader) in self.nested:
+                raise Unproven(branch, "a function inside may change what it looks at")
             if branch.orelse and empty:
                 raise Unproven(branch, "there is an else branch")
             if empty and not (skips and in_loop):
@@ -303,7 +320,7 @@ class _Rewriting:
                 raise Unproven(loop, f"a function inside may change {', '.join(sorted(shared))}")
             effects = _round_without_tokens(loop, found, inner)
             loop.body = self.block(loop.body, inner, in_loop=True)
-            selects = {name for name, value in reader.values.items() if value.kind in SELECTIONS}
+            selecting = {name for name, value in reader.values.items() if selects(value)}
             over_all_experts(loop, found, reader)
         except Unproven as unproven:
             self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
@@ -311,7 +328,7 @@ class _Rewriting:
         effects.temporary.add(loop.target.id)
         effects.read_first.discard(loop.target.id)
         what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
-        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selects))
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selecting))
         return True
 
 
@@ -322,7 +339,7 @@ def _round_without_tokens(loop: ast.For, found: HitLoop, reader: Reader) -> Effe
         Unproven: it may do more.
     """
     failed: list[Unproven] = []
-    for container, group in found.groups.items():
+    for container, group in found.groups:
         trial = reader.copy()
         try:
             effects = prove_no_effect(loop.body, group, trial, may_continue=True)

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 import torch
 
-from moeblaze_ops.capture_emptiness import COUNTED_AT, Reader
+from moeblaze_ops.capture_emptiness import COUNTED_AT, Reader, elements_of
 from moeblaze_ops.capture_syntax import number
 
 
@@ -15,6 +15,9 @@ def empty_when(test: ast.expr, reader: Reader) -> tuple[Hashable, bool] | None:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = empty_when(operand, reader)
             return inner and (inner[0], not inner[1])
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
+            group = _occurring(left, right, reader)
+            return None if group is None else (group, isinstance(op, ast.NotIn))
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             group = _counted(left, reader)
             outcome = COUNTED_AT.get(type(op), {}).get(number(right))
@@ -25,9 +28,26 @@ def empty_when(test: ast.expr, reader: Reader) -> tuple[Hashable, bool] | None:
 
 
 def counted_in(test: ast.expr, reader: Reader) -> str | None:
-    """The name of the counts that a condition reads one element of."""
-    subscripts = (node for node in ast.walk(test) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name))
-    return next((node.value.id for node in subscripts if reader.read(node).kind == "count"), None)
+    """The name of the counts that a condition reads one element of, or of the numbers that it looks for one among."""
+    for node in ast.walk(test):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name)) if reader.read(node).kind == "count":
+                return name
+            case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.Name(id=name) as among]):
+                if reader.read(among).present:
+                    return name
+    return None
+
+
+def _occurring(e: ast.expr, among: ast.expr, reader: Reader) -> Hashable | None:
+    """The group of the elements that equal the number ``e``, where a condition asks whether it is among numbers of ids.
+
+    Or among the elements of anything else: a tensor that can be compared with the number has it where any of them is equal.
+    """
+    value = reader.read(among)
+    if value.present and value.kind in ("hit_ids", "hit_list"):
+        return ast.Eq, value.of, reader.read(e).key
+    return (ast.Eq, elements_of(value.key), reader.read(e).key) if value.kind == "other" and not value.summed else None
 
 
 def _any(e: ast.expr, reader: Reader) -> Hashable | None:

@@ -19,6 +19,7 @@ from moeblaze_ops import row_groups
 from moeblaze_ops.capture_aliases import shared_with
 from moeblaze_ops.capture_syntax import (
     VIEWS,
+    axes_of,
     is_last_of_two,
     is_true,
     is_whole,
@@ -42,33 +43,46 @@ COUNTED_AT = {
     ast.LtE: {0: True},
 }
 """For a count compared with a number: which outcome means that there is nothing."""
-_LISTS = {"hit_ids": "hit_list", "present": "present_list", "other": "listed"}
-"""The kind of a list of the elements of a tensor."""
+_FLATTENING = frozenset(("squeeze", "flatten", "view", "reshape"))  # hits, [n, 1], without their last axis
+_LISTS = {"hit_ids": "hit_list", "other": "listed"}  # the kind of a list of the elements of a tensor
+_CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short"))
+"""Methods that give the numbers of a tensor in another type: zeros and ones stay what they are."""
+_COMPARING = {"eq": ast.Eq, "ne": ast.NotEq, "gt": ast.Gt, "greater": ast.Gt, "ge": ast.GtE}
+_TRUE_OF_ONE = {ast.Eq: (1,), ast.NotEq: (0,), ast.Gt: (0, 0.5), ast.GtE: (1, 0.5)}
+"""Numbers to compare zeros and ones with: false for a zero, true for a one."""
+
+
+_COUNTED = ("counts", "bins")  # kinds of numbers that are above zero where an expert has tokens
 
 
 @dataclass(frozen=True)
 class Value:
     """What is known of an expression.
 
-    Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor per expert,
-    ``sums`` of any other tensor;
+    Kinds: ``mask`` booleans; ``onehot`` one-hot rows, zero or one; ``counts`` the ones of a one-hot tensor [E, K, T] per expert;
     ``bins`` how often each number occurs among ids; ``count`` one element of counts or bins, ``group`` what it counts;
-    ``hit`` which counts or sums are above zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
-    ``hit_ids``, ``[n]``, ``hit_list`` a list of these; ``listed`` a list of ids, ``present`` each number among ids once,
-    ``present_list`` a list or a set of these; ``expert_row`` and ``expert`` one element of hits or of what is present;
-    ``rows`` one row for each true element of a mask; ``split`` a tuple of such; ``other``.
+    ``hit`` which counts or bins are above zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
+    ``hit_ids``, ``[n]``, ``hit_list`` a list or a set of these; ``listed`` a list of ids; ``expert_row`` and ``expert`` one
+    element of hits; ``rows`` one row for each true element of a mask; ``split`` a tuple of such; ``other``.
     """
 
     key: Hashable
     group: Hashable
     kind: str = "other"
-    of: Hashable = None  # for counts, bins, what is present and what comes from them, the key of the one-hot tensor or of the
+    of: Hashable = None  # for counts, sums, bins and what comes from them, the key of the tensor that is counted, or of the
     # ids; for one-hot rows of ids that have the experts in the last axis, or in the first of three, the key of the ids
     dims: int | None = None  # how many axes there are; of a split, in each part
+    summed: tuple[tuple[int, ...], ...] = ()  # of sums, of where they are above zero, and of rows of that, which may be hits:
+    # the axes that each reduction took away
+    present: bool = False  # of hits: they are the numbers that occur among ids
+    listed: bool = False  # of rows: they are a list
 
 
 class Reader:
-    """Values of expressions, at one place of a function. ``shared``: names that share memory, see `capture_aliases`."""
+    """Values of expressions, at one place of a function.
+
+    ``shared``: names that share memory, see `capture_aliases`. ``joined``: lists that are only concatenated, see `capture_parts`.
+    """
 
     _numbers = itertools.count()
 
@@ -76,11 +90,13 @@ class Reader:
         self, module_globals: dict[str, Any], local_names: frozenset[str], shared: Mapping[str, frozenset[str]] | None = None
     ):
         self._globals, self._locals, self._shared = module_globals, local_names, shared or {}
+        self.joined: frozenset[str] = frozenset()
         self.values: dict[str, Value] = {}
 
     def inside(self, stored: set[str]) -> "Reader":
         """The same knowledge where ``stored`` names may have any value."""
         copy = Reader(self._globals, self._locals, self._shared)
+        copy.joined = self.joined
         copy.values = {name: value for name, value in self.values.items() if name not in stored}
         return copy
 
@@ -233,13 +249,23 @@ class Reader:
         return Value(key, key, kind, of)
 
     def _compared(self, left: Value, op: ast.cmpop, right: ast.expr) -> Value:
-        if left.kind in ("counts", "sums") and COUNTED_AT.get(type(op), {}).get(number(right)) is False:
-            return replace(left, key=("hit", left.key), kind="hit")
+        if left.kind in _COUNTED and COUNTED_AT.get(type(op), {}).get(number(right)) is False:
+            return replace(_hits_of(left), key=("hit", left.key), kind="hit")
         if isinstance(op, ast.Eq | ast.NotEq | ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             other = self.read(right)
-            mask = self._made(type(op), left.key, other.key, kind="mask")
-            return replace(mask, group=(type(op), elements_of(left.key), other.key)) if other.kind == "expert" else mask
+            key = type(op), left.key, other.key
+            if left.kind == "onehot" and number(right) in _TRUE_OF_ONE.get(type(op), ()):
+                return replace(left, key=key, kind="mask")
+            with_number = other.kind == "expert" or number(right) is not None
+            mask = Value(key, (type(op), elements_of(left.key), other.key) if with_number else key, "mask")
+            above = bool(left.summed) and COUNTED_AT.get(type(op), {}).get(number(right)) is False
+            return replace(mask, of=left.of, summed=left.summed) if above else mask
         return self._unknown()
+
+    def part_key(self, key: Hashable, index: Hashable, before: int, ellipsis: bool = False) -> Hashable:
+        """The key of what an index with a key selects of a tensor, behind so many ``:``, or behind ``...``."""
+        leading = [self._made("whole").key] * before + [self.read(ast.Constant(...)).key] * ellipsis
+        return "item", key, *leading, index
 
     def _item(self, value: Value, index: ast.expr) -> Value:
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
@@ -272,6 +298,8 @@ class Reader:
         function = self.resolve(func)
         if function is F.one_hot and args:
             return replace(self._unknown("onehot"), of=elements_of(self.read(args[0]).key))
+        if function is None and isinstance(func, ast.Attribute) and func.attr == "bincount":
+            function, args = torch.bincount, [func.value, *args]
         if function is torch.bincount and len(args) == 1 and options.keys() <= {"minlength"}:
             ids = self.read(without_views(args[0]))
             return Value(("bincount", ids.key), ids.group, "bins", ids.key)
@@ -279,8 +307,9 @@ class Reader:
             return self._method(self.read(args[0]), "unique", args[1:], options)
         if function in (set, sorted, list, tuple) and len(args) == 1 and not options:
             of = self.read(args[0])
-            kind = "present_list" if function is set and of.kind == "listed" else of.kind
-            return replace(of, kind=kind) if kind in ("present_list", "hit_list") else self._unknown()
+            if function is set and of.kind == "listed":
+                return replace(of, kind="hit_list", present=True)
+            return of if of.kind == "hit_list" else self._unknown()
         if function is torch.unbind and args:
             return self._method(self.read(args[0]), "unbind", args[1:], options)
         if function in (torch.where, torch.nonzero) and len(args) == 1:
@@ -290,8 +319,8 @@ class Reader:
             return Value(key, key, "rows")
         if function is row_groups.take and len(args) == 3:
             return self._unknown("rows", self.read(args[1]).group)
-        if function in (torch.greater, torch.gt) and len(args) == 2:
-            return self._compared(self.read(args[0]), ast.Gt(), args[1])
+        if function in (torch.greater, torch.gt, torch.ge, torch.ne, torch.eq) and len(args) == 2:
+            return self._method(self.read(args[0]), function.__name__, args[1:], options)
         if function in (torch.any, torch.sum) and args:
             return self._method(self.read(args[0]), function.__name__, args[1:], options)
         if function is int and len(args) == 1 and self.read(args[0]).kind in ("expert", "expert_row"):
@@ -306,15 +335,15 @@ class Reader:
             return self._nonzero(value, is_true(options.get("as_tuple")) or (len(args) == 1 and is_true(args[0])))
         if name in ("item", "squeeze", "tolist") and value.kind in ("expert", "expert_row"):
             return replace(value, kind="expert")
-        if name in ("squeeze", "flatten", "view", "reshape") and value.kind in ("hits", "hit_ids"):
+        if name in _FLATTENING and value.kind in ("hits", "hit_ids"):
             return replace(value, key=key, kind="hit_ids")
         if name == "unique" and value.kind == "other" and not args and options.keys() <= {"sorted"}:
-            return Value(key, key, "present", elements_of(value.key))
+            return Value(key, key, "hit_ids", elements_of(value.key), present=True)
         if name == "tolist" and (kind := _LISTS.get(value.kind)) is not None:
-            return Value(key, key, kind, elements_of(value.key) if kind == "listed" else value.of)
+            return replace(value, key=key, group=key, kind=kind, of=elements_of(value.key) if kind == "listed" else value.of)
         if name == "tolist" and value.kind == "rows" and value.dims == 1:
-            return replace(value, key=key)
-        if name in ("cpu", "detach") and value.kind in ("other", "present", "rows"):
+            return replace(value, key=key, listed=True)
+        if name in ("cpu", "detach") and value.kind in ("other", "hit_ids", "rows"):
             return value
         if name in ("tolist", "cpu", "item") and value.kind in ("bins", "count"):
             return value
@@ -322,33 +351,46 @@ class Reader:
             return replace(value, kind="split", dims=1 if value.dims == 2 else None)
         if name in VIEWS and value.kind in ("rows", "mask", "onehot", "other"):
             first = name == "permute" and len(args) == 3 and number(args[0]) == 2
-            of = value.of if first and value.kind == "onehot" and value.dims is None else None
-            return replace(value, key=key, of=of, dims=len(args) if name == "permute" else None)
+            if value.kind == "rows" and value.summed and name in _FLATTENING:
+                return replace(value, key=key, dims=1)
+            made = first and value.kind in ("onehot", "mask") and value.dims is None and not value.summed
+            dims = len(args) if name == "permute" else None
+            return replace(value, key=key, of=value.of if made else None, dims=dims, summed=())
+        if value.kind == "onehot" and name in _CASTS:
+            return replace(value, key=key, group=key)
+        if name == "sum" and value.kind == "onehot" and value.dims == 3 and sums_last_two(args, options):
+            return Value(key, key, "counts", value.key)
+        if name in ("sum", "any") and (axes := axes_of(args, options)) and value.kind in ("onehot", "mask", "other"):
+            base = value.of if value.summed else value.key
+            group, kind = (key, "other") if name == "sum" else (value.group, "mask")
+            return Value(key, group, kind, base, summed=(*value.summed, axes))
         if name == "any" and (args or options) and value.kind in ("mask", "onehot", "other"):
-            return replace(value, key=key, kind="mask")
+            return replace(value, key=key, kind="mask", summed=())
         if name in ("bool", "ne") and value.kind in ("mask", "onehot", "other") and (name == "bool" or is_zero(args)):
             return replace(value, key=key, kind="mask")
-        if name in ("gt", "greater") and len(args) == 1:
-            return self._compared(value, ast.Gt(), args[0])
-        if name in ("eq", "ne") and len(args) == 1:
-            return self._compared(value, ast.Eq() if name == "eq" else ast.NotEq(), args[0])
-        if name == "sum" and value.kind in ("onehot", "other") and value.dims == 3 and sums_last_two(args, options):
-            return Value(key, key, "counts" if value.kind == "onehot" else "sums", value.key)
+        if name in _COMPARING and len(args) == 1 and not options:
+            return self._compared(value, _COMPARING[name](), args[0])
         if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and is_zero(args[:1]):
             return self._unknown("rows", self.read(args[1]).group)
         return self._unknown()
 
     def _nonzero(self, value: Value, split: bool) -> Value:
         key = "nonzero", value.key
-        if value.kind == "hit":
-            return Value(key, value.group, "hit_split" if split else "hits", value.of)
+        if value.kind in ("hit", *_COUNTED):
+            return replace(_hits_of(value), key=key, kind="hit_split" if split else "hits")
         if value.kind in ("mask", "onehot", "other"):
-            return Value(key, value.group, "split" if split else "rows", dims=1 if split else 2)
+            of = value.of if value.summed else None
+            return Value(key, value.group, "split" if split else "rows", of, dims=1 if split else 2, summed=value.summed)
         return self._unknown()
 
 
 def _is_in_place(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_")
+
+
+def _hits_of(counted: Value) -> Value:
+    """What is known of hits from what was counted."""
+    return replace(counted, of=elements_of(counted.of), present=True) if counted.kind == "bins" else counted
 
 
 def elements_of(key: Hashable) -> Hashable:

@@ -8,6 +8,7 @@ import torch
 
 from moeblaze_ops import row_groups
 from moeblaze_ops.capture_emptiness import Reader
+from moeblaze_ops.capture_parts import is_append
 from moeblaze_ops.capture_syntax import without_views
 
 _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
@@ -26,12 +27,14 @@ class Unproven(Exception):
 class Effects:
     """What guarded statements do to names: ``temporary`` ones they set, ``read_first`` ones they read before that.
 
-    ``certain``: temporary names that are set whatever conditions say.
+    ``certain``: temporary names that are set whatever conditions say. ``parts``: statements that append to lists which are only
+    concatenated, each with a name of rows of the group.
     """
 
     temporary: set[str] = field(default_factory=set)
     read_first: set[str] = field(default_factory=set)
     certain: set[str] = field(default_factory=set)
+    parts: list[tuple[ast.stmt, str]] = field(default_factory=list)
 
     def loads(self, node: ast.AST) -> None:
         self.read_first |= loaded(node) - self.certain
@@ -220,7 +223,17 @@ class _Proof:
             ):
                 self.reader.execute(s)
                 return
+        if is_append(s) and s.value.func.value.id in self.reader.joined and (rows := self._rows_by_name()) is not None:
+            self.effects.parts.append((s, rows))
+            return
         raise Unproven(s, f"a statement that may have an effect ({ast.unparse(s).partition(chr(10))[0]})")
+
+    def _rows_by_name(self) -> str | None:
+        """A name of rows of the group."""
+        for name, value in self.reader.values.items():
+            if value.kind == "rows" and value.group == self.group and not value.listed:
+                return name
+        return None
 
     def _branches(self, *blocks: Sequence[ast.stmt]) -> None:
         """Go through blocks of which one runs: what is known, and set for certain, behind them is so behind each."""

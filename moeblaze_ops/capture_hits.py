@@ -4,7 +4,7 @@
     for e in hit: ...                                               becomes   for e in range(mask.shape[0]): ...
     for e in hit: w = weights[e]; ...                                         row_groups.hit_numbers(mask, ids, len(weights))
 
-    of a mask that is not known to be one-hot:                                row_groups.masked_numbers(mask)
+    of a mask that is not known to be one-hot, or to have these axes:         row_groups.masked_numbers(mask, 0, 3)
 
     for e in ids.unique(): ...                                      becomes   for e in row_groups.numbers(ids, len(experts)): ...
 
@@ -14,19 +14,29 @@ shape [1] or [], it becomes a number; every use of it has to mean the same for b
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeblaze_ops.capture_emptiness import Reader, Value, elements_of
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_syntax import is_path
+from moeblaze_ops.capture_syntax import axis_left, is_path
 from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 _AS_NUMBER = frozenset(("item", "squeeze"))
 _COMPARED_ALIKE = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _HITS = frozenset(("hits", "hit_ids", "hit_list"))
-_PRESENT = frozenset(("present", "present_list"))
-SELECTIONS = _HITS | _PRESENT | {"hit", "hit_split", "listed", "counts", "sums", "bins"}
-"""Kinds of values that say which experts have tokens."""
+_SELECTIONS = _HITS | {"hit", "hit_split", "listed", "counts", "bins"}
+
+
+def selects(value: Value) -> bool:
+    """Whether a value says which experts have tokens."""
+    return value.kind in _SELECTIONS or bool(value.summed)
+
+
+def _as_hits(value: Value) -> Value | None:
+    """A value as one of hit experts, which rows of sums are, too, where one axis is left of what was summed."""
+    if value.kind == "rows" and value.summed:
+        return replace(value, kind="hits" if value.dims == 2 else "hit_list" if value.listed else "hit_ids")
+    return value if value.kind in _HITS else None
 
 
 @dataclass(frozen=True)
@@ -34,15 +44,17 @@ class HitLoop:
     """A loop over hit experts: the name of the mask or of the ids, and what an iteration gives.
 
     ``onehot``: the mask is known to be one-hot. ``ids``: the name of what it was made of, where that is known.
-    ``groups``: any of which is empty for an expert that was not hit, by the tensor whose elements they are selected by.
+    ``axis``: of the mask, that of the experts, and how many there are; None where these are the first of three for certain.
+    ``groups``: any of which is empty for an expert that was not hit, each with the tensor whose elements it is selected by.
     ``present``: the loop is over the numbers among ids. ``listed``: its variable is a number already.
     """
 
     container: str
     onehot: bool
     ids: str | None
+    axis: tuple[int, int] | None
     expert: Value
-    groups: dict[str, tuple]
+    groups: list[tuple[str, tuple]]
     present: bool
     listed: bool
 
@@ -52,7 +64,7 @@ def loops_over_hits(block: Sequence[ast.stmt], reader: Reader) -> Iterator[ast.F
     for statement in block:
         match statement:
             case ast.For():
-                if reader.read(statement.iter).kind in _HITS | _PRESENT:
+                if _as_hits(reader.read(statement.iter)) is not None:
                     yield statement
                 names = stored(statement)
                 yield from loops_over_hits(statement.body, reader.in_every_round(statement, names))
@@ -68,12 +80,13 @@ def loops_over_hits(block: Sequence[ast.stmt], reader: Reader) -> Iterator[ast.F
                 reader.execute(statement)
 
 
-def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
-    """A loop over ``hits`` as one over hit experts, or None; ``inner`` learns of the loop's variable."""
-    if hits.kind not in _HITS | _PRESENT or not isinstance(loop.target, ast.Name) or loop.orelse:
+def hit_loop(loop: ast.For, iterated: Value, inner: Reader) -> HitLoop | None:
+    """A loop over hits as one over hit experts, or None; ``inner`` learns of the loop's variable."""
+    hits = _as_hits(iterated)
+    axis = axis_left(hits.summed) if hits is not None and hits.summed else None
+    if hits is None or not isinstance(loop.target, ast.Name) or loop.orelse or (hits.summed and axis is None):
         return None
-    present = hits.kind in _PRESENT
-    keys = {name: elements_of(value.key) if present else value.key for name, value in inner.values.items()}
+    keys = {name: elements_of(value.key) if hits.present else value.key for name, value in inner.values.items()}
     container = next((name for name, key in keys.items() if key == hits.of), None)
     if container is None:
         return None
@@ -82,12 +95,23 @@ def hit_loop(loop: ast.For, hits: Value, inner: Reader) -> HitLoop | None:
     key = "expert", loop.lineno
     expert = Value(key, key, "expert_row" if hits.kind == "hits" else "expert")
     inner.values[loop.target.id] = expert
-    groups = {container: ((ast.Eq if present else "item"), hits.of, key)}
-    for name, value in inner.values.items() if present else ():
-        if value.kind == "onehot" and value.dims == 3 and value.of == hits.of:
-            groups[name] = "item", value.key, key
-    onehot = inner.values[container].kind == "onehot"
-    return HitLoop(container, onehot, ids, expert, groups, present, listed=hits.kind.endswith("_list"))
+    if hits.present:
+        groups = [(container, (ast.Eq, hits.of, key))]
+    else:
+        groups = [(container, inner.part_key(hits.of, key, *place)) for place in _places(axis or (0, 3))]
+    for name, value in inner.values.items() if hits.present else ():
+        if value.kind in ("onehot", "mask") and value.dims == 3 and value.of == hits.of and not value.summed:
+            groups.append((name, inner.part_key(value.key, key, 0)))
+    onehot = inner.values[container].kind == "onehot" and axis is None
+    return HitLoop(container, onehot, ids, axis, expert, groups, hits.present, listed=hits.kind == "hit_list")
+
+
+def _places(axis: tuple[int, int]) -> Iterator[tuple[int, bool]]:
+    """Ways to write an index along one axis of several: behind how many ``:``, or behind ``...``."""
+    index, rank = axis
+    yield index, False
+    if index == rank - 1:
+        yield 0, True
 
 
 def over_all_experts(loop: ast.For, found: HitLoop, reader: Reader) -> None:
@@ -104,7 +128,7 @@ def over_all_experts(loop: ast.For, found: HitLoop, reader: Reader) -> None:
             raise Unproven(loop, f"{name} is no index of anything outside")
         numbers = row_groups_call("numbers", container, ast.Call(name_of("len"), [experts], []))
     elif not found.onehot:
-        numbers = row_groups_call("masked_numbers", container)
+        numbers = row_groups_call("masked_numbers", container, *map(ast.Constant, found.axis or (0, 3)))
     elif own is not None:
         numbers = row_groups_call("hit_numbers", container, name_of(found.ids), ast.Call(name_of("len"), [own], []))
     else:

@@ -12,18 +12,15 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_hosts import is_zero
+from moeblaze_ops.capture_parts import is_cat
+from moeblaze_ops.capture_syntax import is_empty_list
 from moeblaze_ops.capture_tree import located, name_of
-
-_CATS = (torch.cat, torch.concat, torch.concatenate)
 
 
 def collected_in(loop: ast.For, above: Sequence[ast.stmt]) -> set[str]:
     """Names of lists that are empty before ``loop``, and are appended to inside."""
-    return {name for name in _appended_to(loop) if last_value(above, name, _is_empty_list)}
+    return {name for name in _appended_to(loop) if last_value(above, name, is_empty_list)}
 
 
 def as_tensor(name: str, above: Sequence[ast.stmt], below: Sequence[ast.stmt], resolve: Callable[[ast.expr], Any]) -> None:
@@ -32,7 +29,7 @@ def as_tensor(name: str, above: Sequence[ast.stmt], below: Sequence[ast.stmt], r
     Raises:
         Unproven: it is read in another way.
     """
-    start = last_value(above, name, _is_empty_list)
+    start = last_value(above, name, is_empty_list)
     start.value = ast.copy_location(ast.Constant(None), start)
     joined = _Joined(name, resolve)
     for statement in below:
@@ -77,20 +74,14 @@ def _appended_to(loop: ast.For) -> Iterator[str]:
                 yield name
 
 
-def _is_empty_list(e: ast.expr) -> bool:
-    return isinstance(e, ast.List) and not e.elts
-
-
 class _Joined(ast.NodeTransformer):
     def __init__(self, name: str, resolve):
         self.name, self.resolve = name, resolve
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         match node:
-            case ast.Call(func=func, args=[ast.Name(id=name), *along], keywords=keywords) if name == self.name:
-                dims = [*along, *(k.value for k in keywords if k.arg in ("dim", "axis"))]
-                if self.resolve(func) in _CATS and len(dims) == len(along) + len(keywords) <= 1 and all(map(is_zero, dims)):
-                    return node.args[0]
+            case ast.Call(args=[ast.Name(id=name), *_]) if name == self.name and is_cat(node, self.resolve):
+                return node.args[0]
         return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:

@@ -80,7 +80,7 @@ class Splits:
         split = _SplitLoop(self, loop, above, below)
         if not split.counts() or loop.orelse:
             if sizes := self._sizes_from_outside(loop, above):
-                self.refuse(loop, f"groups are as large as {sizes} says, an argument: sizes are followed in one function only")
+                self.refuse(loop, f"groups are as large as {sizes} says, an argument: only a whole graph tells what it counts")
             return [loop]
         try:
             return split.changed()

@@ -12,9 +12,9 @@ def mentions(key: Hashable, part: Hashable) -> bool:
     return key == part or (isinstance(key, tuple) and any(mentions(inner, part) for inner in key))
 
 
-def number(e: ast.expr | None) -> int | None:
+def number(e: ast.expr | None) -> int | float | None:
     """The number that a literal is."""
-    return e.value if isinstance(e, ast.Constant) and type(e.value) is int else None
+    return e.value if isinstance(e, ast.Constant) and type(e.value) in (int, float) else None
 
 
 def is_true(e: ast.expr | None) -> bool:
@@ -23,6 +23,10 @@ def is_true(e: ast.expr | None) -> bool:
 
 def is_zero(args: list[ast.expr]) -> bool:
     return len(args) == 1 and number(args[0]) == 0
+
+
+def is_empty_list(e: ast.expr) -> bool:
+    return isinstance(e, ast.List) and not e.elts
 
 
 def is_whole(e: ast.expr) -> bool:
@@ -45,6 +49,29 @@ def without_views(e: ast.expr) -> ast.expr:
 def is_last_of_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
     axes = [*args, *options.values()]
     return len(axes) == 1 and ast.unparse(axes[0]) in ("1", "-1")
+
+
+def axes_of(args: list[ast.expr], options: dict[str | None, ast.expr]) -> tuple[int, ...]:
+    """The axes that a reduction takes away, where they are literals."""
+    axes = args[0] if len(args) == 1 and not options else options.get("dim") if not args and len(options) == 1 else None
+    try:
+        found = ast.literal_eval(axes) if axes is not None else ()
+    except (ValueError, TypeError):
+        return ()
+    found = (found,) if type(found) is int else found
+    return tuple(found) if isinstance(found, (tuple, list)) and all(type(axis) is int for axis in found) else ()
+
+
+def axis_left(summed: tuple[tuple[int, ...], ...]) -> tuple[int, int] | None:
+    """Of a tensor that has one axis left after reductions along others: which one, and how many there were."""
+    rank = 1 + sum(map(len, summed))
+    left = list(range(rank))
+    for axes in summed:
+        if any(not -len(left) <= axis < len(left) for axis in axes) or len({axis % len(left) for axis in axes}) < len(axes):
+            return None
+        gone = {axis % len(left) for axis in axes}
+        left = [axis for i, axis in enumerate(left) if i not in gone]
+    return left[0], rank
 
 
 def sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:

@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from traceback import StackSummary
 from types import CodeType
@@ -44,7 +44,9 @@ class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
     captures: Captures | None = None
+    numbers: bool = False  # with numbers of a tensor's elements in its graph, too
     reports: list = field(default_factory=list)
+    broke: bool = False  # the frame is more than one graph
     left: str | None = None
     error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
 
@@ -78,6 +80,19 @@ class FrameRecord:
 
 
 Record = GraphRecord | CaptureRecord | FrameRecord
+
+@dataclass(frozen=True)
+class _Tried:
+    """What an attempt compiled a frame to, None where it failed or is not justified, and what is to be recorded of it."""
+
+    compiled: Any | None
+    broke: bool
+    records: list[Record]
+
+    def given_up(self) -> "_Tried":
+        """The same where another attempt took its place."""
+        return _Tried(None, self.broke, [replace(record, dropped=record.dropped or _BREAK) for record in self.records])
+
 
 _recent: deque[Record] = deque(maxlen=64)
 _recordings: list[list[Record]] = []
@@ -253,11 +268,16 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
     _follow_switch()
     if _may_capture(frame):
         captures = Captures()
-        compiled = _try(compile_frame, frame, captures)
-        if compiled is None and captures.done:
-            compiled = _try(compile_frame, frame, None)
-        if compiled is not None:
-            return compiled
+        tries = [_try(compile_frame, frame, captures)]
+        if tries[-1].compiled is None and captures.done:
+            tries.append(_try(compile_frame, frame, None))
+        if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
+            whole = _try(compile_frame, frame, Captures(numbers=True), numbers=True)
+            tries = [*map(_Tried.given_up, tries), whole] if whole.compiled is not None else [whole, *tries]
+        for record in (record for tried in tries for record in tried.records):
+            _keep(record)
+        if tries[-1].compiled is not None:
+            return tries[-1].compiled
     try:
         return compile_frame(frame.code)
     except Exception as error:
@@ -265,20 +285,24 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
         raise
 
 
-def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, captures: Captures | None) -> Any | None:
+def _try(
+    compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, captures: Captures | None, *, numbers: bool = False
+) -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
 
-    Returns:
-        None where that failed, or is not justified.
+    ``numbers``: with numbers of a tensor's elements in its graph, too; there must be one graph then, and a layer in it.
     """
-    attempt = _Attempt(captures)
+    attempt = _Attempt(captures, numbers)
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
-        with inductor_api.capturing_dynamic_shapes():
+        with inductor_api.capturing_numbers() if numbers else inductor_api.capturing_dynamic_shapes():
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
+        attempt.broke |= inductor_api.resumes(compiled)
         if captures and captures.done and inductor_api.resumes(compiled):
             attempt.left = _BREAK
+        if numbers and (attempt.broke or not any(report.rewritten for report in attempt.reports)):
+            attempt.left = "no layer is rewritten"
     except Exception as error:
         if attempt.error is not None:
             raise
@@ -288,11 +312,13 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, ca
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
-    for report in attempt.reports:
-        _keep(GraphRecord(report, dropped))
-    if captures and (captures.done or captures.left):
-        _keep(CaptureRecord(captures.done, captures.left, dropped))
-    return compiled
+    records: list[Record] = [GraphRecord(report, dropped) for report in attempt.reports]
+    done, left = (captures.done, captures.left) if captures else ((), ())
+    if numbers and compiled is not None:
+        done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
+    if done or left:
+        records.append(CaptureRecord(done, left, dropped))
+    return _Tried(compiled, attempt.broke, records)
 
 
 def _substitute(code: CodeType, module_globals: dict[str, Any]) -> CodeType:
@@ -335,18 +361,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
     attempt = _attempt.get()
     before = set(justification.all_nodes(gm)) if attempt is not None else set()
-    if attempt is not None and (writes := justification.writes_to_rows(gm)):
-        attempt.left = f"{', '.join(writes)} would write to a copy of rows"
-        raise NotJustified(attempt.left)
-    if attempt is not None and justification.groups_that_overlap(gm):
-        attempt.left = "rows would be in groups that are no counts of ids"
-        raise NotJustified(attempt.left)
-    if attempt is not None and justification.unknown_ids(gm):
-        attempt.left = "ids may be no numbers of experts"
-        raise NotJustified(attempt.left)
-    if attempt is not None and justification.unknown_masks(gm):
-        attempt.left = "a mask of experts may have negative elements"
-        raise NotJustified(attempt.left)
+    if attempt is not None and (reason := justification.unproven(gm)) is not None:
+        attempt.left = reason
+        raise NotJustified(reason)
     if attempt is not None:
         justification.drop_unread_copies(gm)
     try:
@@ -359,10 +376,11 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _keep(GraphRecord(report))
         return report
     attempt.reports.append(report)
+    attempt.broke |= inductor_api.ends_in_break(gm)
     if attempt.captures and attempt.captures.done and inductor_api.ends_in_break(gm):
         attempt.left = _BREAK
         raise NotJustified(attempt.left)
-    if sources := justification.data_dependent_shapes(gm):
+    if sources := justification.data_dependent_shapes(gm, numbers=attempt.numbers):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
     if attempt.captures and (effects := justification.unjustified_effects(gm, before, attempt.captures.regions)):

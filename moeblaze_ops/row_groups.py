@@ -40,22 +40,24 @@ def hit_numbers(mask: Tensor, ids: Tensor, count: int) -> range:
     return range(mask.shape[0]) if mask.shape[0] <= count else numbers(ids, count)
 
 
-def masked_numbers(mask: Tensor) -> range:
+def masked_numbers(mask: Tensor, axis: int, rank: int) -> range:
     """The numbers of experts, where a loop is over those of which the sum of a mask is above zero.
 
     Where no element is negative the mask of every other expert is empty. Whoever captures this proves that, and removes the
     check.
 
     Args:
-        mask: Shape [E, K, T], integer or boolean.
+        mask: Shape with E at ``axis``, any dtype.
+        axis: that of the experts.
+        rank: how many axes there are.
 
     Raises:
-        ValueError: ``mask`` is floating point.
+        ValueError: ``mask`` has another number of axes.
     """
-    if mask.is_floating_point():
-        raise ValueError(f"row_groups: mask must not be floating point, got {mask.dtype}")
+    if mask.dim() != rank:
+        raise ValueError(f"row_groups: mask must have {rank} axes, got {mask.dim()}")
     torch._assert_async((mask >= 0).all())
-    return range(mask.shape[0])
+    return range(mask.shape[axis])
 
 
 def counts(ids: Tensor, count: int) -> Tensor:
@@ -101,6 +103,17 @@ def take(x: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     if x.shape[0] != like.shape[0]:
         raise ValueError(f"row_groups: x must have {like.shape[0]} rows, got {x.shape[0]}")
     return x[rows]
+
+
+def appended(parts: list[Tensor], part: Tensor, rows: Tensor) -> list[Tensor]:
+    """A longer list: ``parts``, and one that has as many rows as a group, where it was left out for a group without rows.
+
+    Raises:
+        ValueError: ``part`` has another number of rows.
+    """
+    if part.shape[0] != rows.shape[0]:
+        raise ValueError(f"row_groups: part must have {rows.shape[0]} rows, got {part.shape[0]}")
+    return parts + [part]  # as a sum: unpacking would write to a list, which is seen as an effect
 
 
 def put(out: Tensor | None, part: Tensor, rows: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from moeblaze_ops.capture import captured
 from tests import moe_branches as branches
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
+from tests import moe_hits as hits
 from tests import moe_lists as lists
 from tests import moe_named as named
 from tests import moe_present as present
@@ -21,10 +22,10 @@ from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
 T = 12
-CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED, *branches.BRANCHES)
+CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED, *branches.BRANCHES, *hits.HITS)
 NEAR_MISSES = (
     *guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES, *named.NEAR_MISSES,
-    *branches.NEAR_MISSES,
+    *branches.NEAR_MISSES, *hits.NEAR_MISSES,
 )  # fmt: skip
 
 

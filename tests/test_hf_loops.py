@@ -81,3 +81,24 @@ def test_switch_transformers(room):
     check_step(actual, expected, layer)
     assert len(rewritten_in(records)) == 1
     assert bool((expected["out"] == 0).all(-1).any()) == (room == 2)
+
+
+JETMOE = {
+    "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_jetmoe():
+    """Its experts of attention break the graph, and stay; those of its MLP hand one another counts on the host."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = transformers.AutoConfig.for_model("jetmoe", **_COMMON, **JETMOE)
+    model, ids = transformers.AutoModelForCausalLM.from_config(config), tokens()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    with rewriting_backend() as backend, switch.recording() as records:
+        actual = training_step(model, torch.compile(model, backend=backend), ids)
+    torch._dynamo.reset()
+    check_step(actual, training_step(model, model, ids), model)
+    assert {candidate.became for candidate in rewritten_in(records)} == {"expert_up(swiglu) -> expert_down"}

@@ -87,7 +87,7 @@ def masked(make_mask):
 
     def layer(scores):
         mask = make_mask(F.one_hot(scores.topk(K).indices, E), scores)
-        return sum(mask[:, :, e].sum() for e in row_groups.masked_numbers(mask.permute(2, 1, 0)))
+        return sum(mask[:, :, e].sum() for e in row_groups.masked_numbers(mask.permute(2, 1, 0), 0, 3))
 
     torch._dynamo.reset()
     torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(T, E))
@@ -128,11 +128,11 @@ def test_checks_of_other_masks_stay(make_mask):
 
 def test_masked_numbers():
     mask = F.one_hot(torch.tensor([[0, 3], [2, 0]]), E).permute(2, 1, 0)
-    assert row_groups.masked_numbers(mask) == range(E)
+    assert row_groups.masked_numbers(mask, 0, 3) == row_groups.masked_numbers(mask.permute(2, 1, 0), 2, 3) == range(E)
     with pytest.raises(RuntimeError):
-        row_groups.masked_numbers(-mask)
-    with pytest.raises(ValueError, match="must not be floating point"):
-        row_groups.masked_numbers(mask.double())
+        row_groups.masked_numbers(-mask, 0, 3)
+    with pytest.raises(ValueError, match="must have 2 axes, got 3"):
+        row_groups.masked_numbers(mask, 0, 2)
 
 
 def test_hit_numbers():
