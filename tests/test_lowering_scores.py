@@ -106,6 +106,26 @@ def beside_a_shared_expert(layer, x, logits):
     return out
 
 
+def by_masks(layer, x, logits, column=lambda e: e, factor=lambda e: 2.0, chosen=lambda hits: hits.any(-1, keepdim=True)):
+    """Probabilities of all experts, of which masks of the chosen ids leave some."""
+    probabilities = softmax(logits)
+    ids = torch.topk(probabilities, layer.K, dim=-1).indices
+    out = torch.zeros_like(x)
+    for e in range(zoo.E):
+        share = probabilities[:, column(e), None] * factor(e)
+        out = out + torch.where(chosen(ids == e), share * (glu(x @ layer.up[e]) @ layer.down[e]), 0.0)
+    return out
+
+
+def by_one_mask(layer, x, logits, spread=lambda mask: mask):
+    """The same for all experts at once."""
+    probabilities = softmax(logits)
+    ids = torch.topk(probabilities, layer.K, dim=-1).indices
+    mask = spread(torch.zeros_like(logits).scatter(1, ids, 1.0))
+    h = glu(torch.einsum("td,edf->tef", x, layer.up))
+    return torch.einsum("tef,efd,te,te->td", h, layer.down, probabilities, mask)
+
+
 REWRITTEN = {
     "sentinels": (sorted_with_sentinels, {}),
     "clamped_ids": (gathered_with_clamped_ids, {}),
@@ -114,6 +134,9 @@ REWRITTEN = {
     "softmax_on_input": (on_input, {"score": softmax}),
     "softmax_on_output": (on_output, {"score": softmax}),
     "shared_expert": (beside_a_shared_expert, {}),
+    "masked_probabilities": (by_masks, {}),
+    "counted_probabilities": (by_masks, {"chosen": lambda hits: hits.sum(-1, keepdim=True) > 0}),
+    "batched_probabilities": (by_one_mask, {}),
 }
 LEFT_ALONE = {
     "a_sentinel_is_an_expert": (sorted_with_sentinels, {"absent": zoo.E - 1}),
@@ -126,6 +149,11 @@ LEFT_ALONE = {
     "another_axis": (on_output, {"score": lambda scores: F.softmax(scores, dim=0)}),
     "unselected_at_one": (on_output, {"score": lambda scores: 1 - F.sigmoid(scores)}),
     "softmax_of_zeros": (on_output, {"fill": 0.0, "score": softmax}),
+    "probability_of_another": (by_masks, {"column": lambda e: max(e, 1)}),
+    "one_probability_scaled_otherwise": (by_masks, {"factor": lambda e: 2.0 + (e == 1)}),
+    "probabilities_of_the_others": (by_masks, {"chosen": lambda hits: ~hits.any(-1, keepdim=True)}),
+    "mask_of_the_next_token": (by_one_mask, {"spread": lambda mask: mask.roll(1, 0)}),
+    "mask_of_the_next_expert": (by_one_mask, {"spread": lambda mask: mask.roll(1, 1)}),
 }
 
 
