@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 import moeblaze_ops.lowering.canonical_indexing
-import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
+import moeblaze_ops.lowering.canonical_masks
+import moeblaze_ops.lowering.canonical_products  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.counts import is_count
 from moeblaze_ops.lowering.elements import Evaluator, Unroll

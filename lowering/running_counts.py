@@ -9,7 +9,8 @@ from collections.abc import Callable
 from torch import fx
 
 import moeblaze_ops.lowering.canonical_indexing
-import moeblaze_ops.lowering.canonical_products  # noqa: F401  (both fill the table)
+import moeblaze_ops.lowering.canonical_masks
+import moeblaze_ops.lowering.canonical_products  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.distinct import are_distinct

@@ -84,6 +84,21 @@ def on_output(layer, x, logits, **how):
     return out
 
 
+def filled(layer, x, logits, mask=lambda chosen: ~chosen, fill=-INFINITY):
+    """A softmax of the logits that a mask leaves."""
+    ids = torch.topk(logits, layer.K, dim=-1).indices
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+    scores = softmax(logits.masked_fill(mask(chosen), fill))
+    return sum(scores[:, e, None] * (glu(x @ layer.up[e]) @ layer.down[e]) for e in range(zoo.E))
+
+
+def kept_by_where(layer, x, logits):
+    ids = torch.topk(logits, layer.K, dim=-1).indices
+    others = torch.ones_like(logits).scatter(1, ids, 0.0)
+    scores = softmax(torch.where(others == 0, logits, torch.full_like(logits, -INFINITY)))
+    return sum(scores[:, e, None] * (glu(x @ layer.up[e]) @ layer.down[e]) for e in range(zoo.E))
+
+
 class Autocast(nn.Module):
     """A layer under autocast, which is on inside the graph or, in the tests, around it."""
 
@@ -134,6 +149,8 @@ REWRITTEN = {
     "softmax_on_input": (on_input, {"score": softmax}),
     "softmax_on_output": (on_output, {"score": softmax}),
     "shared_expert": (beside_a_shared_expert, {}),
+    "masked_logits": (filled, {}),
+    "masked_logits_by_where": (kept_by_where, {}),
     "masked_probabilities": (by_masks, {}),
     "counted_probabilities": (by_masks, {"chosen": lambda hits: hits.sum(-1, keepdim=True) > 0}),
     "batched_probabilities": (by_one_mask, {}),
@@ -149,6 +166,9 @@ LEFT_ALONE = {
     "another_axis": (on_output, {"score": lambda scores: F.softmax(scores, dim=0)}),
     "unselected_at_one": (on_output, {"score": lambda scores: 1 - F.sigmoid(scores)}),
     "softmax_of_zeros": (on_output, {"fill": 0.0, "score": softmax}),
+    "chosen_logits_masked": (filled, {"mask": lambda chosen: chosen}),
+    "logits_masked_by_the_next_token": (filled, {"mask": lambda chosen: ~chosen.roll(1, 0)}),
+    "logits_masked_by_zeros": (filled, {"fill": 0.0}),
     "probability_of_another": (by_masks, {"column": lambda e: max(e, 1)}),
     "one_probability_scaled_otherwise": (by_masks, {"factor": lambda e: 2.0 + (e == 1)}),
     "probabilities_of_the_others": (by_masks, {"chosen": lambda hits: ~hits.any(-1, keepdim=True)}),
