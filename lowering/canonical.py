@@ -7,7 +7,7 @@ a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their `
     expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
     cast (x)             full (number)          arange (start, step)
 and those of `canonical_pointwise`, `canonical_products`, `canonical_indexing` and `canonical_vmap`. A new spelling of a
-known kind is one function in one of them.
+known kind is one function in one of them, or in `canonical_masks`.
 """
 
 import math

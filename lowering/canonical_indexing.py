@@ -35,7 +35,8 @@ from moeblaze_ops.lowering.fading import is_fading
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name
 
 
-def _coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
+def coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
+    """Those of the true elements of a mask, of which there are ``rows``."""
     mask = cast(view, mask, torch.bool)
     return tuple(
         view.make("nonzero", mask, dim, shape=(rows,), dtype=torch.int64) for dim in range(len(mask.shape))
@@ -63,9 +64,8 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             x = reshaped(view, x, (*x.shape[:dim], 1, *x.shape[dim:]))
         elif isinstance(item, Value):
             if item.dtype == torch.bool:
-                coordinates = _coordinates(view, item, _rows_of_mask(view, item))
-                tensors += coordinates
-                dim += len(coordinates)
+                tensors += coordinates(view, item, _rows_of_mask(view, item))
+                dim += len(item.shape)
                 continue
             require(item.dtype in (torch.int64, torch.int32), "an integer index")
         elif isinstance(item, slice):
@@ -134,15 +134,21 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
     items = key if isinstance(key, tuple) else (key,)
     if any(type(item) is int for item in items):
         return _put_at_number(view, x, items, values)
+    while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
+        items = items[:-1]
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
     indices: list[Value | None] = []
     for item in items:
         if item.dtype == torch.bool:
             rows = values.shape[0] if values.shape else None
             require(rows is not None, "one value per true element")
-            indices += _coordinates(view, item, rows)
+            indices += coordinates(view, item, rows)
         else:
             indices.append(item)
+    if len(indices) == 1 and len(indices[0].shape) > 1:
+        rows, width = math.prod(indices[0].shape), x.shape[1:]
+        values = reshaped(view, expanded(view, tensor(values), (*indices[0].shape, *width)), (rows, *width))
+        indices = [reshaped(view, indices[0], (rows,))]
     indices += [None] * (len(x.shape) - len(indices))
     if _is_inverse_permutation(x, indices, values, accumulate):
         return view.make("inverse", indices[0], shape=x.shape, dtype=x.dtype)
@@ -246,20 +252,11 @@ def _scatter_reduce(
 # Masks.
 
 
-@form("where")
-def _where(view: GraphView, mask: Any, *args: Any) -> Any:
-    if args:
-        return pointwise(view, "where", mask, *args)
-    rows = size_of(fake_of(view._node)[0].shape[0])
-    return _coordinates(view, tensor(mask), rows)
-
-
 @form("nonzero", "argwhere")
 def _nonzero(view: GraphView, mask: Any, *, as_tuple: bool = False) -> Any:
     if as_tuple:
-        return _where(view, mask)
-    coordinates = _coordinates(view, tensor(mask), output_shape(view)[0])
-    return view.make("stack", coordinates, 1)
+        return coordinates(view, tensor(mask), size_of(fake_of(view._node)[0].shape[0]))
+    return view.make("stack", coordinates(view, tensor(mask), output_shape(view)[0]), 1)
 
 
 @form("one_hot")
@@ -299,11 +296,17 @@ def _bound(x: Value) -> Size | None:
 
 @form("argsort")
 def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
+    if len(tensor(keys).shape) > 1:
+        order = view.opaque(view._node)
+        order.bound = keys.shape[axis(keys, dim)]
+        return order
     return _permutation(view, tensor(keys), dim, descending)
 
 
 @form("sort")
 def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    if len(tensor(keys).shape) > 1:
+        return _largest(view, keys, dim=dim)
     permutation = _permutation(view, tensor(keys), dim, descending)
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
 
@@ -359,7 +362,7 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
 
 @form("topk", "max")
 def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The values and where they are along the axis; nothing else is known of either."""
+    """Some values, or all, and where they are along the axis; nothing else is known of either."""
     at = 1 if target_name(view._node) == "topk" else 0
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)
     values, indices = view.opaque(view._node)

@@ -15,9 +15,11 @@ from moeblaze_ops.lowering.canonical import (
     full,
     is_scattered_over,
     output_dtype,
+    output_shape,
     permuted,
     require,
     rescattered,
+    sliced,
     tensor,
     turns_scattered,
 )
@@ -140,6 +142,13 @@ def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
     return pointwise(view, "square", x) if exponent == 2 else pointwise(view, "pow", x, params=(exponent,))
 
 
+@form("glu")
+def _glu(view: GraphView, x: Any, dim: int = -1) -> Value:
+    d, half = axis(tensor(x), dim), output_shape(view)[axis(x, dim)]
+    a, b = (sliced(view, x, d, start, 1, half) for start in (0, half))
+    return pointwise(view, "mul", a, pointwise(view, "sigmoid", b))
+
+
 @form("gelu")
 def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
     return pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x)
@@ -163,7 +172,3 @@ def _clamp_one(view: GraphView, x: Any, bound: float) -> Value:
     upper = "max" in str(view._node.target)
     return pointwise(view, "clamp", x, params=(None, bound) if upper else (bound, None))
 
-
-@form("masked_fill")
-def _masked_fill(view: GraphView, x: Any, mask: Any, value: Any) -> Value:
-    return pointwise(view, "where", mask, value, x)

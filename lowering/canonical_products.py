@@ -92,6 +92,20 @@ def _matmul(view: GraphView, a: Any, b: Any) -> Value:
     return contract(view, (a, b), (left + "xy", right + "yz"), batch + "xz")
 
 
+@form("tensordot")
+def _tensordot(view: GraphView, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Value:
+    ranks = len(tensor(a).shape), len(tensor(b).shape)
+    left, right = (range(ranks[0] - dims, ranks[0]), range(dims)) if isinstance(dims, int) else dims
+    letters = iter(string.ascii_letters)
+    labels = [[next(letters) for _ in range(rank)] for rank in ranks]
+    summed = set()
+    for i, j in zip(left, right, strict=True):
+        labels[1][axis(b, j)] = labels[0][axis(a, i)]
+        summed.add(labels[0][axis(a, i)])
+    free = [letter for letter in (*labels[0], *labels[1]) if letter not in summed]
+    return contract(view, (a, b), ("".join(labels[0]), "".join(labels[1])), "".join(free))
+
+
 @form("linear")
 def _linear(view: GraphView, x: Any, weight: Any, bias: Any = None) -> Value:
     batch = "ijklmn"[: len(tensor(x).shape) - 1]

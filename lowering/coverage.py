@@ -15,7 +15,8 @@ def expert_order(routings: Sequence[Routing]) -> list[int]:
     lead = routings[0].expert
     if lead is None or lead.kind == "var":
         prove(len({r.ids for r in routings}) == len(routings), Reason.EXPERT_COVERAGE, "a slot is used twice")
-        prove(lead is None or len(routings) == 1, Reason.EXPERT_COVERAGE, "several sums over all experts")
+        alike = all(r.expert is lead or (lead and r.expert and r.expert.args[1:] == lead.args[1:]) for r in routings)
+        prove(alike, Reason.EXPERT_COVERAGE, "mixed forms")
         return [0]
     by_slot: dict[Expr, dict[int, int]] = {}
     for i, routing in enumerate(routings):
@@ -35,11 +36,12 @@ def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts:
     weights_of: dict[Expr | None, tuple] = {}
     for routing, expert in zip(routings, experts, strict=True):
         leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
-        if routing.expert is None:
-            any_expert = algebra.var(-5, 0, "r")
-            leaves = [algebra.substitute(leaf, {routing.ids: any_expert}) for leaf in leaves]
+        number, index = routing.expert, weight_index(routing, expert)
+        if index is not None:
+            number = algebra.var(-5, 0, "r")
+            leaves = [algebra.substitute(leaf, {index: number}) for leaf in leaves]
         own = tuple(leaves)
-        prove(weights_of.setdefault(routing.expert, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
+        prove(weights_of.setdefault(number, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
 
 
 def weight_index(routing: Routing, expert: ExpertTerm) -> Expr | None:

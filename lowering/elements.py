@@ -209,10 +209,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         (x,) = value.args
         e = self.element(x, indices, depth)
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
-            if value.dtype == torch.bool and e.kind == "sum" and is_indicator(e.args[1]):
-                return self.algebra.any(*self.algebra.open(e))
             if value.dtype == torch.bool:
-                return e if is_indicator(e) else chosen(self.algebra, e) or self.algebra.cast(value.dtype, e)
+                return self._above_zero(e) or self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
@@ -226,12 +224,18 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return self.algebra.mul(self.algebra.cast(value.dtype, self.algebra.mul(*vector)), *scale)
         return self.algebra.cast(value.dtype, e)
 
+    def _above_zero(self, e: Expr) -> Expr | None:
+        """1 where ``e`` is not zero, if it is known not to be negative."""
+        if e.kind == "sum" and is_indicator(e.args[1]):
+            return self.algebra.any(*self.algebra.open(e))
+        return e if is_indicator(e) else chosen(self.algebra, e)
+
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
         name, xs, params = value.args
         if value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point:
             return self.algebra.leaf(value, indices)  # it may wrap around
         args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
-        if name in ("gt", "ne") and args[1] is self.algebra.zero and (mask := chosen(self.algebra, args[0])) is not None:
+        if name in ("gt", "ne") and args[1] is self.algebra.zero and (mask := self._above_zero(args[0])) is not None:
             return mask
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.expressions import Expr, Size, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.expressions import Expr, Size, differ, factors_of, same_size, subexpressions
 from moeblaze_ops.lowering.values import Value
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class _Landed:
 
     def _never_with(self, term: Expr) -> bool:
         """Whether a term is zero wherever the row lands: one number cannot equal two."""
-        return any(_differ(f, self.hits) for f in factors_of(term))
+        return any(differ(f, self.hits) for f in factors_of(term))
 
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
@@ -287,15 +287,6 @@ def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bo
         key.args[0] is mask and key.args[2] is row and same_size(size, mask.shape[key.args[1]])
         for key, size in zip(keys, sizes, strict=False)
     )
-
-
-def _differ(a: Expr, b: Expr) -> bool:
-    """Comparisons of the same expression with two numbers."""
-    if a.kind != "eq" or b.kind != "eq":
-        return False
-    numbers = [[side for side in e.args if side.kind == "const"] for e in (a, b)]
-    others = [[side for side in e.args if side.kind != "const"] for e in (a, b)]
-    return len(numbers[0]) == len(numbers[1]) == 1 and others[0] == others[1] and numbers[0] != numbers[1]
 
 
 def _ratio(total: Size, part: Size) -> int | None:

@@ -132,6 +132,15 @@ def factors_of(e: Expr) -> tuple[Expr, ...]:
     return e.args if e.kind == "mul" else (e,)
 
 
+def differ(a: "Expr", b: "Expr") -> bool:
+    """Comparisons of the same expression with two numbers."""
+    if a.kind != "eq" or b.kind != "eq":
+        return False
+    numbers = [[side for side in e.args if side.kind == "const"] for e in (a, b)]
+    others = [[side for side in e.args if side.kind != "const"] for e in (a, b)]
+    return len(numbers[0]) == len(numbers[1]) == 1 and others[0] == others[1] and numbers[0] != numbers[1]
+
+
 def subexpressions(e: Expr, accept: Callable[[Expr], bool]) -> Iterable[Expr]:
     """Outermost sub-expressions that ``accept`` takes, each once."""
     seen: set[Expr] = set()

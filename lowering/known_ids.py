@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 import moeblaze_ops.lowering.canonical_indexing
+import moeblaze_ops.lowering.canonical_masks
 import moeblaze_ops.lowering.canonical_products
 import moeblaze_ops.lowering.canonical_splits  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.canonical import TABLE

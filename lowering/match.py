@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.lowering.canonical_indexing
+import moeblaze_ops.lowering.canonical_masks
 import moeblaze_ops.lowering.canonical_products
 import moeblaze_ops.lowering.canonical_splits
 import moeblaze_ops.lowering.canonical_vmap  # noqa: F401  (all fill the table)
@@ -41,7 +42,7 @@ from moeblaze_ops.lowering.values import GraphView, Value, fake_of, inplace_name
 
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
-    "index_copy", "copy", "addcmul", "scatter_reduce",
+    "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
 ))  # fmt: skip
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
@@ -140,7 +141,7 @@ class Matcher:
             if rows:
                 detail = "row groups are no running counts of ids"
                 return Decline(root, root, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
-            masked = [term for term in terms if _is_masked(term) and feature in term.free]
+            masked = [term for term in terms if _is_masked(term) and _is_vector(term, feature)]
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
@@ -335,6 +336,11 @@ def _may_combine(node: fx.Node) -> bool:
 
 def _is_row_product(e: Expr) -> bool:
     return e.kind == "leaf" and e.args[0].op == "grouped_mm"
+
+
+def _is_vector(term: Expr, feature: Expr) -> bool:
+    """Whether features differ by more than by comparisons: a tensor of scores ``[T, E]`` compares ids with its last index."""
+    return any(feature in f.free and f.kind not in ("eq", "any") for f in factors_of(term))
 
 
 def _is_masked(term: Expr) -> bool:

@@ -40,7 +40,8 @@ def _find_summed(
         product = algebra.mul(*weights)
         found_weights = None
         if product is not algebra.one:
-            found_weights = finder.find_scaled((product,), (slot,), top_k, depth) or _find_scores(finder, routings, depth)
+            found_weights = finder.find_scaled((product,), (slot,), top_k, depth)
+            found_weights = found_weights or _find_scores(algebra, finder, routings, depth)
             prove(found_weights is not None, *_unaligned(product, "routing weights"))
         results.add((found_ids, found_weights, top_k))
     prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
@@ -51,24 +52,26 @@ def _find_per_slot(
     algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
 ) -> tuple[Operand, Operand | None, int]:
     weights_of: dict[Expr, Expr] = {}
+    alike = True
     for routing in routings:
         product = algebra.mul(*routing.weights)
-        known = weights_of.setdefault(routing.ids, product)
-        prove(known is product, Reason.SLOT_WEIGHTS, "experts are weighted differently")
+        alike &= weights_of.setdefault(routing.ids, product) is product
     top_k = len(weights_of)
+    prove(alike or top_k == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
     columns = tuple(algebra.const(k) for k in range(top_k))
     for ids in _orders(list(weights_of)):
         found_ids = finder.find_ids(ids, columns, top_k)
         if found_ids is None:
             continue
         products = tuple(weights_of[e] for e in ids)
-        if all(p is algebra.one for p in products):
+        if alike and all(p is algebra.one for p in products):
             return found_ids, None, top_k
-        found_weights = finder.find_scaled(products, columns, top_k, depth)
+        found_weights = finder.find_scaled(products, columns, top_k, depth) if alike else None
         if found_weights is None and top_k == 1:
-            found_weights = _find_scores(finder, routings, depth)
-        prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
-        return found_ids, found_weights, top_k
+            found_weights = _find_scores(algebra, finder, routings, depth)
+            prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
+        return found_ids, found_weights or _find_weights_apart(algebra, finder, products, depth), top_k
+    prove(alike, Reason.SLOT_WEIGHTS, "experts are weighted differently")
     return _find_apart(algebra, finder, weights_of, depth)
 
 
@@ -76,31 +79,40 @@ def _find_apart(
     algebra: Algebra, finder: Finder, weights_of: dict[Expr, Expr], depth: int
 ) -> tuple[Operand, Operand | None, int]:
     """Ids and weights of which every slot has tensors ``[T]`` of its own."""
-    ids, weights = [], []
-    for own, product in weights_of.items():
-        ids.append(finder.find_ids((own,), (algebra.zero,), 1))
-        prove(ids[-1] is not None and ids[-1].dtype == ids[0].dtype, *_unaligned(own, "expert ids"))
+    found = []
+    for own in weights_of:
+        found.append(finder.find_ids((own,), (algebra.zero,), 1))
+        prove(found[-1] is not None and found[-1].dtype == found[0].dtype, *_unaligned(own, "expert ids"))
+    return _joined(found), _find_weights_apart(algebra, finder, list(weights_of.values()), depth), len(found)
+
+
+def _find_weights_apart(algebra: Algebra, finder: Finder, products: Sequence[Expr], depth: int) -> Operand | None:
+    """The weights of every slot in a tensor ``[T]`` of its own; None where there are none."""
+    found = []
+    for product in products:
         if product is not algebra.one:
-            weights.append(finder.find_scaled((product,), (algebra.zero,), 1, depth))
-            prove(weights[-1] is not None and weights[-1].dtype == weights[0].dtype, *_unaligned(product, "routing weights"))
-    prove(len(weights) in (0, len(ids)), Reason.SLOT_WEIGHTS, "some slots have no weights")
-    return _joined(ids), _joined(weights) if weights else None, len(ids)
+            found.append(finder.find_scaled((product,), (algebra.zero,), 1, depth))
+            prove(found[-1] is not None and found[-1].dtype == found[0].dtype, *_unaligned(product, "routing weights"))
+    prove(len(found) in (0, len(products)), Reason.SLOT_WEIGHTS, "some slots have no weights")
+    return _joined(found) if found else None
 
 
 def _joined(slots: list[Operand]) -> Operand:
     return replace(slots[0], rest=tuple(slots[1:]))
 
 
-def _find_scores(finder: Finder, routings: Sequence[Routing], depth: int) -> Operand | None:
-    """Scores of all experts, of which the layer uses those that the ids choose."""
-    scores = {routing.expert: routing.score for routing in routings}
-    if None in scores.values() or len(scores) < len(routings):
+def _find_scores(algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int) -> Operand | None:
+    """Scores of all experts, of which the layer uses those that the ids choose; the others are zero, or any numbers."""
+    experts = tuple(sorted({r.expert for r in routings if r.expert is not None}, key=lambda e: e.args[0]))
+    if len(experts) < len(routings):
         return None
-    experts = tuple(sorted(scores, key=lambda e: e.args[0]))
     count = experts[0].args[1] if experts[0].kind == "var" else len(experts)
-    targets = tuple(map(scores.get, experts))
-    found = finder.find(targets, experts, count, depth) or finder.find_turned(targets, experts, count, depth)
-    return found and replace(found, gathered=True)
+    for scores in ({r.expert: r.score for r in routings}, {r.expert: algebra.mul(*r.weights) for r in routings}):
+        targets = tuple(map(scores.get, experts))
+        found = finder.find_scaled(targets, experts, count, depth) or finder.find_turned(targets, experts, count, depth)
+        if found is not None:
+            return replace(found, gathered=True)
+    return None
 
 
 def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> Operand | None:

@@ -84,7 +84,6 @@ def read_compared(
     plain, markers = _without_markers(tuple(plain))
     kept = [f for f in plain if _keeps(f)]
     plain = tuple(f for f in plain if f not in kept)
-    prove(expert is None or all(expert not in f.free for f in plain), Reason.ROUTING, "weights vary with the expert")
     weights, score = (*chosen.weights, *plain), algebra.mul(chosen.factor, *plain)
     kept = algebra.mul(*kept) if kept else None
     return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), kept, score)

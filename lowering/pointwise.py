@@ -1,9 +1,10 @@
 """Pointwise functions of expressions: all that sums and products can say is said by them."""
 
 import operator
+from collections import Counter
 
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.expressions import Expr, differ, factors_of
 
 
 def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
@@ -75,12 +76,18 @@ def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) 
 
 
 def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
-    """``mask * kept + (1 - mask) * other`` where one side is zero."""
-    if other is algebra.zero:
-        return algebra.mul(mask, kept)
-    if kept is algebra.zero:
-        return algebra.mul(_not(algebra, mask), other)
-    return algebra.call("where", (mask, kept, other))
+    """``mask * kept + (1 - mask) * other`` where one side is zero, or where it is ``other`` plus something masked.
+
+    That is so if ``kept`` adds to ``other``, or if all of ``other`` is zero under the mask.
+    """
+    below = [] if other is algebra.zero else list(other.args if other.kind == "add" else (other,))
+    added = Counter(kept.args if kept.kind == "add" else (kept,))
+    if Counter(below) <= added:
+        kept = algebra.add(*(added - Counter(below)).elements())
+    elif not all(any(differ(f, m) for f in factors_of(term) for m in factors_of(mask)) for term in below):
+        masked = kept is algebra.zero
+        return algebra.mul(_not(algebra, mask), other) if masked else algebra.call("where", (mask, kept, other))
+    return algebra.add(other, algebra.mul(mask, kept))
 
 
 def _not(algebra: Algebra, mask: Expr) -> Expr:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import fx
 
 import moeblaze_ops.lowering.canonical_indexing
+import moeblaze_ops.lowering.canonical_masks
 import moeblaze_ops.lowering.canonical_products
 import moeblaze_ops.lowering.canonical_splits  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.algebra import Algebra

@@ -15,6 +15,9 @@ _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
 _VALUES = frozenset(("sum", "mean", "unsqueeze", "squeeze", "view", "reshape", "expand", "flatten", "new_zeros", "new_empty"))
 """Methods that only make a value, of the dtype of what they are called on, whatever that is."""
 
+_TO_ROWS = frozenset(("index_add", "index_copy", "scatter_add", "scatter_reduce"))
+"""Methods that add or store rows of one tensor at those of another, here and with an underscore in place."""
+
 
 class Unproven(Exception):
     """Statements may do something where the group is empty."""
@@ -266,23 +269,29 @@ class _Proof:
         return isinstance(e, ast.Name) and self.reader.read(e).group != self.group
 
     def _updates(self, value: ast.expr, name: str) -> bool:
-        """``name = name.index_add(0, rows, ...)``, or rows of a group put into it."""
+        """``name = name.index_add(0, rows, ...)`` and its like, or rows of a group put into it."""
         if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
             return False
         if self.reader.resolve(value.func) is row_groups.put:
             return isinstance(value.args[0], ast.Name) and value.args[0].id == name and self._in_group(value.args[2])
         if self.reader.resolve(value.func) is not None:
             return False
-        return value.func.attr == "index_add" and self._adds_rows(value, value.func.value, name)
+        base = value.func.value
+        if value.func.attr == "index_put":
+            return isinstance(base, ast.Name) and base.id == name and self._puts_rows(value, base)
+        return value.func.attr in _TO_ROWS and self._adds_rows(value, base, name)
 
     def _updates_in_place(self, call: ast.Call) -> bool:
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             return False
-        if call.func.attr in ("index_add_", "index_copy_", "scatter_add_", "scatter_reduce_"):
+        if call.func.attr.endswith("_") and call.func.attr[:-1] in _TO_ROWS:
             return self._adds_rows(call, call.func.value, call.func.value.id)
-        if call.func.attr == "index_put_" and call.args and isinstance(call.args[0], ast.Tuple) and call.args[0].elts:
-            return self._is_accumulator(call.func.value) and self._in_group(call.args[0].elts[0], "rows", "mask")
-        return False
+        return call.func.attr == "index_put_" and self._puts_rows(call, call.func.value)
+
+    def _puts_rows(self, call: ast.Call, base: ast.expr) -> bool:
+        """Whether ``base.index_put`` is called with indices that are rows of the group."""
+        indices = call.args[0].elts if call.args and isinstance(call.args[0], ast.Tuple) else []
+        return bool(indices) and self._is_accumulator(base) and self._in_group(indices[0], "rows", "mask")
 
     def _adds_rows(self, call: ast.Call, base: ast.expr, name: str) -> bool:
         """Whether a call adds to some rows of ``base``, along axis 0, and these are rows of the group."""

@@ -107,8 +107,29 @@ def stores_zero_parameters(self, x, weights, ids):
     return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
 
+def puts_rows(self, x, weights, ids):
+    """Out of place, slot by slot."""
+    out = torch.zeros_like(x)
+    for k in range(ids.shape[1]):
+        for e, expert in enumerate(self.experts):
+            token = torch.where(ids[:, k] == e)[0]
+            if token.numel():
+                out = out.index_put((token,), expert(x[token]) * weights[token, k, None], accumulate=True)
+    return out
+
+
+def copies_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            y = expert(x[token]) * weights[token, slot, None]
+            out = out.index_copy(0, token, out[token] + y)
+    return out
+
+
 GUARDED = (
-    stores_zero_parameters,
+    stores_zero_parameters, puts_rows, copies_rows,
     counts_on_the_host, counts_of_a_mask, rows_unbound, hit_scores, adds_zero_parameters, adds_a_zero_row, through_a_view,
 )  # fmt: skip
 
@@ -319,7 +340,29 @@ def others_widen_the_sum(self, x, weights, ids):
     return out
 
 
+def puts_other_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for k in range(ids.shape[1]):
+        for e, expert in enumerate(self.experts):
+            token = torch.where(ids[:, k] == e)[0]
+            if token.numel():
+                out = out.index_put((ids[:2, k],), expert(x[token]).sum(0), accumulate=True)
+    return out
+
+
+def copies_into_others(self, x, weights, ids):
+    """The result is a copy of something else than itself."""
+    out, first = torch.zeros_like(x), torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            y = expert(x[token]) * weights[token, slot, None]
+            out = first.index_copy(0, token, out[token] + y)
+    return out
+
+
 NEAR_MISSES = (
+    puts_other_rows, copies_into_others,
     counts_of_the_next, counts_of_other_ids, counts_at_least_two, counts_are_weights, counts_change, counts_are_read,
     adds_parameters, stores_one_times_parameters, stores_elsewhere, stores_zero_of_a_counter, stores_a_zero_row,
     counts_the_others, ids_change_through_a_view, others_write_in_an_expression, others_set_a_name,

@@ -173,10 +173,12 @@ def one_of_two_masks(self, x, weights, ids):
 
 @_lookalike("SLOT_WEIGHTS")
 def weights_swapped_between_slots(self, x, weights, ids):
+    """For the tokens of one expert."""
     out = torch.zeros_like(x)
     for k in range(ids.shape[-1]):
         for e, expert in enumerate(self.experts):
-            out = out + expert(x) * weights[..., 1 - k, None] * (ids[..., k] == e).unsqueeze(-1)
+            share = weights[..., k if e else 1 - k, None]
+            out = out + expert(x) * share * (ids[..., k] == e).unsqueeze(-1)
     return out
 
 

@@ -79,7 +79,9 @@ TWINS = {
     "gathered_rows": ("weights.unsqueeze(-1)).sum(1)", "weights.unsqueeze(-1)).amax(1)"),
 }
 
-STILL_LAYERS = {"masked_stack_einsum", "packed_loop", "gpt_oss_loop", "sorted_rows"}
+STILL_LAYERS = {
+    "masked_stack_einsum", "masked_per_slot", "packed_loop", "gpt_oss_loop", "sorted_rows", "gathered_per_slot",
+}  # fmt: skip
 
 
 def _twin(function: Callable) -> Callable:

@@ -84,6 +84,21 @@ def on_output(layer, x, logits, **how):
     return out
 
 
+def filled(layer, x, logits, mask=lambda chosen: ~chosen, fill=-INFINITY):
+    """A softmax of the logits that a mask leaves."""
+    ids = torch.topk(logits, layer.K, dim=-1).indices
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+    scores = softmax(logits.masked_fill(mask(chosen), fill))
+    return sum(scores[:, e, None] * (glu(x @ layer.up[e]) @ layer.down[e]) for e in range(zoo.E))
+
+
+def kept_by_where(layer, x, logits):
+    ids = torch.topk(logits, layer.K, dim=-1).indices
+    others = torch.ones_like(logits).scatter(1, ids, 0.0)
+    scores = softmax(torch.where(others == 0, logits, torch.full_like(logits, -INFINITY)))
+    return sum(scores[:, e, None] * (glu(x @ layer.up[e]) @ layer.down[e]) for e in range(zoo.E))
+
+
 class Autocast(nn.Module):
     """A layer under autocast, which is on inside the graph or, in the tests, around it."""
 
@@ -106,6 +121,26 @@ def beside_a_shared_expert(layer, x, logits):
     return out
 
 
+def by_masks(layer, x, logits, column=lambda e: e, factor=lambda e: 2.0, chosen=lambda hits: hits.any(-1, keepdim=True)):
+    """Probabilities of all experts, of which masks of the chosen ids leave some."""
+    probabilities = softmax(logits)
+    ids = torch.topk(probabilities, layer.K, dim=-1).indices
+    out = torch.zeros_like(x)
+    for e in range(zoo.E):
+        share = probabilities[:, column(e), None] * factor(e)
+        out = out + torch.where(chosen(ids == e), share * (glu(x @ layer.up[e]) @ layer.down[e]), 0.0)
+    return out
+
+
+def by_one_mask(layer, x, logits, spread=lambda mask: mask):
+    """The same for all experts at once."""
+    probabilities = softmax(logits)
+    ids = torch.topk(probabilities, layer.K, dim=-1).indices
+    mask = spread(torch.zeros_like(logits).scatter(1, ids, 1.0))
+    h = glu(torch.einsum("td,edf->tef", x, layer.up))
+    return torch.einsum("tef,efd,te,te->td", h, layer.down, probabilities, mask)
+
+
 REWRITTEN = {
     "sentinels": (sorted_with_sentinels, {}),
     "clamped_ids": (gathered_with_clamped_ids, {}),
@@ -114,6 +149,11 @@ REWRITTEN = {
     "softmax_on_input": (on_input, {"score": softmax}),
     "softmax_on_output": (on_output, {"score": softmax}),
     "shared_expert": (beside_a_shared_expert, {}),
+    "masked_logits": (filled, {}),
+    "masked_logits_by_where": (kept_by_where, {}),
+    "masked_probabilities": (by_masks, {}),
+    "counted_probabilities": (by_masks, {"chosen": lambda hits: hits.sum(-1, keepdim=True) > 0}),
+    "batched_probabilities": (by_one_mask, {}),
 }
 LEFT_ALONE = {
     "a_sentinel_is_an_expert": (sorted_with_sentinels, {"absent": zoo.E - 1}),
@@ -126,6 +166,14 @@ LEFT_ALONE = {
     "another_axis": (on_output, {"score": lambda scores: F.softmax(scores, dim=0)}),
     "unselected_at_one": (on_output, {"score": lambda scores: 1 - F.sigmoid(scores)}),
     "softmax_of_zeros": (on_output, {"fill": 0.0, "score": softmax}),
+    "chosen_logits_masked": (filled, {"mask": lambda chosen: chosen}),
+    "logits_masked_by_the_next_token": (filled, {"mask": lambda chosen: ~chosen.roll(1, 0)}),
+    "logits_masked_by_zeros": (filled, {"fill": 0.0}),
+    "probability_of_another": (by_masks, {"column": lambda e: max(e, 1)}),
+    "one_probability_scaled_otherwise": (by_masks, {"factor": lambda e: 2.0 + (e == 1)}),
+    "probabilities_of_the_others": (by_masks, {"chosen": lambda hits: ~hits.any(-1, keepdim=True)}),
+    "mask_of_the_next_token": (by_one_mask, {"spread": lambda mask: mask.roll(1, 0)}),
+    "mask_of_the_next_expert": (by_one_mask, {"spread": lambda mask: mask.roll(1, 1)}),
 }
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import check_against_eager
@@ -56,6 +57,27 @@ def two_maxima(self, x, weights, ids):
     return out.view(shape)
 
 
+def tutel(self, x, weights, ids):
+    """Ids of one top-k; each slot's share is summed over a mask, and normalised on its own."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    probs = self.router.gate(x).softmax(-1)
+    masks = [F.one_hot(chosen, len(self.experts)).to(x.dtype) for chosen in ids.unbind(-1)]
+    shares = [(probs * mask).sum(1) for mask in masks]
+    total = torch.clamp(sum(shares), min=1e-9)
+    combining = sum((share / total).unsqueeze(-1) * mask for share, mask in zip(shares, masks, strict=True))
+    return torch.einsum("te,etd->td", combining, torch.stack([expert(x) for expert in self.experts])).view(shape)
+
+
+def swapped_shares(self, x, weights, ids):
+    """Each slot has the weight of the other."""
+    out = torch.zeros_like(x)
+    for k in range(2):
+        for e, expert in enumerate(self.experts):
+            out = out + expert(x) * weights[..., 1 - k, None] * (ids[..., k] == e).unsqueeze(-1)
+    return out
+
+
 def mask_of_the_first_choice(self, x, weights, ids):
     (first, second), shares = _two_largest(self.router.gate(x))
     combining = shares[0].unsqueeze(-1) * first + shares[1].unsqueeze(-1) * second
@@ -89,8 +111,46 @@ def first_expert_weighs_otherwise(self, x, weights, ids):
     return sum((combining if e else first_expert)[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
 
 
-SPELLINGS = (nllb, nllb_masked, two_maxima)
-OTHERS = (mask_of_the_first_choice, second_choices_are_drawn, capacity, first_expert_weighs_otherwise)
+def shares_of_both(self, x, weights, ids):
+    """A slot's mask has the shares of both."""
+    probs = self.router.gate(x).softmax(-1)
+    masks = [F.one_hot(chosen, len(self.experts)).to(x.dtype) for chosen in ids.unbind(-1)]
+    combining = sum((probs * other).sum(1, keepdim=True) * mask for mask in masks for other in masks)
+    return sum(combining[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+SPELLINGS = (nllb, nllb_masked, two_maxima, tutel, swapped_shares)
+OTHERS = (mask_of_the_first_choice, second_choices_are_drawn, capacity, first_expert_weighs_otherwise, shares_of_both)
+
+
+class Batched(nn.Module):
+    """All experts in one product, and a sum over all of them for each slot; ``other`` changes the second slot's experts."""
+
+    def __init__(self, other=lambda up: up):
+        super().__init__()
+        self.gate, self.other = nn.Linear(zoo.D, zoo.E, bias=False), other
+        self.up = nn.Parameter(torch.randn(zoo.E, zoo.D, zoo.FF))
+        self.down = nn.Parameter(torch.randn(zoo.E, zoo.FF, zoo.D))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        masks = [F.one_hot(chosen, zoo.E).to(x.dtype) * weights[:, k, None] for k, chosen in enumerate(ids.unbind(-1))]
+        ups = self.up, self.other(self.up)
+        return sum(
+            torch.einsum("te,etc->tc", mask, torch.relu(x @ up) @ self.down)
+            for mask, up in zip(masks, ups, strict=True)
+        )
+
+
+def test_sums_over_all_experts(fp64):
+    backend = check_against_eager(Batched(), torch.randn(10, zoo.D))
+    assert [candidate.K for candidate in backend.rewritten] == [2]
+
+
+def test_sums_over_other_experts(fp64):
+    """A slot that uses other weights is no part of the layer."""
+    backend = check_against_eager(Batched(lambda up: up.flip(0)), torch.randn(10, zoo.D))
+    assert {candidate.K for candidate in backend.rewritten} == {1}
 
 
 @pytest.mark.parametrize("shape", [(10,), (2, 5), (1,)], ids=["TD", "BSD", "one_token"])
