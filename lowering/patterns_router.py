@@ -5,12 +5,14 @@ is not the scores themselves. Only scores that are taken in fp32 are recognised,
 rounding; everything else stays as the user wrote it, which costs time and nothing more.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.canonical import is_scattered_over
 from moeblaze_ops.lowering.matched import MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_choice import Choice, read_choice
@@ -131,7 +133,7 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
 
 
 def _read_scattered(view: GraphView, trail: _Trail, scores: Operand, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
-    """Scores of all experts, made of logits that were scattered to the chosen; the match has the others at zero."""
+    """Scores of all experts, made of logits that were scattered to the chosen among minus infinity."""
     node = trail.peel(scores.node, _same_choices_or_last_cast)
     scoring = _scoring_of_chosen(node, once=True)
     if scoring is None:
@@ -147,6 +149,8 @@ def _read_scattered(view: GraphView, trail: _Trail, scores: Operand, topk: fx.No
     if target_name(scattered) not in ("scatter", "scatter_") or len(scattered.args) != 4 or scattered.kwargs:
         return None
     _, dim, ids, source = scattered.args
+    if not is_scattered_over(view.value(scattered), -math.inf):
+        return None
     unchanged = view.value_at(scattered, view.position[node]) is view.value(scattered)
     if not unchanged or not _is_last(dim, scattered) or trail.peel(ids, _same_choices) is not chosen:
         return None
