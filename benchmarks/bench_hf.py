@@ -111,7 +111,8 @@ def check(row: Measurement, model: nn.Module, run: nn.Module, ids: Tensor, logit
     row.gradient_error = max(
         relative_error(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), gradients, strict=True)
     )
-    reports = [record.report for record in records if getattr(record, "dropped", "frame") is None]
+    graphs = (record for record in records if isinstance(record, moeblaze_ops.compile.GraphRecord))
+    reports = [graph.report for graph in graphs if graph.dropped is None]
     row.became = [layer.became or f"{layer.reason}: {layer.detail}" for report in reports for layer in report.candidates]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 import torch
 
-from moeblaze_ops.capture_emptiness import COUNTED_AT, Reader, elements_of
+from moeblaze_ops.capture_emptiness import COUNTED_AT, Reader
 from moeblaze_ops.capture_syntax import number
 
 
@@ -40,14 +40,10 @@ def counted_in(test: ast.expr, reader: Reader) -> str | None:
 
 
 def _occurring(e: ast.expr, among: ast.expr, reader: Reader) -> Hashable | None:
-    """The group of the elements that equal the number ``e``, where a condition asks whether it is among numbers of ids.
-
-    Or among the elements of anything else: a tensor that can be compared with the number has it where any of them is equal.
-    """
+    """The group of the elements that equal the number ``e``, where a condition asks whether it is among numbers of ids."""
     value = reader.read(among)
-    if value.present and value.kind in ("hit_ids", "hit_list"):
-        return ast.Eq, value.of, reader.read(e).key
-    return (ast.Eq, elements_of(value.key), reader.read(e).key) if value.kind == "other" and not value.summed else None
+    occurs = value.present and value.kind in ("hit_ids", "hit_list")
+    return (ast.Eq, value.of, reader.read(e).key) if occurs else None
 
 
 def _any(e: ast.expr, reader: Reader) -> Hashable | None:
