@@ -105,9 +105,13 @@ class Matcher:
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
+        total = self._result(whole.root)
+        of_data = set() if total is None else free_unbacked_symbols(total.shape)
         for node in dependencies(self.view, whole.root):
             if not _may_combine(node) or (value := self._result(node)) is None:
                 continue
+            if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
+                continue  # a projection of rows of one expert
             experts = self._experts_of(value)
             if experts and is_part(experts, whole.chosen):
                 yield node

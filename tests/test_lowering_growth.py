@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from moeblaze_ops.lowering.match import Matcher
 from tests.rewrite_harness import rewrite_of
 from tests.test_lowering_router import D, K, Layer
 
@@ -63,3 +64,29 @@ def test_layers_in_a_long_row_are_all_found():
             return x
 
     assert len(rewrite_of(Row(), torch.randn(9, D)).rewritten) == 7
+
+
+def test_products_of_one_expert_are_not_looked_into_for_layers(monkeypatch):
+    """Behind attention that is declined, each would be multiplied out together with all layers before."""
+    num_layers, num_experts = 3, 4
+    looked_into = []
+    experts_of = Matcher._experts_of
+    monkeypatch.setattr(Matcher, "_experts_of", lambda matcher, value: looked_into.append(value) or experts_of(matcher, value))
+    gates, ups, downs = ([torch.randn(num_experts, *shape) for _ in range(num_layers)] for shape in ((D,), (7, D), (D, 7)))
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+
+    def model(x):
+        for gate, up, down in zip(gates, ups, downs, strict=True):
+            scores = torch.where(mask, x @ x.mT, -1e9)
+            x = x + scores.masked_fill(~mask, -1e9).softmax(-1) @ x
+            weights, ids = (x @ gate.T).softmax(-1).topk(K)
+            out = torch.zeros_like(x)
+            for e in range(num_experts):
+                token, slot = torch.where(ids == e)
+                out = out.index_add(0, token, weights[token, slot, None] * ((x[token] @ up[e].T).relu() @ down[e].T))
+            x = x + out
+        return x
+
+    assert len(rewrite_of(model, torch.randn(9, D)).rewritten) == num_layers
+    products = [value for value in looked_into if value.op == "contract"]
+    assert products and all(value.shape[0] == 9 for value in products)
