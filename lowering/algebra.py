@@ -291,14 +291,11 @@ class Algebra:
         """``e`` with expressions replaced, by ones that bind nothing."""
         assert all(new.height == 0 for new in replace.values()), "a binder would capture"
         memo: dict[Expr, Expr] = dict(replace)
-        variables = frozenset(replace) if all(old.kind == "var" for old in replace) else None
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
             if found is None:
-                if variables is not None and variables.isdisjoint(e.free):
-                    found = e
-                elif e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
+                if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
                     outer = {key: value for key, value in replace.items() if key is not e.args[0]}
                     found = self.substitute(e, outer)
                 else:
