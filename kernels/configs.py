@@ -179,7 +179,7 @@ def choose_combine(columns: int | None) -> TileConfig:
 
 def choose_add_rows(columns: int | None) -> TileConfig:
     """Tile of the sum of rows and a token: 1024 columns where their number allows it, 16 of them a thread."""
-    widest = next(width for width in (1024, 512, COLUMN_UNIT) if (columns or 1024) % width == 0 or width == COLUMN_UNIT)
+    widest = next((width for width in (1024, 512) if columns is None or columns % width == 0), COLUMN_UNIT)
     columns = _clip(widest, columns, 16)
     return TileConfig(1, columns, max(1, columns // 512))
 
@@ -227,13 +227,8 @@ def choose_route_backward(columns: int) -> TileConfig:
     return TileConfig(max(1, min(64, 2048 // columns)), columns, 4 if columns <= 2048 else 8)
 
 
-def choose_router_logits(element_size: int, D: int | None) -> TileConfig:
-    """Tokens a program, and how much of D it contracts at a time: 256 bytes of each token."""
-    return TileConfig(64, _clip(256 // element_size, D, 16), 4)
-
-
-def choose_router_weight_grad(element_size: int, D: int | None) -> TileConfig:
-    """Tokens that are contracted at a time, and columns of D a program: 256 bytes of each token."""
+def choose_router_product(element_size: int, D: int | None) -> TileConfig:
+    """Tokens and columns of D that a program of either product takes at a time: 256 bytes of each token."""
     return TileConfig(64, _clip(256 // element_size, D, 16), 4)
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeblaze_ops.kernels.configs import choose_router_logits, choose_router_weight_grad, router_parts
+from moeblaze_ops.kernels.configs import choose_router_product, router_parts
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, static_size
 from moeblaze_ops.kernels.tiles import load_tile, multiply_add, rows_times_weight
 
@@ -83,6 +83,19 @@ def _router_weight_grad_kernel(
     tl.store(parts_tile, total, mask=(experts < E)[:, None] & (cols < D)[None, :])
 
 
+def _options(config, D) -> dict:
+    """What both kernels are compiled for."""
+    return {
+        "ALLOW_TF32": allows_tf32(),
+        "EVEN_D": is_multiple(D, config.columns),
+        "BLOCK_T": config.rows,
+        "BLOCK_D": config.columns,
+        "BLOCK_E": 16,
+        "num_warps": config.num_warps,
+        "num_stages": 4,
+    }
+
+
 def launch_router_logits(x_TD, w_ED):
     """``x @ w.T``.
 
@@ -95,7 +108,7 @@ def launch_router_logits(x_TD, w_ED):
     """
     (T, D), E = x_TD.shape, w_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E))
-    config = choose_router_logits(x_TD.element_size(), static_size(D))
+    config = choose_router_product(x_TD.element_size(), static_size(D))
     launch(
         _router_logits_kernel,
         ceil_div(T, config.rows),
@@ -107,13 +120,7 @@ def launch_router_logits(x_TD, w_ED):
         E,
         *x_TD.stride(),
         *w_ED.stride(),
-        ALLOW_TF32=allows_tf32(),
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_T=config.rows,
-        BLOCK_D=config.columns,
-        BLOCK_E=16,
-        num_warps=config.num_warps,
-        num_stages=4,
+        **_options(config, D),
     )
     return logits_TE
 
@@ -129,7 +136,7 @@ def launch_router_weight_grad(dlogits_TE, x_TD):
         dw_ED: shape [E, D], dtype of x, contiguous; zero without tokens. fp32 sums; two runs agree bit for bit.
     """
     (T, D), E = x_TD.shape, dlogits_TE.shape[1]
-    config = choose_router_weight_grad(x_TD.element_size(), static_size(D))
+    config = choose_router_product(x_TD.element_size(), static_size(D))
     num_col_tiles = ceil_div(D, config.columns)
     parts = router_parts(static_size(num_col_tiles))
     parts_PED = x_TD.new_empty((parts, E, D), dtype=torch.float32)
@@ -145,12 +152,6 @@ def launch_router_weight_grad(dlogits_TE, x_TD):
         *dlogits_TE.stride(),
         *x_TD.stride(),
         PARTS=parts,
-        ALLOW_TF32=allows_tf32(),
-        EVEN_D=is_multiple(D, config.columns),
-        BLOCK_T=config.rows,
-        BLOCK_D=config.columns,
-        BLOCK_E=16,
-        num_warps=config.num_warps,
-        num_stages=4,
+        **_options(config, D),
     )
     return parts_PED.sum(0).to(x_TD.dtype)

@@ -226,9 +226,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _above_zero(self, e: Expr) -> Expr | None:
         """1 where ``e`` is not zero, if it is known not to be negative."""
-        if e.kind == "sum" and is_indicator(e.args[1]):
-            return self.algebra.any(*self.algebra.open(e))
-        return e if is_indicator(e) else chosen(self.algebra, e)
+        return threshold(self.algebra, "ne", [e, self.algebra.zero]) or chosen(self.algebra, e)
 
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
         name, xs, params = value.args

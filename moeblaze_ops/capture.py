@@ -71,14 +71,14 @@ class Captures:
     """The functions of one attempt to capture a frame; ``numbers``: with numbers of a tensor's elements in its graph."""
 
     def __init__(self, *, numbers: bool = False) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self._results: dict[int, tuple[CodeType, Captured]] = {}
 
     def __call__(self, code: CodeType, module_globals: dict[str, Any]) -> CodeType:
         """The code to trace for a function's code."""
         known = self._results.get(id(code))
         if known is None:
-            known = self._results[id(code)] = code, captured(code, module_globals, numbers=self._numbers)
+            known = self._results[id(code)] = code, captured(code, module_globals, numbers=self.numbers)
         return known[1].code or code
 
     @property

@@ -76,8 +76,4 @@ def axis_left(summed: tuple[tuple[int, ...], ...]) -> tuple[int, int] | None:
 
 def sums_last_two(args: list[ast.expr], options: dict[str | None, ast.expr]) -> bool:
     """Whether the axes of a sum are the last two of three."""
-    axes = args[0] if len(args) == 1 and not options else options.get("dim") if not args and len(options) == 1 else None
-    try:
-        return axes is not None and set(ast.literal_eval(axes)) in ({-1, -2}, {1, 2})
-    except (ValueError, TypeError):
-        return False
+    return set(axes_of(args, options)) in ({-1, -2}, {1, 2})

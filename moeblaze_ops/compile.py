@@ -44,11 +44,15 @@ class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
     captures: Captures | None = None
-    numbers: bool = False  # with numbers of a tensor's elements in its graph, too
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
     left: str | None = None
     error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
+
+    @property
+    def numbers(self) -> bool:
+        """Whether numbers of a tensor's elements may be in its graph, too."""
+        return self.captures is not None and self.captures.numbers
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
@@ -80,6 +84,7 @@ class FrameRecord:
 
 
 Record = GraphRecord | CaptureRecord | FrameRecord
+
 
 @dataclass(frozen=True)
 class _Tried:
@@ -272,7 +277,7 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
         if tries[-1].compiled is None and captures.done:
             tries.append(_try(compile_frame, frame, None))
         if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
-            whole = _try(compile_frame, frame, Captures(numbers=True), numbers=True)
+            whole = _try(compile_frame, frame, Captures(numbers=True))
             tries = [*map(_Tried.given_up, tries), whole] if whole.compiled is not None else [whole, *tries]
         for record in (record for tried in tries for record in tried.records):
             _keep(record)
@@ -285,14 +290,13 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
         raise
 
 
-def _try(
-    compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, captures: Captures | None, *, numbers: bool = False
-) -> _Tried:
+def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, captures: Captures | None) -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
 
-    ``numbers``: with numbers of a tensor's elements in its graph, too; there must be one graph then, and a layer in it.
+    With numbers of a tensor's elements in its graph, there must be one graph, and a layer in it.
     """
-    attempt = _Attempt(captures, numbers)
+    attempt = _Attempt(captures)
+    numbers = attempt.numbers
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:

@@ -12,36 +12,32 @@ from moeblaze_ops.validation import check_float, check_like, require
 MOST_EXPERTS = 16
 
 
-def _check_x(op: str, x_TD: Tensor) -> None:
+def _check(op: str, x_TD: Tensor, name: str, other: Tensor, experts_axis: int) -> None:
+    """Check the tokens, and a tensor that has the experts at one axis and the other axis of the tokens."""
     check_float(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {list(x_TD.shape)}")
+    shape, shared = list(other.shape), 1 - experts_axis
+    fits = len(shape) == 2 and shape[shared] == x_TD.shape[shared] and 1 <= shape[experts_axis] <= MOST_EXPERTS
+    form = ", ".join("E" if axis == experts_axis else str(x_TD.shape[axis]) for axis in (0, 1))
+    require(fits, op, name, f"have shape [{form}] with 1 to {MOST_EXPERTS} experts", f"shape {shape}")
+    check_like(op, name, other, x_TD)
 
 
-def _check_logits(op: str, x_TD: Tensor, w_ED: Tensor) -> None:
-    _check_x(op, x_TD)
-    shape = list(w_ED.shape)
-    fits = len(shape) == 2 and w_ED.shape[1] == x_TD.shape[1] and 1 <= w_ED.shape[0] <= MOST_EXPERTS
-    rule = f"have shape [E, {x_TD.shape[1]}] with 1 to {MOST_EXPERTS} experts"
-    require(fits, op, "w_ED", rule, f"shape {shape}")
-    check_like(op, "w_ED", w_ED, x_TD)
+def _check_logits(x_TD: Tensor, w_ED: Tensor) -> None:
+    _check("router_logits", x_TD, "w_ED", w_ED, 0)
 
 
-def _check_weight_grad(op: str, dlogits_TE: Tensor, x_TD: Tensor) -> None:
-    _check_x(op, x_TD)
-    shape = list(dlogits_TE.shape)
-    fits = len(shape) == 2 and dlogits_TE.shape[0] == x_TD.shape[0] and 1 <= dlogits_TE.shape[1] <= MOST_EXPERTS
-    rule = f"have shape [{x_TD.shape[0]}, E] with 1 to {MOST_EXPERTS} experts"
-    require(fits, op, "dlogits_TE", rule, f"shape {shape}")
-    check_like(op, "dlogits_TE", dlogits_TE, x_TD)
+def _check_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> None:
+    _check("router_weight_grad", x_TD, "dlogits_TE", dlogits_TE, 1)
 
 
 def _logits_fake(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    _check_logits("router_logits", x_TD, w_ED)
+    _check_logits(x_TD, w_ED)
     return x_TD.new_empty((x_TD.shape[0], w_ED.shape[0]))
 
 
 def _logits_cpu(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    _check_logits("router_logits", x_TD, w_ED)
+    _check_logits(x_TD, w_ED)
     return x_TD @ w_ED.mT
 
 
@@ -49,7 +45,7 @@ def _logits_launcher():
     from moeblaze_ops.kernels.router_products import launch_router_logits
 
     def launch(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-        _check_logits("router_logits", x_TD, w_ED)
+        _check_logits(x_TD, w_ED)
         return launch_router_logits(x_TD, w_ED)
 
     return launch
@@ -66,12 +62,12 @@ def _gradient(ctx, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _weight_grad_fake(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    _check_weight_grad("router_weight_grad", dlogits_TE, x_TD)
+    _check_weight_grad(dlogits_TE, x_TD)
     return x_TD.new_empty((dlogits_TE.shape[1], x_TD.shape[1]))
 
 
 def _weight_grad_cpu(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    _check_weight_grad("router_weight_grad", dlogits_TE, x_TD)
+    _check_weight_grad(dlogits_TE, x_TD)
     return dlogits_TE.mT @ x_TD
 
 
@@ -79,7 +75,7 @@ def _weight_grad_launcher():
     from moeblaze_ops.kernels.router_products import launch_router_weight_grad
 
     def launch(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-        _check_weight_grad("router_weight_grad", dlogits_TE, x_TD)
+        _check_weight_grad(dlogits_TE, x_TD)
         return launch_router_weight_grad(dlogits_TE, x_TD)
 
     return launch
