@@ -182,7 +182,7 @@ def recent_records() -> list[Record]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Record]]:
-    """A context that collects the records of what is compiled inside."""
+    """A context that collects the records of what is compiled inside; what PyTorch's caches on disk hold is not compiled."""
     records: list[Record] = []
     _recordings.append(records)
     try:

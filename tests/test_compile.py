@@ -85,7 +85,12 @@ def test_inference():
 def test_switch_reaches_every_thread():
     moeblaze_compile.enable()
     rewritten = []
-    thread = threading.Thread(target=lambda: rewritten.extend(run(torch.compile(tanh_layer))))
+
+    def compile_without_caches():
+        with inductor_config.patch(force_disable_caches=True):  # a thread has settings of its own
+            rewritten.extend(run(torch.compile(tanh_layer)))
+
+    thread = threading.Thread(target=compile_without_caches)
     thread.start()
     thread.join()
     assert rewritten == ["tanh"]
