@@ -3,42 +3,28 @@
     python benchmarks/bench_kernels.py --shapes fine,wide --kernels up,dA --json results.json
 
 The bound knows no routing, gather, activation or tail: a ratio of 1 says that all of those were free. Every
-kernel is checked first, with its outputs full of NaN, against fp32 products of a few experts. Times are medians of
-``triton.testing.do_bench`` after a second of load; drift in a warm process is a few per cent.
+kernel is checked first, with its outputs full of NaN, against fp32 products of a few experts. A kernel and its bound run
+in turns, after a second of load; times are medians of CUDA event times.
 """
 
 import argparse
-import datetime
 import json
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
-from triton.testing import do_bench
 
+from bench_layer import SHAPES, Shape, interleaved_medians, load_device
+from environment import command, describe
 from moeblaze_ops.kernels.configs import ROW_BLOCK
 from moeblaze_ops.kernels.hopper_configs import num_partials
 from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
 from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
 from moeblaze_ops.kernels.hopper_rows import hopper_down_rows, hopper_up_backward_rows
 from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
-
-SHAPES = {
-    "fine": (32768, 2048, 768, 128, 8),
-    "wide": (32768, 4096, 1024, 128, 8),
-    "finest": (24576, 1536, 256, 128, 8),
-    "mid": (32768, 2048, 1024, 64, 8),
-    "coarse": (16384, 4096, 14336, 8, 2),
-    "conf1": (65536, 512, 2048, 4, 1),
-    "conf2": (65536, 1024, 4096, 8, 2),
-    "conf5": (32768, 512, 2048, 16, 4),
-}
-"""T, D, F, E, K."""
 
 VARIANTS = {"d_inner": False, "f_inner": True}
 """Storage of every weight: [E, F, D], or [E, D, F] as a transposed view."""
@@ -99,9 +85,9 @@ def relative_error(values: Tensor, reference: Tensor) -> float:
     return ((values.float() - reference.float()).norm() / reference.float().norm().clamp_min(1e-20)).item()
 
 
-def make_cases(shape: tuple[int, ...], f_inner: bool, skew: float) -> tuple[dict[str, Case], Routing]:
+def make_cases(shape: Shape, f_inner: bool, skew: float) -> tuple[dict[str, Case], Routing]:
     """The six GEMMs of a SwiGLU layer on one problem."""
-    num_tokens, num_d, num_f, num_experts, top_k = shape
+    num_tokens, num_d, num_f, num_experts, top_k = shape.T, shape.D, shape.F, shape.E, shape.K
     num_rows = num_tokens * top_k
     torch.manual_seed(0)
     routing = make_routing(num_tokens, num_experts, top_k, skew)
@@ -206,46 +192,37 @@ def worst_error(case: Case, routing: Routing) -> float:
     return max(case.error(e, slice(offsets[e], offsets[e + 1])) for e in experts)
 
 
-def median_ms(run: Callable[[], object]) -> float:
-    return do_bench(run, warmup=50, rep=120, return_mode="median")
+@dataclass
+class Measurement:
+    shape: str
+    variant: str
+    kernel: str
+    skew: float
+    ms: float
+    bmm_ms: float
+    ratio: float
+    tflops: float
+    error: float
 
 
-def warm_up(run: Callable[[], object], seconds: float) -> None:
-    """Loads the GPU: the first timing of a cold process reads up to 15% too fast."""
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        run()
-        torch.cuda.synchronize()
-
-
-def bench_shape(name: str, variant: str, kernels: list[str], skew: float) -> list[dict]:
+def bench_shape(name: str, variant: str, kernels: list[str], skew: float) -> list[Measurement]:
     cases, routing = make_cases(SHAPES[name], VARIANTS[variant], skew)
-    warm_up(cases["dX"].bound, 1.0)
+    load_device()
     rows = []
     for kernel in kernels:
         case = cases[kernel]
         error = worst_error(case, routing)
-        bound, ours = median_ms(case.bound), median_ms(case.run)
-        rows.append(
-            {"shape": name, "variant": variant, "kernel": kernel, "skew": skew, "ms": ours, "bmm_ms": bound}
-            | {"ratio": bound / ours, "tflops": case.flops / ours / 1e9, "error": error}
-        )
+        times = interleaved_medians({"ours": case.run, "bmm": case.bound}, rounds=4, round_ms=50.0)
+        ours, bound = times["ours"], times["bmm"]
+        row = Measurement(name, variant, kernel, skew, ours, bound, bound / ours, case.flops / ours / 1e9, error)
         wrong = "" if error < TOLERANCE else "  WRONG"
         print(
-            f"{name:7s} {variant:8s} {kernel:5s} {ours:8.3f} ms {rows[-1]['tflops']:6.1f} TFLOP/s"
-            f"  bmm {bound:8.3f} ms  ratio {rows[-1]['ratio']:5.3f}  error {error:.1e}{wrong}",
+            f"{name:7s} {variant:8s} {kernel:5s} {ours:8.3f} ms {row.tflops:6.1f} TFLOP/s"
+            f"  bmm {bound:8.3f} ms  ratio {row.ratio:5.3f}  error {error:.1e}{wrong}",
             flush=True,
         )
+        rows.append(row)
     return rows
-
-
-def machine() -> dict:
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def main() -> None:
@@ -254,24 +231,16 @@ def main() -> None:
     parser.add_argument("--kernels", default="up,down,dA,dX,dW1,dW2")
     parser.add_argument("--variants", default="d_inner", help=f"any of {','.join(VARIANTS)}")
     parser.add_argument("--skew", type=float, default=0.0, help="1 gives the busiest of 128 experts 10 to 13 times the mean")
-    parser.add_argument("--compile-only", action="store_true", help="run every kernel once, time nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kernels = arguments.kernels.split(",")
     rows = []
     for shape in arguments.shapes.split(","):
         for variant in arguments.variants.split(","):
-            if arguments.compile_only:
-                num_tokens, *widths = SHAPES[shape]
-                SHAPES[shape] = (num_tokens // 8, *widths)
-                cases, _ = make_cases(SHAPES[shape], VARIANTS[variant], arguments.skew)
-                for kernel in kernels:
-                    cases[kernel].run()
-                torch.cuda.synchronize()
-            else:
-                rows += bench_shape(shape, variant, kernels, arguments.skew)
+            rows += bench_shape(shape, variant, kernels, arguments.skew)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+        report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
