@@ -16,10 +16,14 @@ REGISTERS = 168
 
 
 _EPILOGUE_BOUND = 1536
-"""Width D up to which dA's epilogue takes longer than its product in a wide tile."""
+"""Width D up to which dA's epilogue takes longer than its product, so that more warps for it pay for a slower product."""
 
 _FAR_EPILOGUE_BOUND = 512
-"""Width D up to which it takes so much longer that it gets registers from the product."""
+"""Width D up to which it takes so much longer that it gets half of the product's registers, too."""
+
+_CLAMPED_ACTIVATIONS = ("swiglu_clamped", "swiglu_limited")
+_LONG_ACTIVATIONS = (*_CLAMPED_ACTIVATIONS, "geglu")
+"""Activations whose gradient takes more than 96 registers, and more than 144."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,32 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Warps:
+    """Warps that gather rows and warps that finish tiles, beside two consumers of four.
+
+    ``registers``: those of a thread of a consumer, of what gathers and of what finishes.
+    """
+
+    gather: int
+    finish: int
+    registers: tuple[int, int, int]
+
+    @property
+    def at_launch(self) -> int:
+        """Registers of every thread at launch: an equal share of 65536, in units of 8; partitions are padded to four warps."""
+        threads = 32 * (8 + 4 * ceil_div(self.gather + self.finish, 4))
+        return 65536 // threads // 8 * 8
+
+    @property
+    def instruction_n(self) -> int:
+        """Columns that one wgmma may multiply: ptxas checks a single instruction against the registers at launch."""
+        return 256 if self.at_launch >= REGISTERS else 128
+
+
+TWELVE_WARPS = Warps(2, 2, (REGISTERS, REGISTERS, REGISTERS))
+
+
+@dataclass(frozen=True)
 class RowsPlan:
     """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input.
 
@@ -68,6 +98,7 @@ class RowsPlan:
     channels: int = 0
     a_k_inner: bool = True
     gathered: bool = False
+    instruction_n: int = 256
 
     @property
     def column_blocks(self) -> int:
@@ -90,11 +121,13 @@ class GatherPlan:
     bias_stride: int | None = None
     has_weights: bool = False
     store_h: bool = True
-    gather_warps: int = 2
-    epilogue_warps: int = 2
-    registers: int = REGISTERS
+    warps: Warps = TWELVE_WARPS
     a_k_inner: bool = True
     gathered: bool = True
+
+    @property
+    def instruction_n(self) -> int:
+        return self.warps.instruction_n
 
     @property
     def part_n(self) -> int:
@@ -135,6 +168,7 @@ class WeightGradPlan:
     a_k_inner: bool = False
     b_k_inner: bool = False
     gathered: bool = True
+    instruction_n: int = 256
 
     @property
     def adds_first(self) -> bool:
@@ -197,20 +231,22 @@ def up_tile(columns: int, parts: int) -> Tile:
 
 
 def down_backward_tile(columns: int, contracted: int) -> Tile:
-    """Tile of the down projection's backward, narrow where the epilogue takes longer than the product.
+    """Tile of the down projection's backward, narrow where the epilogue takes much longer than the product.
 
-    A narrow tile leaves registers for twice the epilogue warps; a wide one reads less.
+    A narrow tile leaves registers for more epilogue warps; a wide one reads less.
     """
-    if contracted <= _EPILOGUE_BOUND:
+    if contracted <= _FAR_EPILOGUE_BOUND:
         return Tile(block_n=_block_n(columns, 128), stages=5, lead=1)
     return Tile(block_n=_block_n(columns), stages=4, lead=1)
 
 
-def down_backward_warps(contracted: int, activation: str) -> tuple[int, int]:
-    """Epilogue warps of the down projection's backward, and registers a thread; clamped activations need more than 96."""
-    if contracted <= _FAR_EPILOGUE_BOUND and activation not in ("swiglu_clamped", "swiglu_limited"):
-        return 8, 96
-    return (4, 128) if contracted <= _EPILOGUE_BOUND else (2, REGISTERS)
+def down_backward_warps(contracted: int, activation: str) -> Warps:
+    """Warps of the down projection's backward: more that finish where the epilogue bounds it and fits their registers."""
+    if contracted > _EPILOGUE_BOUND:
+        return TWELVE_WARPS
+    if contracted > _FAR_EPILOGUE_BOUND:
+        return TWELVE_WARPS if activation in _LONG_ACTIVATIONS else Warps(4, 4, (160, 48, 144))
+    return Warps(2, 4, (128, 128, 128)) if activation in _CLAMPED_ACTIVATIONS else Warps(2, 8, (96, 96, 96))
 
 
 def num_partials(columns: int, contracted: int) -> int:

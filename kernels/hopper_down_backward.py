@@ -189,7 +189,7 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
             even_weights = _load_weights(weights_ptr, even_slots, PLAN)
             row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
             odd_slots = load_slots(slots_ptr, row, end, ROWS)
-            if PLAN.epilogue_warps < 8:
+            if PLAN.warps.finish < 8:
                 # It has been waited for; the loads above stay above, which pays where few warps hide their latency.
                 mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
@@ -211,7 +211,7 @@ def _down_backward_kernel(
     blocks_ptr,
     PLAN: gl.constexpr,
 ):
-    copy_threads: gl.constexpr = 32 * PLAN.gather_warps
+    copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
@@ -222,8 +222,8 @@ def _down_backward_kernel(
             (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), PLAN)),
             (_finish, (handoff, order, h_ptr, slots_ptr, gl.to_tensor(num_rows), weights_ptr, outputs, PLAN)),
         ],
-        [4, PLAN.gather_warps, PLAN.epilogue_warps],
-        [PLAN.registers, PLAN.registers, PLAN.registers],
+        [4, PLAN.warps.gather, PLAN.warps.finish],
+        PLAN.warps.registers,
     )
 
 
@@ -238,7 +238,6 @@ def _plan(
     activation: str,
     has_weights: bool,
 ) -> GatherPlan:
-    epilogue_warps, registers = down_backward_warps(contracted, activation)
     return GatherPlan(
         tile=down_backward_tile(columns, contracted),
         contracted=contracted,
@@ -250,8 +249,7 @@ def _plan(
         activation=ACTIVATION_IDS[activation],
         gated=gated,
         has_weights=has_weights,
-        epilogue_warps=epilogue_warps,
-        registers=registers,
+        warps=down_backward_warps(contracted, activation),
     )
 
 
@@ -312,5 +310,5 @@ def hopper_down_backward(
         offsets_E1,
         blocks_B2,
         plan,
-        registers=plan.registers,
+        registers=plan.warps.at_launch,
     )

@@ -107,7 +107,7 @@ def _expert_up_kernel(
     blocks_ptr,
     PLAN: gl.constexpr,
 ):
-    copy_threads: gl.constexpr = 32 * PLAN.gather_warps
+    copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_desc.dtype, PLAN)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
@@ -119,8 +119,8 @@ def _expert_up_kernel(
             (produce, (ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN)),
             (_finish, (handoff, order, h_desc, h_ptr, a_ptr, PLAN)),
         ],
-        [4, PLAN.gather_warps, PLAN.epilogue_warps],
-        [PLAN.registers, PLAN.registers, PLAN.registers],
+        [4, PLAN.warps.gather, PLAN.warps.finish],
+        PLAN.warps.registers,
     )
 
 

@@ -1,8 +1,8 @@
 """Producer and consumer of the GEMMs that read token rows through the routing: the up projection and dA.
 
 Both contract D and give columns of F, for rows in expert order whose left operand is a token's row. TMA on Hopper
-cannot gather rows, so two warps copy them with cp.async, which arrives on the same barrier as the TMA of the
-weight. Consumers only multiply and hand a rounded tile over; two epilogue warps work on it meanwhile.
+cannot gather rows, so warps of their own copy them with cp.async, which arrives on the same barrier as the TMA of the
+weight. Consumers only multiply and hand a rounded tile over; epilogue warps work on it meanwhile.
 """
 
 from moeblaze_ops.kernels.gluon_api import (

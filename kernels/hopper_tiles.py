@@ -182,7 +182,7 @@ def load_weight(ring, step, part: gl.constexpr, descriptor, expert, k, column, P
 @gluon.constexpr_function
 def accumulator_layout(plan):
     """wgmma's layout of a half tile over the four warps of a consumer."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.tile.block_n, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(plan.tile.block_n, plan.instruction_n), 16])
 
 
 @gluon.jit
