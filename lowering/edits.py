@@ -101,25 +101,25 @@ class Inserter:
         Where they are cast they are stacked before: it takes one cast instead of E, and the cast is all that is kept.
         """
         if all(view.apart and not view.cast for view in views):
-            return [self._viewed(self._last_part(n, view), view.sizes, view.order) for view in views for n in view.nodes]
+            return [self._viewed(node, view) for view in views for node in view.nodes]
         return [self._whole(view) for view in views]
 
     def _whole(self, view: WeightView) -> fx.Node:
+        stored = view.nodes[0]
         if view.apart:
-            stacked = self.call(torch.stack, [self._last_part(node, view) for node in view.nodes])
-            node = self._viewed(stacked, (len(view.nodes), *view.sizes[1:]), view.order)
-        else:
-            node = self._viewed(self._last_part(view.nodes[0], view), view.sizes, view.order)
+            stored = self.call(torch.stack, [self._part(node, view) for node in view.nodes])
+            view = replace(view, parts=(), sizes=(len(view.nodes), *view.sizes[1:]))
+        node = self._viewed(stored, view)
         return self.call("to", node, view.dtype) if view.cast else node
 
-    def _last_part(self, node: fx.Node, view: WeightView) -> fx.Node:
+    def _viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
+        node = self._reshaped(self._part(node, view), view.sizes)
+        return node if view.order == tuple(range(len(view.order))) else self.call("permute", node, view.order)
+
+    def _part(self, node: fx.Node, view: WeightView) -> fx.Node:
         for part in view.parts:
             node = self.call("narrow", self._reshaped(node, part.sizes), len(part.sizes) - 1, part.start, part.length)
         return node
-
-    def _viewed(self, node: fx.Node, sizes: tuple[int, ...], order: tuple[int, ...]) -> fx.Node:
-        node = self._reshaped(node, sizes)
-        return node if order == tuple(range(len(order))) else self.call("permute", node, order)
 
     def _reshaped(self, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
         return node if tuple(fake_of(node).shape) == sizes else self.call("reshape", node, sizes)

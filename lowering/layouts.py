@@ -97,7 +97,7 @@ def weight_views(
     if len(halves) == 2 and all(gate.value is up.value and gate.constant < up.constant for gate, up in elements):
         try:
             return (_view(halves, sizes, num_experts, halves_axis),), num_experts
-        except Declined:  # each of them may be a view nevertheless, as where other weights lie between them
+        except Declined:  # each by itself may be a view nevertheless, as where other weights lie between them
             pass
     return tuple(_view([half], sizes, num_experts, halves_axis) for half in halves), num_experts
 
@@ -179,7 +179,7 @@ def _stored(
     by_stride = sorted(range(len(axes)), key=lambda i: -depth[i])
     parts: list[Part] = []
     sizes: tuple[int, ...] = ()
-    block = numel  # so many elements in a row hold those of all axes further inside, which begin at ``start``
+    block = numel  # the axes further inside have some of so many elements in a row, the first of them at ``start``
     for stride, size in (axes[i] for i in by_stride):
         if size > 1:
             length = stride * size
