@@ -121,3 +121,18 @@ def test_weights_of_several_numbers_of_experts(operands, lowest):
     run, backend = compiled(layer)
     torch.testing.assert_close(run(*operands), layer(*operands))
     assert backend.reasons == ["EXPERT_COVERAGE"]
+
+
+@pytest.mark.parametrize("lowest", [0, -1])
+def test_outputs_of_all_experts_by_vmap(operands, lowest):
+    """Each token reads those of its experts: what is read is not told from the tensor that has the part."""
+
+    def dense(x, weights, ids, up, down):
+        y = torch.vmap(lambda up, down: F.silu(x @ up) @ down)(up[:E], down[:E])
+        return (y[ids, torch.arange(T).unsqueeze(1)] * weights.unsqueeze(-1)).sum(1)
+
+    operands[2][3, 1] = lowest
+    run, backend = compiled(dense)
+    operands = stored(operands, (2 * E,))
+    torch.testing.assert_close(run(*operands), dense(*operands))
+    assert not backend.rewritten
