@@ -107,19 +107,22 @@ class Inserter:
     def _whole(self, view: WeightView) -> fx.Node:
         stored = view.nodes[0]
         if view.apart:
-            stored = self.call(torch.stack, list(view.nodes))
-            view = replace(view, sizes=(len(view.nodes), *view.sizes[1:]))
+            stored = self.call(torch.stack, [self._part(node, view) for node in view.nodes])
+            view = replace(view, parts=(), sizes=(len(view.nodes), *view.sizes[1:]))
         node = self._viewed(stored, view)
         return self.call("to", node, view.dtype) if view.cast else node
 
     def _viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
-        if tuple(fake_of(node).shape) != view.sizes:
-            node = self.call("reshape", node, view.sizes)
-        if view.order != tuple(range(len(view.order))):
-            node = self.call("permute", node, view.order)
-        if view.count is not None:
-            node = self.call("narrow", node, 0, 0, view.count)
-        return node if view.half is None else self.call("narrow", node, 1, view.half, 1)
+        node = self._reshaped(self._part(node, view), view.sizes)
+        return node if view.order == tuple(range(len(view.order))) else self.call("permute", node, view.order)
+
+    def _part(self, node: fx.Node, view: WeightView) -> fx.Node:
+        for part in view.parts:
+            node = self.call("narrow", self._reshaped(node, part.sizes), len(part.sizes) - 1, part.start, part.length)
+        return node
+
+    def _reshaped(self, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
+        return node if tuple(fake_of(node).shape) == sizes else self.call("reshape", node, sizes)
 
     def rows(self, operand: Operand, width: int) -> fx.Node:
         """An operand as ``[T, width]`` in the dtype it is used in."""

@@ -2,35 +2,43 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from moeblaze_ops.joining import are_in_a_row
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.expressions import Expr, Size
-from moeblaze_ops.lowering.reasons import Reason, prove
-from moeblaze_ops.lowering.values import Value, fake_of
+from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.values import Value, fake_of, has_storage
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements from ``start`` on of the last axis of a tensor that is viewed as ``sizes``."""
+
+    sizes: tuple[int, ...]
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
 class WeightView:
     """One tensor of the ops' weight list.
 
-    ``values`` is one stored tensor of all experts, or with ``apart`` one per expert. Each is viewed as ``sizes`` and
-    permuted by ``order`` to (E, G, F, D), (E, F, D), ..., with 1 for E where there is one per expert. ``half`` then
-    selects one of two halves that are stored in the other order, ``count`` the first experts of a tensor of more.
+    ``values`` is one stored tensor of all experts, or with ``apart`` one per expert. Of each the ``parts`` are taken one after
+    another; what is left is viewed as ``sizes`` and permuted by ``order`` to (E, G, F, D), (E, F, D), ..., with 1 for E where
+    there is one per expert.
     """
 
     values: tuple[Value, ...]
+    parts: tuple[Part, ...]
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
     cast: bool
     apart: bool
-    half: int | None = None
-    count: int | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -40,10 +48,10 @@ class WeightView:
     def copied_bytes(self) -> int:
         """Bytes of experts stored apart that are joined by a copy: on a GPU, unless they lie one after another in memory."""
         stored = [fake_of(node) for node in self.nodes]
-        in_place = stored[0].device.type == "cpu" or (self.half is None and are_in_a_row(stored))
+        in_place = stored[0].device.type == "cpu" or (not self.parts and are_in_a_row(stored))
         if not self.apart or (in_place and not self.cast):
             return 0
-        return sum(fake.nbytes for fake in stored) // (1 if self.half is None else 2)
+        return len(stored) * math.prod(self.sizes) * stored[0].element_size()
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,8 @@ class _Element:
     value: Value
     dtype: torch.dtype
     constant: int
-    strides: tuple[int, ...]  # of the feature variables
-    expert_stride: int | None  # None where the expert is a constant of the expression
+    strides: tuple[int, ...]  # of the expert, 0 where it is a constant of the expression, and of the feature variables
+    subscripted: int | None  # the size of the axis that the expert's expression is a subscript of
 
 
 def weight_views(
@@ -65,7 +73,6 @@ def weight_views(
     num_experts: int | None,
     *,
     halves_axis: bool,
-    part: bool = False,
 ) -> tuple[tuple[WeightView, ...], int]:
     """Views that cover all experts' elements, and the number of experts.
 
@@ -74,27 +81,39 @@ def weight_views(
             experts where ``index`` names the expert's variable.
         features: per expert its feature variables, outermost axis of the result first.
         index: per expert the expression that its weights are indexed by, None where it is a constant.
-        num_experts: E, or None to read it off the tensor.
+        num_experts: E, or None to read it off what is indexed.
         halves_axis: whether the result has the axis G (up weights have it even when there is one half).
-        part: whether a tensor may have more experts than these, behind them.
     """
     elements = [
         [_element(algebra, leaf, own, at) for leaf in halves] for halves, own, at in zip(experts, features, index, strict=True)
     ]
-    sizes = tuple(_static(v.args[1]) for v in features[0])
     halves = list(zip(*elements, strict=True))
-    packed = len(halves) == 2 and all(gate.value is up.value for gate, up in elements)
-    if packed:
-        views, count = _packed(halves, sizes, num_experts, part)
-        return views, count
-    views = [_view([half], sizes, num_experts, halves_axis, part) for half in halves]
-    prove(len({count for _, count in views}) == 1, Reason.EXPERT_COVERAGE, "gate and up of different experts")
-    return tuple(view for view, _ in views), views[0][1]
+    if num_experts is None:
+        num_experts = _num_indexed(algebra, index[0], halves[0][0].subscripted)
+    for own, at in zip(elements, index, strict=True):
+        named = at is None or algebra.fits(at, num_experts) or all(e.subscripted == num_experts for e in own)
+        prove(named, Reason.EXPERT_COVERAGE, "ids that may be no expert's of these")
+    sizes = _sizes(features)
+    if len(halves) == 2 and all(gate.value is up.value and gate.constant < up.constant for gate, up in elements):
+        try:
+            return (_view(halves, sizes, num_experts, halves_axis),), num_experts
+        except Declined:  # each by itself may be a view nevertheless, as where other weights lie between them
+            pass
+    return tuple(_view([half], sizes, num_experts, halves_axis) for half in halves), num_experts
 
 
-def _static(extent: Size) -> int:
-    prove(isinstance(extent, int), Reason.WEIGHT_LAYOUT, "a symbolic width")
-    return extent
+def _num_indexed(algebra: Algebra, ids: Expr, subscripted: int | None) -> int:
+    """How many experts ``ids`` may name."""
+    bounds = [bound for bound in (algebra.extent(ids), subscripted) if isinstance(bound, int)]
+    prove(bounds, Reason.EXPERT_COVERAGE, "ids without a known bound")
+    return min(bounds)
+
+
+def _sizes(features: Sequence[Sequence[Expr]]) -> tuple[int, ...]:
+    (sizes, *others) = [tuple(variable.args[1] for variable in own) for own in features]
+    prove(all(isinstance(size, int) for size in sizes), Reason.WEIGHT_LAYOUT, "a symbolic width")
+    prove(all(own == sizes for own in others), Reason.WEIGHT_LAYOUT, "experts of several sizes")
+    return sizes
 
 
 def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr | None) -> _Element:
@@ -114,74 +133,66 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
         constant, terms = 0, {position: 1}
     known = {*features, index}
     prove(all(atom in known for atom in terms), Reason.PROJECTION_WEIGHTS, "indexed by something else than the expert")
-    return _Element(
-        value,
-        dtype or value.dtype,
-        constant,
-        tuple(terms.get(v, 0) for v in features),
-        None if index is None else terms.get(index, 0),
-    )
+    static = all(isinstance(number, int) for number in (constant, *terms.values()))
+    prove(static, Reason.WEIGHT_LAYOUT, "a symbolic position")
+    subscripted = next((size for size, own in zip(value.shape, indices, strict=True) if own is index), None)
+    return _Element(value, dtype or value.dtype, constant, tuple(terms.get(v, 0) for v in (index, *features)), subscripted)
 
 
-def _packed(halves: list, sizes: tuple[int, ...], num_experts: int | None, part: bool) -> tuple[tuple[WeightView, ...], int]:
-    gates, ups = halves
-    offsets = {up.constant - gate.constant for gate, up in zip(gates, ups, strict=True)}
-    prove(len(offsets) == 1, Reason.WEIGHT_LAYOUT, "gate and up lie differently per expert")
-    (offset,) = offsets
-    if offset > 0:
-        view, count = _view([gates, ups], sizes, num_experts, True, part)
-        return (view,), count
-    view, count = _view([ups, gates], sizes, num_experts, True, part)
-    return tuple(replace(view, half=half) for half in (1, 0)), count
-
-
-def _view(
-    halves: list, sizes: tuple[int, ...], num_experts: int | None, halves_axis: bool, part: bool
-) -> tuple[WeightView, int]:
+def _view(halves: Sequence[Sequence[_Element]], sizes: tuple[int, ...], num_experts: int, halves_axis: bool) -> WeightView:
     first = halves[0]
-    lead = first[0]
+    lead, *others = first
     prove(all(e.strides == lead.strides for half in halves for e in half), Reason.WEIGHT_LAYOUT, "experts lie differently")
     prove(len({e.dtype for half in halves for e in half}) == 1, Reason.DTYPE_PATH, "weights of several dtypes")
-    axes: list[tuple[int, int]] = list(zip(lead.strides, sizes, strict=True))
-    if halves_axis:
-        axes.insert(0, (halves[1][0].constant - lead.constant, 2) if len(halves) == 2 else (0, 1))
+    one_tensor = all(e.value is lead.value for e in others)
+    distance = others[0].constant - lead.constant if one_tensor and others else lead.strides[0]
+    apart = len(others) > 0 and distance == 0
+    for half in halves:
+        in_order = all(e.constant == half[0].constant + i * distance for i, e in enumerate(half))
+        prove(in_order and distance >= 0, Reason.EXPERT_COVERAGE, "weights of another expert")
+    values = tuple(e.value for e in first) if apart else (lead.value,)
     numel = math.prod(lead.value.shape)
-    inner = math.prod(size for _, size in axes)
-    prove(inner > 0, Reason.WEIGHT_LAYOUT, "a tensor without elements")
-    apart = len(first) > 1 and (numel == inner or len({e.value for e in first}) == len(first))
-    if apart:
-        prove(all(e.constant == 0 for e in first), Reason.WEIGHT_LAYOUT, "part of a tensor")
-        whole = all(math.prod(e.value.shape) == numel for e in first)
-        prove(whole, Reason.WEIGHT_LAYOUT, "experts of several sizes")
-        order_sizes, order = _tiled([(numel, 1), *axes], numel)
-        count, values = len(first), tuple(e.value for e in first)
-    else:
-        prove(all(e.value is lead.value for e in first), Reason.WEIGHT_LAYOUT, "some experts share a tensor")
-        count = num_experts if num_experts is not None else max(numel // inner, 1)
-        stride = lead.expert_stride or (first[1].constant - lead.constant if len(first) > 1 else 0)
-        prove(all(e.constant == i * stride for i, e in enumerate(first)), Reason.EXPERT_COVERAGE, "weights of another expert")
-        stored = numel // inner
-        whole = count == stored or (part and count < stored)
-        prove(whole and stored * inner == numel, Reason.EXPERT_COVERAGE, f"{count} experts read a tensor of {stored}")
-        order_sizes, order = _tiled([(stride, stored), *axes], numel)
-        values = (lead.value,)
-    first = None if apart or count == stored else count
-    return WeightView(values, order_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart, count=first), count
+    prove(all(math.prod(value.shape) == numel for value in values), Reason.WEIGHT_LAYOUT, "tensors of several sizes")
+    axes = [(distance, 1 if apart else num_experts), *zip(lead.strides[1:], sizes, strict=True)]
+    if halves_axis:
+        axes.insert(1, (halves[-1][0].constant - lead.constant, len(halves)))
+    parts, stored_sizes, order = _stored(axes, lead.constant, numel)
+    prove(all(has_storage(value.node) for value in values), Reason.WEIGHT_LAYOUT, "no tensor, or a slice under vmap")
+    contiguous = not parts or all(fake_of(value.node).is_contiguous() for value in values)
+    prove(contiguous, Reason.WEIGHT_LAYOUT, "part of a tensor that is not contiguous")
+    return WeightView(values, parts, stored_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart)
 
 
-def _tiled(axes: list[tuple[int, int]], numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of the axes in storage order, and the permutation back to the given order."""
+def _stored(
+    axes: Sequence[tuple[int, int]], start: int, numel: int
+) -> tuple[tuple[Part, ...], tuple[int, ...], tuple[int, ...]]:
+    """Where a tensor of ``numel`` elements has those at ``start + sum of stride * index``, for axes of (stride, size).
+
+    Returns:
+        The parts to take of the tensor, the sizes to view the last one as, in storage order, and the permutation of these
+        to the order of ``axes``.
+    """
+    prove(start >= 0 and all(size > 0 for _, size in axes), Reason.WEIGHT_LAYOUT, "a tensor without elements")
     depth: list[float] = []  # an axis of size one stays behind its neighbour: no permutation for its sake
     for stride, size in axes:
         depth.append(stride if size > 1 else depth[-1] - 0.5 if depth else math.inf)
     by_stride = sorted(range(len(axes)), key=lambda i: -depth[i])
-    expected = 1
-    for i in reversed(by_stride):
-        stride, size = axes[i]
-        prove(size == 1 or stride == expected, Reason.WEIGHT_LAYOUT, "not all of the tensor, each element once")
-        expected *= size
-    prove(expected == numel, Reason.WEIGHT_LAYOUT, "not all of the tensor")
+    parts: list[Part] = []
+    sizes: tuple[int, ...] = ()
+    block = numel  # the axes further inside have some of so many elements in a row, the first of them at ``start``
+    for stride, size in (axes[i] for i in by_stride):
+        if size > 1:
+            length = stride * size
+            prove(0 < length <= block, Reason.WEIGHT_LAYOUT, "not each element once")
+            inside = max(0, start + length - block)
+            if length < block:
+                parts.append(Part((*sizes, block), start - inside, length))
+            start, block = inside, stride
+        sizes = (*sizes, size)
+    prove(start < block, Reason.WEIGHT_LAYOUT, "more than the tensor")
+    if block > 1:
+        parts.append(Part((*sizes, block), start, 1))
     order = [0] * len(axes)
     for position, i in enumerate(by_stride):
         order[i] = position
-    return tuple(axes[i][1] for i in by_stride), tuple(order)
+    return tuple(parts), sizes, tuple(order)

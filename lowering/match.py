@@ -260,7 +260,7 @@ class Matcher:
         num_experts = extent(routings[order[0]].expert, len(order))
 
         def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
-            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves, part=bool(later))
+            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
 
         w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
         num_experts = E

@@ -7,6 +7,7 @@ import random
 
 from tests.fuzz_combines import FAMILIES
 from tests.fuzz_layer import GATED, UNGATED, Layer
+from tests.fuzz_parts import take_parts
 
 SHAPES = ((5,), (7,), (12,), (1,), (2, 3), (3, 4))
 DTYPES = ("float64", "float64", "float32", "float32", "float32", "bfloat16")
@@ -32,6 +33,8 @@ def draw(rng: random.Random) -> Layer:
     _declare(layer, rng)
     before, after = _surroundings(layer, rng)
     layer.body = [*before, *_router(layer, rng), *FAMILIES[family](layer, rng), *after]
+    if rng.random() < 0.25:
+        take_parts(layer, rng)
     return layer
 
 

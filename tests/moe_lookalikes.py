@@ -111,8 +111,8 @@ def expert_twice(self, x, weights, ids):
 
 @_lookalike("EXPERT_COVERAGE", "split")
 def stacked_expert_left_out(self, x, weights, ids):
-    experts = ((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] for e in range(self.E - 1))
-    return sum(y * _share(weights, ids, e) for e, y in enumerate(experts))
+    experts = {e: (F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] for e in range(1, self.E)}
+    return sum(y * _share(weights, ids, e) for e, y in experts.items())
 
 
 @_lookalike("EXPERT_COVERAGE", "split")

@@ -80,7 +80,7 @@ TWINS = {
 }
 
 STILL_LAYERS = {
-    "masked_stack_einsum", "masked_per_slot", "packed_loop", "gpt_oss_loop", "sorted_rows", "gathered_per_slot",
+    "masked_stack_einsum", "masked_per_slot", "packed_loop", "gpt_oss_loop", "sorted_rows", "gathered_per_slot", "stacked_loop",
 }  # fmt: skip
 
 

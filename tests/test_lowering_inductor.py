@@ -226,6 +226,27 @@ def test_weights_are_read_in_place():
     assert fakecuda.launches(code) == [*FORWARD_KERNELS, "_combine_kernel"]
 
 
+def test_a_part_of_a_tensor_is_read_in_place():
+    """The experts of two layers in one tensor, where those of the second are not aligned to 16 bytes."""
+
+    def two_layers(x, router, w_up, w_down):
+        for up, down in zip(w_up, w_down, strict=True):
+            weights, experts = torch.topk(torch.softmax(x @ router, -1), K, dim=-1)
+            y = (torch.relu(x @ up[e].T) @ down[e].T for e in range(5))
+            x = x + sum((weights * (experts == e)).sum(-1, keepdim=True) * rows for e, rows in enumerate(y))
+        return x
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        inputs = [torch.randn(*shape, device="cuda") for shape in ((T, 15), (15, 5), (2, 5, 9, 15), (2, 5, 15, 9))]
+    with moeblaze_ops.enabled():
+        code = fakecuda.generated_code(two_layers, tuple(inputs), shape_padding=False)
+    assert_in_order([*FORWARD_KERNELS, "_combine_kernel"] * 2, fakecuda.launches(code))
+    assert "clone" not in code and ".copy_(" not in code
+    assert [code.count(f"(5, 9, 15), (135, 15, 1), {start})") for start in (0, 5 * 135)] == [2, 2]
+    first, second = re.findall(r"'gate_ptr'.*?'configs': (.*)", code)
+    assert "(1,): [['tt.divisibility', 16]]" in first and "(1,): [['tt.divisibility', 16]]" not in second
+
+
 @pytest.fixture(scope="module")
 def toy():
     """An op whose launcher mixes a mutating custom op, as the Hopper kernels come, and a Triton kernel."""

@@ -174,11 +174,11 @@ def stored(self, x, weights, ids):
     return out
 
 
-def fewer_weights(self, x, weights, ids):
-    """Expert 1 has the weights of expert 2, and so on."""
+def weights_of_another(self, x, weights, ids):
+    """Of two experts each has the weights of the other."""
 
     def expert(e, x):
-        gate, up = F.linear(x, self.gate_up[e + 1]).chunk(2, dim=-1)
+        gate, up = F.linear(x, self.gate_up[e ^ 1]).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down[e])
 
     return _layer(self, x, weights, ids, lambda e, x: x, expert)
@@ -186,7 +186,7 @@ def fewer_weights(self, x, weights, ids):
 
 NEAR_MISSES = (
     twice_the_token, of_another_tensor, with_a_gap, one_number_twice, number_of_an_expert, other_weights, without_weights,
-    other_ids, stored, fewer_weights,
+    other_ids, stored, weights_of_another,
 )  # fmt: skip
 
 
