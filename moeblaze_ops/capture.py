@@ -37,9 +37,10 @@ from moeblaze_ops.capture_split_body import ROWS
 from moeblaze_ops.capture_splits import Splits
 from moeblaze_ops.capture_tree import import_row_groups, name_of
 
-_HINTS = frozenset(
-    ("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy", "split", "unique")
-)
+_HINTS = frozenset((
+    "any", "all", "count_nonzero", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy",
+    "split", "unique",
+))  # fmt: skip
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
 
@@ -124,7 +125,7 @@ def _may_hold_experts(code: CodeType) -> bool:
     comprehensions = (inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name.startswith("<"))
     codes = (code, *comprehensions)
     has_loop = any(opcode.opmap["FOR_ITER"] in c.co_code[::2] for c in codes)
-    has_hint = any(_HINTS & {*c.co_names} for c in codes)
+    has_hint = any(_HINTS & {*c.co_names} or opcode.opmap["CONTAINS_OP"] in c.co_code[::2] for c in codes)
     return has_loop and has_hint and not code.co_filename.startswith(_TORCH)
 
 
@@ -226,7 +227,7 @@ class _Rewriting:
         result: list[ast.stmt] = []
         for i, statement in enumerate(statements):
             match statement:
-                case ast.If() if (found := empty_when(statement.test, reader)) is not None:
+                case ast.If() if (found := empty_when(statement.test, reader, statements[i:])) is not None:
                     result += self.branch(statement, statements[i + 1 :], found, reader, in_loop)
                 case ast.If(body=[kept]) if statement.lineno not in self.refused and differs_by_zero(statement, reader):
                     what = f"captured without the branch on {ast.unparse(statement.test)!r}: its sides differ by zero"
