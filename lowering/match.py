@@ -50,10 +50,10 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 class Matcher:
-    """Finds the layers of one graph."""
+    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
 
-    def __init__(self, graph: fx.Graph):
-        self.view = GraphView(graph, TABLE)
+    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
+        self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
@@ -69,6 +69,8 @@ class Matcher:
         parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
         for node in reversed(list(self.view.graph.nodes)):
             if node in taken or node in parts or not _may_combine(node):
+                continue
+            if self.view.is_gradient_off(node) is not self.view.numbers_only:
                 continue
             result = self._attempt(node)
             if isinstance(result, MoEMatch):
@@ -152,6 +154,8 @@ class Matcher:
             counts = self._chosen(masked, feature)
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
+            written = fake_of(self.view.writes.get(root, root))
+            prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
             others = [term for term in terms if term not in experts]
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
             later: tuple[Value, ...] = ()

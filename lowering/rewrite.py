@@ -123,9 +123,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     edits = Edits(gm.graph)
     try:
         with settling(sizes_of_splits(gm.graph)):
-            matcher = Matcher(gm.graph)
-            results = matcher.matches()
-            routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
+            results, routers = _matches(gm.graph)
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
@@ -141,6 +139,20 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
         outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
         log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+
+
+def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, RouterMatch | None]]:
+    """Layers and failed attempts in graph order, and the layers' routers."""
+    results: list[MoEMatch | Decline] = []
+    routers: dict[fx.Node, RouterMatch | None] = {}
+    switches = any(target_name(node) == "_set_grad_enabled" for node in graph.nodes if node.op == "call_function")
+    for gradient_off in (False, True) if switches else (False,):
+        matcher = Matcher(graph, gradient_off=gradient_off)
+        found = matcher.matches()
+        routers |= {result.root: match_router(matcher.view, result) for result in found if isinstance(result, MoEMatch)}
+        results += found
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(results, key=lambda result: order[result.root]), routers
 
 
 def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> list[Decline]:
