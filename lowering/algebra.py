@@ -6,6 +6,7 @@ from typing import Any
 
 import sympy
 
+from moeblaze_ops.lowering.counts import is_indicator
 from moeblaze_ops.lowering.expressions import (
     BINDERS,
     CHOSEN,
@@ -188,7 +189,7 @@ class Algebra:
             for f in factors_of(factor):
                 if f.kind == "const":
                     constant *= f.args[0]
-                elif not (f.kind in IDEMPOTENT or _is_chosen(f)) or f not in flat:
+                elif not (f.kind in IDEMPOTENT or is_indicator(f)) or f not in flat:
                     flat.append(f)
         if constant == 0:
             return self.zero

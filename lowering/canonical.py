@@ -82,7 +82,8 @@ def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
 
 @form("detach")
 def _detach(view: GraphView, x: Any) -> Value:
-    require(not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point, "a detached tensor has a gradient of its own")
+    alike = view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point
+    require(alike, "a detached tensor has a gradient of its own")
     return tensor(x)
 
 

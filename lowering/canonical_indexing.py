@@ -29,7 +29,7 @@ from moeblaze_ops.lowering.canonical import (
     sliced,
     tensor,
 )
-from moeblaze_ops.lowering.canonical_pointwise import pointwise
+from moeblaze_ops.lowering.canonical_pointwise import pointwise, times
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.fading import is_fading
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name
@@ -197,11 +197,11 @@ def _embedding(view: GraphView, index: Any, weight: Any, *args: Any, **kwargs: A
 
 @form("index_add")
 def _index_add(view: GraphView, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Value:
-    require(alpha == 1, "no scale")
     d = axis(tensor(x), dim)
     require(d == 0, "rows")
     indices = (tensor(index), *[None] * (len(x.shape) - 1))
-    return view.make("put", x, indices, 0, cast(view, tensor(source), x.dtype), True, shape=x.shape, dtype=x.dtype)
+    source = times(view, alpha, cast(view, tensor(source), x.dtype))
+    return view.make("put", x, indices, 0, source, True, shape=x.shape, dtype=x.dtype)
 
 
 @form("index_copy")

@@ -40,11 +40,24 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     return view.make("pointwise", name, xs, params)
 
 
+def times(view: GraphView, number: Any, x: Any) -> Any:
+    """``number * x``, of a tensor or a number, as the keywords ``alpha`` and ``value`` have it."""
+    require(isinstance(number, (int, float)), "a number")
+    if number == 1 or not isinstance(x, Value):
+        return x if number == 1 else number * x
+    require(x.dtype.is_floating_point, "multiples of integers")
+    factors = (full(view, number, (), x.dtype), x)
+    return view.make("pointwise", "mul", factors, (), shape=x.shape, dtype=x.dtype)
+
+
 def _pointwise_form(name: str, arity: int, *names: str) -> None:
     def apply(view: GraphView, *args: Any, **kwargs: Any) -> Value:
         kwargs.pop("inplace", None)
         alpha = kwargs.pop("alpha", 1)
-        require(alpha == 1 and not kwargs, "keywords")
+        require((alpha == 1 or name in ("add", "sub")) and not kwargs, "keywords")
+        if arity == 2:
+            first, second = args
+            args = first, times(view, alpha, second)
         logical = name in ("and", "or", "not")
         require(not logical or output_dtype(view) == torch.bool, "bits of integers")
         require(name != "add" or output_dtype(view) != torch.bool, "a sum of booleans")
@@ -132,7 +145,12 @@ def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -
 
 @form("addcmul")
 def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Value:
-    require(value == 1, "no scale")
+    return pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b)))
+
+
+@form("fma")
+def _fma(view: GraphView, a: Any, b: Any, x: Any) -> Value:
+    # What Dynamo makes of `addcmul_` with a number.
     return pointwise(view, "add", x, pointwise(view, "mul", a, b))
 
 

@@ -36,4 +36,5 @@ _MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))
 
 def is_indicator(e: Expr) -> bool:
     marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
+    marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
     return marks or (e.kind == "mul" and all(map(is_indicator, e.args)))

@@ -138,6 +138,13 @@ class Inserter:
             node = self.call("to", node, operand.dtype)
         return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
 
+    def numbers(self, operand: Operand) -> fx.Node:
+        """An operand without tokens as one axis, in the dtype it is used in."""
+        stored = (operand, *operand.rest)
+        flat = [self.call("reshape", part.node, (-1,)) for part in stored]
+        node = self.call(torch.cat, flat) if operand.rest else flat[0]
+        return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
+
 
 def _nothing_saved_for_the_caller() -> saved_tensors_hooks:
     """A context in which what autograd saves of fakes does not reach the hooks of who called the compiled function.

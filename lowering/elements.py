@@ -223,7 +223,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         e = self.element(x, indices, depth)
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
             if value.dtype == torch.bool:
-                return self._above_zero(e) or self.algebra.cast(value.dtype, e)
+                return self._not_zero(e) or self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
@@ -241,13 +241,25 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         """1 where ``e`` is not zero, if it is known not to be negative."""
         return threshold(self.algebra, "ne", [e, self.algebra.zero]) or chosen(self.algebra, e)
 
+    def _not_zero(self, e: Expr) -> Expr | None:
+        """1 where ``e`` is not zero, as far as counts tell; a factor that is none may be any number."""
+        if (mask := self._above_zero(e)) is not None or e.kind != "mul":
+            return mask
+        counts = [self._above_zero(f) for f in e.args if is_count(f)]
+        rest = self.algebra.mul(*(f for f in e.args if not is_count(f)))
+        if not counts or None in counts or (rest.kind == "const" and rest is not self.algebra.one):
+            return None
+        return self.algebra.mul(*counts, self._not_zero(rest) or self.algebra.cast(torch.bool, rest))
+
     def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
         name, xs, params = value.args
         if value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point:
             return self.algebra.leaf(value, indices)  # it may wrap around
         args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
-        if name in ("gt", "ne") and args[1] is self.algebra.zero and (mask := self._above_zero(args[0])) is not None:
-            return mask
+        if name in ("gt", "ne") and args[1] is self.algebra.zero:
+            mask = self._above_zero(args[0]) if name == "gt" else self._not_zero(args[0])
+            if mask is not None:
+                return mask
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)

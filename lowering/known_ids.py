@@ -43,7 +43,7 @@ def _without_proven(
     if not any(node.target is torch._assert_async for node in graph.nodes):
         return []
     nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method") and checks(node)]
-    view, evaluator = GraphView(graph, TABLE), Evaluator()
+    view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
     compared = [node for node in nodes if node.target is comparison]
     unknown = [node for node in compared if not holds(view, evaluator, node)]
     if unknown or not compared:

@@ -30,7 +30,8 @@ from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.matched import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
-from moeblaze_ops.lowering.operands_routing import find_kept, find_routing, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.operands_routing import find_kept, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.operands_scales import Scale, find_scaled_routing
 from moeblaze_ops.lowering.passed import prove_passed, split_off
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
@@ -49,10 +50,10 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 class Matcher:
-    """Finds the layers of one graph."""
+    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
 
-    def __init__(self, graph: fx.Graph):
-        self.view = GraphView(graph, TABLE)
+    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
+        self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
@@ -68,6 +69,8 @@ class Matcher:
         parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
         for node in reversed(list(self.view.graph.nodes)):
             if node in taken or node in parts or not _may_combine(node):
+                continue
+            if self.view.is_gradient_off(node) is not self.view.numbers_only:
                 continue
             result = self._attempt(node)
             if isinstance(result, MoEMatch):
@@ -151,6 +154,8 @@ class Matcher:
             counts = self._chosen(masked, feature)
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
         try:
+            written = fake_of(self.view.writes.get(root, root))
+            prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
             others = [term for term in terms if term not in experts]
             base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
             later: tuple[Value, ...] = ()
@@ -248,7 +253,7 @@ class Matcher:
         experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
         routings = [self._routing(expert, feature) for expert in experts]
         depth = MAX_PROJECTIONS if experts[0].scale else 0
-        ids, weights, top_k = find_routing(self._algebra, finder, routings, depth)
+        ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
         kept = find_kept(self._algebra, finder, routings)
         x = find_x(finder, experts)
         prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
@@ -274,7 +279,8 @@ class Matcher:
         on_input = bool(lead.scale)
         passed = None
         if later:
-            prove(not on_input and kept is None, Reason.ROUTING, "experts that are routed otherwise than those without weights")
+            alike = not (on_input or kept or scales)
+            prove(alike, Reason.ROUTING, "experts that are routed otherwise than those without weights")
             passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
@@ -291,17 +297,18 @@ class Matcher:
         same = all(view.dtype == dtype for view in w_up)
         prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
         weights = _usable_weights(weights, dtype)
+        scales = tuple(_usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
         views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []))
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
-        tensors = (x, ids, *filter(None, (weights, kept, passed and passed.x)), *views_used)
+        tensors = (x, ids, *(s.operand for s in scales), *filter(None, (weights, kept, passed and passed.x)), *views_used)
         region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
         bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
-            root=root, region=region, x=x, experts=ids, weights=weights, weights_on_input=on_input,
+            root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
@@ -370,6 +377,15 @@ def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | No
     usable = weights.dtype in (dtype, torch.float32)
     prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
     return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+
+
+def _usable_scale(scale: Scale, dtype: torch.dtype) -> Scale:
+    if scale.is_mask:
+        return scale
+    operand = scale.operand
+    if not operand.dtype.is_floating_point:  # a product of it and a weight has the dtype of the weight
+        operand = replace(operand, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+    return replace(scale, operand=_usable_weights(operand, dtype))
 
 
 def _spelling(region: Region, routing: Routing) -> str:

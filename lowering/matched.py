@@ -10,6 +10,7 @@ from torch import fx
 from moeblaze_ops.lowering.expressions import Expr, Size
 from moeblaze_ops.lowering.layouts import WeightView
 from moeblaze_ops.lowering.operands import Operand
+from moeblaze_ops.lowering.operands_scales import Scale
 from moeblaze_ops.lowering.passed import Passed
 from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.regions import Region
@@ -25,6 +26,7 @@ class MoEMatch:
     x: Operand
     experts: Operand
     weights: Operand | None
+    scales: tuple[Scale, ...]  # what the weights are multiplied by
     weights_on_input: bool
     w_up: tuple[WeightView, ...]
     b_up: tuple[WeightView, ...]

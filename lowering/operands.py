@@ -73,6 +73,21 @@ class Finder:
                 return Operand(node, value.dtype, turned=True)
         return None
 
+    def find_of_experts(self, targets: tuple[Expr, ...], experts: tuple[Expr, ...], count: int) -> Operand | None:
+        """The node of ``count`` elements, whatever the token, of which each expert's is the target."""
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            if not isinstance(value, Value) or not same_size(math.prod(value.shape), count):
+                continue
+            at = (self._evaluator.reshape_indices((count,), value.shape, (expert,)) for expert in experts)
+            try:
+                elements = [self._evaluator.element(value, indices) for indices in at]
+            except Unroll:
+                continue
+            if all(element is target for element, target in zip(elements, targets, strict=True)):
+                return Operand(node, value.dtype)
+        return None
+
     def find_ids(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size) -> Operand | None:
         """The same for expert ids; a cast of them to floating point has the same elements."""
         found = self.find(targets, columns, width)

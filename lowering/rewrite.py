@@ -29,6 +29,7 @@ from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match import Matcher
 from moeblaze_ops.lowering.matched import Decline, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
+from moeblaze_ops.lowering.operands_scales import Scale
 from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
@@ -122,9 +123,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     edits = Edits(gm.graph)
     try:
         with settling(sizes_of_splits(gm.graph)):
-            matcher = Matcher(gm.graph)
-            results = matcher.matches()
-            routers = {result.root: match_router(matcher.view, result) for result in results if isinstance(result, MoEMatch)}
+            results, routers = _matches(gm.graph)
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
@@ -140,6 +139,20 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
         outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
         log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+
+
+def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, RouterMatch | None]]:
+    """Layers and failed attempts in graph order, and the layers' routers."""
+    results: list[MoEMatch | Decline] = []
+    routers: dict[fx.Node, RouterMatch | None] = {}
+    switches = any(target_name(node) == "_set_grad_enabled" for node in graph.nodes if node.op == "call_function")
+    for gradient_off in (False, True) if switches else (False,):
+        matcher = Matcher(graph, gradient_off=gradient_off)
+        found = matcher.matches()
+        routers |= {result.root: match_router(matcher.view, result) for result in found if isinstance(result, MoEMatch)}
+        results += found
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(results, key=lambda result: order[result.root]), routers
 
 
 def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> list[Decline]:
@@ -207,6 +220,13 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
 def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     x_TD = insert.rows(match.x, match.D)
     weights_TK, ids_TK = _routing_operands(insert, match, router)
+    for scale in match.scales:
+        if not scale.is_mask:
+            scale_TK = _scale(insert, match, scale, ids_TK)
+            weights_TK = scale_TK if weights_TK is None else insert.call(torch.mul, weights_TK, scale_TK)
+    for mask in (scale for scale in match.scales if scale.is_mask):
+        masked = insert.call(torch.eq, insert.rows(mask.operand, mask.width), 0)
+        ids_TK = insert.call("masked_fill", ids_TK, masked, -1)
     if match.kept is not None:
         ids_TK = _without_dropped(insert, match, ids_TK)
     experts_TK = insert.call("masked_fill", ids_TK, insert.call(torch.ge, ids_TK, match.E), -1) if match.passed else ids_TK
@@ -215,6 +235,14 @@ def _insert_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -
         out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
+
+
+def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> fx.Node:
+    """What the weight of each slot is multiplied by, ``[T, K]``."""
+    if scale.width is not None:
+        return insert.call("expand", insert.rows(scale.operand, scale.width), -1, match.K)
+    numbers_TK = insert.call("clamp", ids_TK, 0, match.E - 1)  # an id may be no expert's
+    return insert.call(operator.getitem, insert.numbers(scale.operand), numbers_TK)
 
 
 def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:

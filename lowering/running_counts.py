@@ -25,7 +25,7 @@ def without_running_counts(graph: fx.Graph, searches: Callable[[fx.Node], bool],
     nodes = [node for node in graph.nodes if node.op == "call_function" and searches(node)]
     if not nodes:
         return []
-    view, evaluator = GraphView(graph, TABLE), Evaluator()
+    view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
     return [node for node in nodes if not _is_running_count(evaluator, view.value(node), covering)]
 
 

@@ -147,10 +147,15 @@ _DETACHING = frozenset(("detach", "_get_data_attr", "data"))
 
 @dataclass
 class GraphView:
-    """Values of all nodes of one graph. ``table`` maps an operator's name to its canonical form."""
+    """Values of all nodes of one graph. ``table`` maps an operator's name to its canonical form.
+
+    ``numbers_only``: values are what tensors hold, whether gradients get through or not. So they are for what is computed where
+    gradients are off.
+    """
 
     graph: fx.Graph
     table: dict[str, Callable]
+    numbers_only: bool = False
     position: dict[fx.Node, int] = field(default_factory=dict)
     context: dict[fx.Node, tuple] = field(default_factory=dict)
     writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
@@ -265,11 +270,17 @@ class GraphView:
             return self.opaque(node)
 
     def is_without_gradient(self, node: fx.Node) -> bool:
-        """Numbers computed without gradient are not the same value as equal ones computed with it."""
+        """Numbers computed without gradient are not the same value as equal ones computed with it, where gradients matter."""
+        if self.numbers_only:
+            return False
         fake = fake_of(node)
         tensors = [part for part in (fake if isinstance(fake, (tuple, list)) else [fake]) if isinstance(part, torch.Tensor)]
         floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
         return floating and any(name in _GRADIENT_MODES for name, _ in self.context[node])
+
+    def is_gradient_off(self, node: fx.Node) -> bool:
+        """Whether a block that the graph itself switches gradients off for holds a node."""
+        return any(name == "_set_grad_enabled" and args[:1] == (False,) for name, args in self.context[node])
 
     def has_tangents(self, node: fx.Node) -> bool:
         """Whether a node may compute derivatives forward, which none of our operators does."""

@@ -27,6 +27,7 @@ import torch
 from moeblaze_ops.capture_aliases import sharing
 from moeblaze_ops.capture_conditions import counted_in, empty_when
 from moeblaze_ops.capture_counts import count_below, may_count
+from moeblaze_ops.capture_else import split_off_zeros
 from moeblaze_ops.capture_emptiness import MODULE, Reader
 from moeblaze_ops.capture_guards import Effects, Unproven, differs_by_zero, loaded, prove_adds_zero, prove_no_effect, stored
 from moeblaze_ops.capture_hits import HitLoop, hit_loop, loops_over_hits, over_all_experts, selects
@@ -37,9 +38,10 @@ from moeblaze_ops.capture_split_body import ROWS
 from moeblaze_ops.capture_splits import Splits
 from moeblaze_ops.capture_tree import import_row_groups, name_of
 
-_HINTS = frozenset(
-    ("any", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy", "split", "unique")
-)
+_HINTS = frozenset((
+    "any", "all", "count_nonzero", "numel", "nelement", "shape", "size", "sum", "len", "nonzero", "bincount", "tolist", "numpy",
+    "split", "unique",
+))  # fmt: skip
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FORBIDDEN_NAMES = frozenset(("locals", "vars", "exec", "eval", "globals"))
 
@@ -124,7 +126,7 @@ def _may_hold_experts(code: CodeType) -> bool:
     comprehensions = (inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name.startswith("<"))
     codes = (code, *comprehensions)
     has_loop = any(opcode.opmap["FOR_ITER"] in c.co_code[::2] for c in codes)
-    has_hint = any(_HINTS & {*c.co_names} for c in codes)
+    has_hint = any(_HINTS & {*c.co_names} or opcode.opmap["CONTAINS_OP"] in c.co_code[::2] for c in codes)
     return has_loop and has_hint and not code.co_filename.startswith(_TORCH)
 
 
@@ -226,7 +228,7 @@ class _Rewriting:
         result: list[ast.stmt] = []
         for i, statement in enumerate(statements):
             match statement:
-                case ast.If() if (found := empty_when(statement.test, reader)) is not None:
+                case ast.If() if (found := empty_when(statement.test, reader, statements[i:])) is not None:
                     result += self.branch(statement, statements[i + 1 :], found, reader, in_loop)
                 case ast.If(body=[kept]) if statement.lineno not in self.refused and differs_by_zero(statement, reader):
                     what = f"captured without the branch on {ast.unparse(statement.test)!r}: its sides differ by zero"
@@ -255,27 +257,27 @@ class _Rewriting:
         """What takes the place of a branch on whether a group is empty."""
         group, empty = found
         skips = empty and isinstance(branch.body[0], ast.Continue)
-        guarded = following if skips else branch.body
+        turned = empty and bool(branch.orelse)
+        kept, other = (branch.orelse, branch.body) if turned else (branch.body, branch.orelse)
+        guarded = following if skips else kept
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
             if counted_in(branch.test, reader) in self.nested:
                 raise Unproven(branch, "a function inside may change what it looks at")
-            if branch.orelse and empty:
+            if skips and branch.orelse:
                 raise Unproven(branch, "there is an else branch")
-            if empty and not (skips and in_loop):
+            if empty and not turned and not (skips and in_loop):
                 raise Unproven(branch, "it is no `continue` of the loop that it stands in")
-            effects = prove_no_effect(guarded, group, reader.copy(), may_continue=skips)
-            effects.temporary |= prove_adds_zero(branch.orelse, guarded, reader)
+            effects, proven = _without_tokens(guarded, other, group, reader, may_continue=skips)
         except Unproven as unproven:
             self.refused.setdefault(branch.lineno, f"{ast.unparse(branch.test)!r} stays: {unproven}")
             reader.execute(branch)
             return [branch]
         what = f"captured without the branch on {ast.unparse(branch.test)!r}: what it skips does nothing without tokens"
-        nodes = [*guarded, *branch.orelse]
         counts = counted_in(branch.test, reader)
-        self.guarded.append(_Guarded(branch.lineno, what, nodes, effects, {counts} if counts else set()))
-        return [] if skips else self.block(branch.body, reader, in_loop=False)
+        self.guarded.append(_Guarded(branch.lineno, what, proven, effects, {counts} if counts else set()))
+        return [] if skips else self.block(kept, reader, in_loop=False)
 
     def loop(self, loop: ast.For, reader: Reader) -> ast.For:
         names = stored(loop)
@@ -330,6 +332,24 @@ class _Rewriting:
         what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
         self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selecting))
         return True
+
+
+def _without_tokens(
+    guarded: list[ast.stmt], other: list[ast.stmt], group: Hashable, reader: Reader, *, may_continue: bool
+) -> tuple[Effects, list[ast.stmt]]:
+    """What the first of two branches does to names where a group is empty, and statements that do nothing else then.
+
+    Raises:
+        Unproven: it may do more than the other.
+    """
+    if (zeros := split_off_zeros(guarded, other, reader)) is not None:
+        made, rest = zeros
+        inner = reader.copy()
+        inner.execute(made)
+        return prove_no_effect(rest, group, inner, may_continue=False), rest
+    effects = prove_no_effect(guarded, group, reader.copy(), may_continue=may_continue)
+    effects.temporary |= prove_adds_zero(other, guarded, reader)
+    return effects, [*guarded, *other]
 
 
 def _round_without_tokens(loop: ast.For, found: HitLoop, reader: Reader) -> Effects:

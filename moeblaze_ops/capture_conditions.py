@@ -1,27 +1,37 @@
 """Conditions on whether a group of tokens is empty: ``if mask.any():``, ``if idx.numel() == 0:``, ``if counts[e] > 0:``."""
 
 import ast
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from moeblaze_ops.capture_emptiness import COUNTED_AT, Reader
 from moeblaze_ops.capture_syntax import number
 
+_MIRRORED = {ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
-def empty_when(test: ast.expr, reader: Reader) -> tuple[Hashable, bool] | None:
-    """The group that has nothing in it when ``test`` has the outcome that is returned with it."""
+
+def empty_when(test: ast.expr, reader: Reader, block: Sequence[ast.stmt]) -> tuple[Hashable, bool] | None:
+    """The group that has nothing in it when ``test`` has the outcome that is returned with it.
+
+    ``block``: the statement with the condition and those behind it. A number is looked for in a tensor only where they compare
+    the two, too: it might be a list or a dictionary otherwise.
+    """
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = empty_when(operand, reader)
+            inner = empty_when(operand, reader, block)
             return inner and (inner[0], not inner[1])
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
-            group = _occurring(left, right, reader)
+            group = _occurring(left, right, reader, block)
             return None if group is None else (group, isinstance(op, ast.NotIn))
+        case ast.Compare(left=ast.Constant() as left, ops=[op], comparators=[right]) if type(op) in _MIRRORED:
+            return empty_when(ast.Compare(right, [_MIRRORED[type(op)]()], [left]), reader, block)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             group = _counted(left, reader)
             outcome = COUNTED_AT.get(type(op), {}).get(number(right))
             return None if group is None or outcome is None else (group, outcome)
+    if (group := _all_differ(test, reader)) is not None:
+        return group, True
     group = _counted(test, reader)
     group = _any(test, reader) if group is None else group
     return None if group is None else (group, False)
@@ -39,11 +49,37 @@ def counted_in(test: ast.expr, reader: Reader) -> str | None:
     return None
 
 
-def _occurring(e: ast.expr, among: ast.expr, reader: Reader) -> Hashable | None:
-    """The group of the elements that equal the number ``e``, where a condition asks whether it is among numbers of ids."""
+def _occurring(e: ast.expr, among: ast.expr, reader: Reader, block: Sequence[ast.stmt]) -> Hashable | None:
+    """The group of the elements that equal ``e``, where a condition asks whether it is among ids, or among numbers of them."""
     value = reader.read(among)
-    occurs = value.present and value.kind in ("hit_ids", "hit_list")
-    return (ast.Eq, value.of, reader.read(e).key) if occurs else None
+    if value.present and value.kind in ("hit_ids", "hit_list"):
+        return ast.Eq, value.of, reader.read(e).key
+    if value.kind != "other":
+        return None
+    equal = reader.read(ast.Compare(among, [ast.Eq()], [e])).group
+    known = any(mask.kind == "mask" and mask.group == equal for mask in reader.values.values())
+    comparing = (node for s in block for node in ast.walk(s) if isinstance(node, ast.Compare | ast.Call))
+    return equal if known or any(reader.copy().read(node).group == equal for node in comparing) else None
+
+
+def _all_differ(e: ast.expr, reader: Reader) -> Hashable | None:
+    """The group of the elements that equal what ``e`` asks whether all differ from."""
+    match e:
+        case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
+            return _all_differ(inner, reader)
+        case ast.Call(func=ast.Name(), args=[inner], keywords=[]) if reader.resolve(e.func) is bool:
+            return _all_differ(inner, reader)
+        case ast.Call(func=func, args=[mask], keywords=[]) if reader.resolve(func) is torch.all:
+            pass
+        case ast.Call(func=ast.Attribute(value=mask, attr="all"), args=[], keywords=[]) if reader.resolve(e.func) is None:
+            pass
+        case _:
+            return None
+    match mask:
+        case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[right]):
+            equal = reader.read(ast.Compare(left, [ast.Eq()], [right]))
+            return equal.group if equal.kind == "mask" else None
+    return None
 
 
 def _any(e: ast.expr, reader: Reader) -> Hashable | None:
@@ -65,6 +101,8 @@ def _counted(e: ast.expr, reader: Reader) -> Hashable | None:
     match e:
         case ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[], keywords=[]):
             return _counted(inner, reader)
+        case ast.Call(func=ast.Name(), args=[inner], keywords=[]) if reader.resolve(e.func) is int:
+            return _counted(inner, reader)
         case ast.Call(func=ast.Attribute(value=rows, attr="numel" | "nelement"), args=[], keywords=[]):
             return _group(rows, reader, "rows", "mask")
         case ast.Call(func=ast.Attribute(value=rows, attr="size"), args=[ast.Constant(value=0)], keywords=[]):
@@ -73,9 +111,11 @@ def _counted(e: ast.expr, reader: Reader) -> Hashable | None:
             return _group(rows, reader, "rows")
         case ast.Call(func=ast.Name(), args=[rows], keywords=[]) if reader.resolve(e.func) is len:
             return _group(rows, reader, "rows")
-        case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]) if reader.resolve(e.func) is None:
+        case ast.Call(func=ast.Attribute(value=mask, attr="sum" | "count_nonzero"), args=[], keywords=[]) if (
+            reader.resolve(e.func) is None
+        ):
             return _group(mask, reader, "mask", "onehot")
-        case ast.Call(func=func, args=[mask], keywords=[]) if reader.resolve(func) is torch.sum:
+        case ast.Call(func=func, args=[mask], keywords=[]) if reader.resolve(func) in (torch.sum, torch.count_nonzero):
             return _group(mask, reader, "mask", "onehot")
     return _group(e, reader, "count")
 

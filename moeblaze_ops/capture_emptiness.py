@@ -20,6 +20,9 @@ from moeblaze_ops.capture_aliases import shared_with
 from moeblaze_ops.capture_syntax import (
     VIEWS,
     axes_of,
+    counting,
+    elements_of,
+    is_in_place,
     is_last_of_two,
     is_true,
     is_whole,
@@ -63,7 +66,8 @@ class Value:
     ``bins`` how often each number occurs among ids; ``count`` one element of counts or bins, ``group`` what it counts;
     ``hit`` which counts or bins are above zero; ``hits`` the nonzero rows of that, ``[n, 1]``, ``hit_split`` a tuple of
     ``hit_ids``, ``[n]``, ``hit_list`` a list or a set of these; ``listed`` a list of ids; ``expert_row`` and ``expert`` one
-    element of hits; ``rows`` one row for each true element of a mask; ``split`` a tuple of such; ``other``.
+    element of hits; ``number`` that of a round; ``rows`` one row for each true element of a mask; ``split`` a tuple of such;
+    ``other``.
     """
 
     key: Hashable
@@ -125,6 +129,9 @@ class Reader:
             for key in written:
                 inner.forget_masks(key)
         inner.values = {name: value for name, value in inner.values.items() if before.get(name) is value}
+        if (counter := counting(loop, self.resolve)) is not None:
+            key = "number", loop.lineno
+            inner.values[counter] = Value(key, key, "number")
         return inner
 
     def forget(self, names: set[str]) -> None:
@@ -186,7 +193,7 @@ class Reader:
 
     def _written(self, call: ast.Call) -> Iterator[Hashable]:
         """Keys of what a call may write to; None for anything."""
-        if _is_in_place(call):
+        if is_in_place(call):
             yield from self._keys_behind(call.func.value)
         if not self.is_pure(call):
             if isinstance(call.func, ast.Attribute) and self.resolve(call.func) is None:
@@ -216,7 +223,7 @@ class Reader:
         """Whether an expression does nothing but give a value."""
         calls = [node for node in ast.walk(e) if isinstance(node, ast.Call)]
         named = any(isinstance(node, ast.NamedExpr) for node in ast.walk(e))
-        return not named and all(map(self.is_pure, calls)) and not any(map(_is_in_place, calls))
+        return not named and all(map(self.is_pure, calls)) and not any(map(is_in_place, calls))
 
     def _unknown(self, kind: str = "other", group: Hashable = None) -> Value:
         key = "#", next(self._numbers)
@@ -256,7 +263,7 @@ class Reader:
             key = type(op), left.key, other.key
             if left.kind == "onehot" and number(right) in _TRUE_OF_ONE.get(type(op), ()):
                 return replace(left, key=key, kind="mask")
-            with_number = other.kind == "expert" or number(right) is not None
+            with_number = other.kind in ("expert", "number") or number(right) is not None
             mask = Value(key, (type(op), elements_of(left.key), other.key) if with_number else key, "mask")
             above = bool(left.summed) and COUNTED_AT.get(type(op), {}).get(number(right)) is False
             return replace(mask, of=left.of, summed=left.summed) if above else mask
@@ -358,6 +365,8 @@ class Reader:
             return replace(value, key=key, of=value.of if made else None, dims=dims, summed=())
         if value.kind == "onehot" and name in _CASTS:
             return replace(value, key=key, group=key)
+        if value.kind == "mask" and name in _CASTS:
+            return Value(key, value.group, "onehot")
         if name == "sum" and value.kind == "onehot" and value.dims == 3 and sums_last_two(args, options):
             return Value(key, key, "counts", value.key)
         if name in ("sum", "any") and (axes := axes_of(args, options)) and value.kind in ("onehot", "mask", "other"):
@@ -384,17 +393,6 @@ class Reader:
         return self._unknown()
 
 
-def _is_in_place(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_")
-
-
 def _hits_of(counted: Value) -> Value:
     """What is known of hits from what was counted."""
     return replace(counted, of=elements_of(counted.of), present=True) if counted.kind == "bins" else counted
-
-
-def elements_of(key: Hashable) -> Hashable:
-    """The key of the tensor that a tensor with this key has the elements of, in whatever shape."""
-    while isinstance(key, tuple) and key[0] in VIEWS:
-        key = key[1]
-    return key

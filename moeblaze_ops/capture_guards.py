@@ -15,7 +15,7 @@ _MODES = (torch.no_grad, torch.enable_grad, torch.autocast, torch.amp.autocast)
 _VALUES = frozenset(("sum", "mean", "unsqueeze", "squeeze", "view", "reshape", "expand", "flatten", "new_zeros", "new_empty"))
 """Methods that only make a value, of the dtype of what they are called on, whatever that is."""
 
-_TO_ROWS = frozenset(("index_add", "index_copy", "scatter_add", "scatter_reduce"))
+TO_ROWS = frozenset(("index_add", "index_copy", "scatter_add", "scatter_reduce"))
 """Methods that add or store rows of one tensor at those of another, here and with an underscore in place."""
 
 
@@ -279,12 +279,12 @@ class _Proof:
         base = value.func.value
         if value.func.attr == "index_put":
             return isinstance(base, ast.Name) and base.id == name and self._puts_rows(value, base)
-        return value.func.attr in _TO_ROWS and self._adds_rows(value, base, name)
+        return value.func.attr in TO_ROWS and self._adds_rows(value, base, name)
 
     def _updates_in_place(self, call: ast.Call) -> bool:
         if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
             return False
-        if call.func.attr.endswith("_") and call.func.attr[:-1] in _TO_ROWS:
+        if call.func.attr.endswith("_") and call.func.attr[:-1] in TO_ROWS:
             return self._adds_rows(call, call.func.value, call.func.value.id)
         return call.func.attr == "index_put_" and self._puts_rows(call, call.func.value)
 

@@ -16,9 +16,9 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moeblaze_ops.capture_emptiness import Reader, Value, elements_of
+from moeblaze_ops.capture_emptiness import Reader, Value
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_syntax import axis_left, is_path
+from moeblaze_ops.capture_syntax import axis_left, elements_of, is_path
 from moeblaze_ops.capture_tree import located, name_of, row_groups_call
 
 _AS_NUMBER = frozenset(("item", "squeeze"))

@@ -1,7 +1,8 @@
 """What single expressions say, whatever stands around them: numbers, axes, views."""
 
 import ast
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
 """Methods that give the elements of a tensor in another shape."""
@@ -10,6 +11,27 @@ VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contig
 def mentions(key: Hashable, part: Hashable) -> bool:
     """Whether ``part`` is, or is part of, a key."""
     return key == part or (isinstance(key, tuple) and any(mentions(inner, part) for inner in key))
+
+
+def elements_of(key: Hashable) -> Hashable:
+    """The key of the tensor that a tensor with this key has the elements of, in whatever shape."""
+    while isinstance(key, tuple) and key[0] in VIEWS:
+        key = key[1]
+    return key
+
+
+def is_in_place(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_") and not call.func.attr.startswith("_")
+
+
+def counting(loop: ast.For, resolve: Callable[[ast.expr], Any]) -> str | None:
+    """The variable of a loop that is a number, and no tensor, at the start of every round."""
+    match loop.iter, loop.target:
+        case ast.Call(func=func), ast.Name(id=name) if resolve(func) is range:
+            return name
+        case ast.Call(func=func), ast.Tuple(elts=[ast.Name(id=name), _]) if resolve(func) is enumerate:
+            return name
+    return None
 
 
 def number(e: ast.expr | None) -> int | float | None:

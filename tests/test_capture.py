@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.capture import captured
+from tests import moe_asked as asked
 from tests import moe_branches as branches
 from tests import moe_guarded as guarded
 from tests import moe_guarded_counts as counted
@@ -18,14 +19,19 @@ from tests import moe_lists as lists
 from tests import moe_named as named
 from tests import moe_present as present
 from tests import moe_split as split
+from tests import moe_zeros as zeros
 from tests import moe_zoo as zoo
 from tests.rewrite_harness import rewriting_backend
 
 T = 12
-CAPTURED = (*guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED, *branches.BRANCHES, *hits.HITS)
+CAPTURED = (
+    *guarded.GUARDED, *counted.GUARDED, *present.PRESENT, *lists.LISTS, *named.NAMED, *branches.BRANCHES, *hits.HITS,
+    *asked.ASKED, *zeros.ZEROS,
+)  # fmt: skip
 NEAR_MISSES = (
     *guarded.NEAR_MISSES, *counted.NEAR_MISSES, *present.NEAR_MISSES, *lists.NEAR_MISSES, *named.NEAR_MISSES,
-    *branches.NEAR_MISSES, *hits.NEAR_MISSES,
+    *branches.NEAR_MISSES, *hits.NEAR_MISSES, *asked.NEAR_MISSES,
+    *zeros.NEAR_MISSES,
 )  # fmt: skip
 
 

@@ -84,13 +84,13 @@ def test_without_gradients_inside():
 
 
 def test_without_gradients_where_others_have_them():
-    """A layer whose output has no gradient is not one whose output has."""
     layer = Model()
-    with rewriting_backend() as backend:
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         x = torch.randn(T, zoo.D, requires_grad=True)
-        out = torch.compile(layer, backend=backend)(x)
+        out = torch.compile(layer, backend=backend, fullgraph=True)(x)
     assert not out.requires_grad
     torch.testing.assert_close(out, layer(x))
+    assert_one_rewritten_graph(records)
 
 
 @pytest.mark.parametrize("expert", [guarded.CountingExpert, guarded.BufferExpert, guarded.ListingExpert])

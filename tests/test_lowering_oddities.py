@@ -138,7 +138,7 @@ CASES = {
     "tied projections": (masked, tie_projections, 1),
     "expanded weights": (masked, expand_weights, 1),
     "repeated ids counted once": (repeated_ids_counted_once, None, 1),
-    "added twice over": (added_twice_over, None, 0),
+    "added twice over": (added_twice_over, None, 1),
     "capacity by weights": (capacity_by_weights, None, 1),
     "capacity by ids": (capacity_by_ids, None, 1),
     "hard tanh between its default bounds": (with_hidden(F.hardtanh), None, 1),
