@@ -211,11 +211,18 @@ def _index_copy(view: GraphView, x: Any, dim: int, index: Any, source: Any) -> V
     return _put(view, x, index, source, False)
 
 
-@form("gather", "take_along_dim")
-def _gather(view: GraphView, x: Any, dim: Any, index: Any, **kwargs: Any) -> Value:
-    if isinstance(dim, Value):
-        dim, index = index, dim
+@form("gather")
+def _gather(view: GraphView, x: Any, dim: int, index: Any, **kwargs: Any) -> Value:
     return view.make("take", tensor(x), axis(x, dim), tensor(index))
+
+
+@form("take_along_dim")
+def _take_along_dim(view: GraphView, x: Any, indices: Any, dim: int | None = None) -> Value:
+    """A gather whose other axes are broadcast."""
+    require(dim is not None, "an axis")
+    d, shape = axis(tensor(x), dim), output_shape(view)
+    rows = expanded(view, x, (*shape[:d], x.shape[d], *shape[d + 1 :]))
+    return view.make("take", rows, d, expanded(view, tensor(indices), shape))
 
 
 def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumulate: bool) -> Value:
