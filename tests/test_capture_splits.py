@@ -208,3 +208,11 @@ def test_sizes_from_another_function_are_named():
     (left,) = captured(groups_of_an_argument.__code__, globals()).left
     assert "sizes says, an argument" in left and str(groups_of_an_argument.__code__.co_firstlineno + 3) in left
     assert not captured(pieces_of_an_argument.__code__, globals()).left
+
+
+def test_numbers_in_the_place_of_rows():
+    of, number = torch.randn(5, 4), torch.tensor([2])
+    torch.testing.assert_close(row_groups.item(of, 2), of[number])
+    assert row_groups.item([7, 8, 9], 2) == 9
+    for rows in (torch.tensor([0, 3, 3]), torch.tensor([[0], [3]]), torch.tensor(3), of[:, 0] > 0, 1):
+        torch.testing.assert_close(of[rows, row_groups.beside(2, rows)], of[rows, number])
