@@ -145,16 +145,28 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
             indices += coordinates(view, item, rows)
         else:
             indices.append(item)
-    if len(indices) == 1 and len(indices[0].shape) > 1:
-        rows, width = math.prod(indices[0].shape), x.shape[1:]
-        values = reshaped(view, expanded(view, tensor(values), (*indices[0].shape, *width)), (rows, *width))
-        indices = [reshaped(view, indices[0], (rows,))]
+    shape = _common_shape([index.shape for index in indices])
+    if len(shape) != 1 or any(index.shape != shape for index in indices):
+        rows, width = math.prod(shape), x.shape[len(indices) :]
+        values = reshaped(view, expanded(view, tensor(values), (*shape, *width)), (rows, *width))
+        indices = [reshaped(view, expanded(view, index, shape), (rows,)) for index in indices]
     indices += [None] * (len(x.shape) - len(indices))
     if _is_inverse_permutation(x, indices, values, accumulate):
         return view.make("inverse", indices[0], shape=x.shape, dtype=x.dtype)
     return view.make(
         "put", x, tuple(indices), 0, cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
     )
+
+
+def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """What shapes are broadcast to."""
+    common = []
+    for d in range(-max(map(len, shapes)), 0):
+        sizes = [shape[d] for shape in shapes if len(shape) >= -d]
+        size = next((size for size in sizes if not same_size(size, 1)), 1)
+        require(all(same_size(other, size) or same_size(other, 1) for other in sizes), "sizes that are known to be the same")
+        common.append(size)
+    return tuple(common)
 
 
 def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:

@@ -130,8 +130,10 @@ class IndexingRules:
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
-        else:
+        elif len(keys) == 1:
             landed = self._land_selected(row, keys, at, sizes, body, depth)
+        else:
+            landed = self._land_at_positions(row, keys, at, sizes, body)
         if landed is not None and row not in landed.body.free:
             return landed
         hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
@@ -181,9 +183,7 @@ class IndexingRules:
     def _land_selected(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed | None":
-        """Keys of sorted rows, or of those of them that a mask selects: go through all of them instead."""
-        if len(keys) != 1:
-            return None
+        """The key of sorted rows, or of those of them that a mask selects: go through all of them instead."""
         selected = next(iter(subexpressions(keys[0], lambda e: e.kind == "nonzero" and e.args[2] is row)), None)
         if selected is None or row.kind != "var":
             return self._land_sorted(row, keys[0], at[0], sizes[0], body, self.algebra.one)
@@ -196,7 +196,21 @@ class IndexingRules:
             return None
         return self._land_sorted(position, key, at[0], sizes[0], body, self.element(mask, (position,), depth))
 
-    def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr) -> "_Landed | None":
+    def _land_at_positions(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr
+    ) -> "_Landed | None":
+        """One of two keys is the row's own number, or that of its token; the other is compared: it counts from no end."""
+        for mine, other in ((0, 1), (1, 0)) if len(keys) == 2 else ():
+            if keys[other].kind == "leaf" and keys[other].args[0].bound is not None:
+                hits = self.algebra.eq(keys[other], at[other])
+                landed = self._land_sorted(row, keys[mine], at[mine], sizes[mine], body, hits, keys[other])
+                if landed is not None:
+                    return landed
+        return None
+
+    def _land_sorted(
+        self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr, unique: Expr | None = None
+    ) -> "_Landed | None":
         """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
         size, slot = 1, key
         if key.kind in ("div", "mod"):
@@ -215,7 +229,8 @@ class IndexingRules:
         position = self.algebra.linear(0, terms)
         source = self.algebra.inverse(slot.args[0], position) if permuted else position
         body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
-        return _Landed(free, hits, body, _compared(hits))
+        unique = _compared(hits) if unique is None else self.algebra.substitute(unique, {row: source})
+        return _Landed(free, hits, body, unique)
 
 
 class _Landed:
