@@ -16,7 +16,7 @@ from tests.test_capture import assert_one_rewritten_graph, check, make_layer, re
 T = guarded.T
 
 
-@pytest.mark.parametrize("combine", split.SPLIT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_one_graph(combine):
     layer = make_layer(combine, expert=zoo.PlainMLP if combine is split.split_list else zoo.GluMLP)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -35,7 +35,7 @@ def test_near_misses_are_left_alone(combine):
     guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
 
 
-@pytest.mark.parametrize("combine", [split.scattered, *split.SPLIT], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [split.scattered, *split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_inference(combine):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
@@ -48,7 +48,7 @@ def test_inference(combine):
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 1), (5, 1, 1)], ids=["one_token", "one_of_all", "one_expert"])
-@pytest.mark.parametrize("combine", split.SPLIT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_degenerate_sizes_compile(combine, shape):
     """Some are rewritten, and the others run as they did."""
     num_tokens, num_experts, top_k = shape
