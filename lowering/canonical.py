@@ -28,6 +28,7 @@ def form(*names: str) -> Callable:
     def register(function: Callable) -> Callable:
         def checked(view: GraphView, *args: Any, **kwargs: Any) -> Any:
             try:
+                args, kwargs = _by_place(args, kwargs)
                 return function(view, *args, **kwargs)
             except (TypeError, IndexError, ValueError, AttributeError) as error:
                 # A call in a style this form does not know (arguments by other names, Python numbers for tensors).
@@ -37,6 +38,18 @@ def form(*names: str) -> Callable:
         return function
 
     return register
+
+
+def _by_place(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The operands of a call where a form has them, if they are given by the names that torch gives them."""
+    for place, names in enumerate(_OPERANDS):
+        if len(args) == place and (name := next((name for name in names if name in kwargs), None)) is not None:
+            args, kwargs = (*args, kwargs[name]), {key: value for key, value in kwargs.items() if key != name}
+    return args, kwargs
+
+
+_OPERANDS = ("condition", "tensors", "tensor", "input"), ("other",)
+"""Names of first and of second operands."""
 
 
 def require(condition: bool, why: str) -> None:

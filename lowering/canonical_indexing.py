@@ -145,16 +145,28 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
             indices += coordinates(view, item, rows)
         else:
             indices.append(item)
-    if len(indices) == 1 and len(indices[0].shape) > 1:
-        rows, width = math.prod(indices[0].shape), x.shape[1:]
-        values = reshaped(view, expanded(view, tensor(values), (*indices[0].shape, *width)), (rows, *width))
-        indices = [reshaped(view, indices[0], (rows,))]
+    shape = _common_shape([index.shape for index in indices])
+    if len(shape) != 1 or any(index.shape != shape for index in indices):
+        rows, width = math.prod(shape), x.shape[len(indices) :]
+        values = reshaped(view, expanded(view, tensor(values), (*shape, *width)), (rows, *width))
+        indices = [reshaped(view, expanded(view, index, shape), (rows,)) for index in indices]
     indices += [None] * (len(x.shape) - len(indices))
     if _is_inverse_permutation(x, indices, values, accumulate):
         return view.make("inverse", indices[0], shape=x.shape, dtype=x.dtype)
     return view.make(
         "put", x, tuple(indices), 0, cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
     )
+
+
+def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """What shapes are broadcast to."""
+    common = []
+    for d in range(-max(map(len, shapes)), 0):
+        sizes = [shape[d] for shape in shapes if len(shape) >= -d]
+        size = next((size for size in sizes if not same_size(size, 1)), 1)
+        require(all(same_size(other, size) or same_size(other, 1) for other in sizes), "sizes that are known to be the same")
+        common.append(size)
+    return tuple(common)
 
 
 def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
@@ -211,11 +223,18 @@ def _index_copy(view: GraphView, x: Any, dim: int, index: Any, source: Any) -> V
     return _put(view, x, index, source, False)
 
 
-@form("gather", "take_along_dim")
-def _gather(view: GraphView, x: Any, dim: Any, index: Any, **kwargs: Any) -> Value:
-    if isinstance(dim, Value):
-        dim, index = index, dim
+@form("gather")
+def _gather(view: GraphView, x: Any, dim: int, index: Any, **kwargs: Any) -> Value:
     return view.make("take", tensor(x), axis(x, dim), tensor(index))
+
+
+@form("take_along_dim")
+def _take_along_dim(view: GraphView, x: Any, indices: Any, dim: int | None = None) -> Value:
+    """A gather whose other axes are broadcast."""
+    require(dim is not None, "an axis")
+    d, shape = axis(tensor(x), dim), output_shape(view)
+    rows = expanded(view, x, (*shape[:d], x.shape[d], *shape[d + 1 :]))
+    return view.make("take", rows, d, expanded(view, tensor(indices), shape))
 
 
 def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumulate: bool) -> Value:

@@ -59,13 +59,16 @@ class IndexingRules:
         if not accumulate and _counts_up(x, tensors, values) and self.partitioned(tensors[0]) is not None:
             return self.algebra.inverse(tensors[0], indices[0])
         rows, rest = tensors[0].shape[0], indices[len(keyed) :]
+        added = None if accumulate else _added_to_rows(x, tensors, values)
+        part = values if added is None else added
 
         def row_at(index: Expr) -> tuple[list[Expr], Expr]:
-            body = self._broadcast(values, (rows, *value.shape[len(keyed) :]), (index, *rest), depth)
+            body = self._broadcast(part, (rows, *value.shape[len(keyed) :]), (index, *rest), depth)
             return [self.element(tensors[i], (index,), depth) for i in keyed], body
 
         at, sizes = indices[: len(keyed)], value.shape
-        return self._stored(value, indices, self.runs(tensors[0]), row_at, at, sizes, depth)
+        runs = self.runs(tensors[0]) if added is None else [(0, rows)]
+        return self._stored(value, indices, runs, row_at, at, sizes, depth, adds=added is not None)
 
     def _element_scatter(self, value: Value, indices: "Indices", depth: int) -> Expr:
         _, dim, index, source, _ = value.args
@@ -86,16 +89,22 @@ class IndexingRules:
         at: "Indices",
         sizes: tuple[Size, ...],
         depth: int,
+        adds: bool = False,
     ) -> Expr:
-        """The element of a put or a scatter, after one run of rows after another was added or stored."""
+        """The element of a put or a scatter, after one run of rows after another was added or stored.
+
+        ``adds``: what is stored is what was there, and the rows.
+        """
         x, accumulate = value.args[0], value.args[-1]
         element = self.element(x, indices, depth)
         for start, size in runs:
             row = self.algebra.fresh(indices, size)
             keys, body = row_at(self.algebra.linear(start, [(1, row)]))
             landed = self._land(row, keys, at, sizes, body, depth)
-            added = self.algebra.add(element, landed.total(self.algebra)) if accumulate else None
-            element = added or landed.replaces(self.algebra, element)
+            if accumulate:
+                element = self.algebra.add(element, landed.total(self.algebra))
+            else:
+                element = (landed.adds if adds else landed.replaces)(self.algebra, element)
             if element is None:
                 return self.algebra.leaf(value, indices)
         return element
@@ -121,8 +130,10 @@ class IndexingRules:
             keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
         if _are_coordinates(row, keys, sizes):
             landed = self._land_true_elements(row, keys, at, body, depth)
-        else:
+        elif len(keys) == 1:
             landed = self._land_selected(row, keys, at, sizes, body, depth)
+        else:
+            landed = self._land_at_positions(row, keys, at, sizes, body)
         if landed is not None and row not in landed.body.free:
             return landed
         hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
@@ -172,9 +183,7 @@ class IndexingRules:
     def _land_selected(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
     ) -> "_Landed | None":
-        """Keys of sorted rows, or of those of them that a mask selects: go through all of them instead."""
-        if len(keys) != 1:
-            return None
+        """The key of sorted rows, or of those of them that a mask selects: go through all of them instead."""
         selected = next(iter(subexpressions(keys[0], lambda e: e.kind == "nonzero" and e.args[2] is row)), None)
         if selected is None or row.kind != "var":
             return self._land_sorted(row, keys[0], at[0], sizes[0], body, self.algebra.one)
@@ -187,7 +196,21 @@ class IndexingRules:
             return None
         return self._land_sorted(position, key, at[0], sizes[0], body, self.element(mask, (position,), depth))
 
-    def _land_sorted(self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr) -> "_Landed | None":
+    def _land_at_positions(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr
+    ) -> "_Landed | None":
+        """One of two keys is the row's own number, or that of its token; the other is compared: it counts from no end."""
+        for mine, other in ((0, 1), (1, 0)) if len(keys) == 2 else ():
+            if keys[other].kind == "leaf" and keys[other].args[0].bound is not None:
+                hits = self.algebra.eq(keys[other], at[other])
+                landed = self._land_sorted(row, keys[mine], at[mine], sizes[mine], body, hits, keys[other])
+                if landed is not None:
+                    return landed
+        return None
+
+    def _land_sorted(
+        self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr, unique: Expr | None = None
+    ) -> "_Landed | None":
         """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
         size, slot = 1, key
         if key.kind in ("div", "mod"):
@@ -206,7 +229,8 @@ class IndexingRules:
         position = self.algebra.linear(0, terms)
         source = self.algebra.inverse(slot.args[0], position) if permuted else position
         body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
-        return _Landed(free, hits, body, _compared(hits))
+        unique = _compared(hits) if unique is None else self.algebra.substitute(unique, {row: source})
+        return _Landed(free, hits, body, unique)
 
 
 class _Landed:
@@ -231,11 +255,8 @@ class _Landed:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
         if self.hits is algebra.zero:
             return base
-        if self.free and (self.unique is None or len(self.free) > 1):
-            return None
         if not self.free and self.hits is algebra.one:
             return self.body
-        once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
         below = [] if base is algebra.zero else list(base.args if base.kind == "add" else (base,))
         added = list(self.body.args if self.body.kind == "add" else (self.body,))
         if all(term in added for term in below):
@@ -243,7 +264,16 @@ class _Landed:
                 added.remove(term)
         elif self.free or not all(map(self._never_with, below)):
             return None
-        return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, algebra.add(*added))))
+        return _Landed(self.free, self.hits, algebra.add(*added), self.unique).adds(algebra, base)
+
+    def adds(self, algebra: Algebra, base: Expr) -> Expr | None:
+        """The element after ``base`` and the row were stored, when at most one row lands; None if it has no sum form."""
+        if self.hits is algebra.zero:
+            return base
+        if self.free and (self.unique is None or len(self.free) > 1):
+            return None
+        once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
+        return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, self.body)))
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:
@@ -251,6 +281,15 @@ def _strides(shape: tuple[Size, ...]) -> list[Size]:
     for size in shape[:0:-1]:
         strides.append(strides[-1] * size)
     return strides[::-1]
+
+
+def _added_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> Value | None:
+    """What is added to rows of ``x`` before they are stored where they were read."""
+    if values.op != "pointwise" or values.args[0] != "add" or values.args[2] or not values.dtype.is_floating_point:
+        return None
+    read = [v for v in values.args[1] if v.op == "index" and v.args == (x, tensors, 0)]
+    others = [v for v in values.args[1] if v not in read]
+    return others[0] if len(read) == len(others) == 1 and others[0].dtype == values.dtype else None
 
 
 def _counts_up(x: Value, tensors: tuple[Value | None, ...], values: Value) -> bool:

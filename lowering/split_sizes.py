@@ -22,7 +22,7 @@ def sizes_of_splits(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
 
 def _symbols(split: fx.Node) -> tuple[list[sympy.Symbol], int | sympy.Expr]:
     """The sizes of the parts where each is a symbol of its own that only the data tell, and the size of the whole."""
-    x, parts = fake_of(split.args[0]), fake_of(split)
+    x, parts = fake_of(split.args[0] if split.args else split.kwargs["tensor"]), fake_of(split)
     axes = [axis for axis in range(x.dim()) if free_unbacked_symbols(parts[0].shape[axis])]
     if len(axes) != 1 or free_unbacked_symbols(x):
         return [], 0

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from moeblaze_ops import row_groups
 from moeblaze_ops.capture_aliases import shared_with
 from moeblaze_ops.capture_syntax import (
+    ARITHMETIC,
+    ELEMENTWISE,
     VIEWS,
     axes_of,
     counting,
@@ -241,6 +243,9 @@ class Reader:
                 return self._compared(self.read(left), op, right)
             case ast.BinOp(left=left, op=op, right=right):
                 parts = self.read(left), self.read(right)
+                rows = [part for part in parts if part.kind == "rows" and not part.listed]
+                if len(rows) == 1 and isinstance(op, ARITHMETIC):
+                    return _elementwise((type(op), *(part.key for part in parts)), *rows)
                 both = isinstance(op, ast.BitAnd | ast.BitOr) and all(part.kind == "mask" for part in parts)
                 return self._made(type(op), *(part.key for part in parts), kind="mask" if both else "other")
             case ast.UnaryOp(op=op, operand=operand):
@@ -328,7 +333,7 @@ class Reader:
             return self._unknown("rows", self.read(args[1]).group)
         if function in (torch.greater, torch.gt, torch.ge, torch.ne, torch.eq) and len(args) == 2:
             return self._method(self.read(args[0]), function.__name__, args[1:], options)
-        if function in (torch.any, torch.sum) and args:
+        if function in (torch.any, torch.sum, torch.div, torch.floor_divide, torch.remainder) and args:
             return self._method(self.read(args[0]), function.__name__, args[1:], options)
         if function is int and len(args) == 1 and self.read(args[0]).kind in ("expert", "expert_row"):
             return replace(self.read(args[0]), kind="expert")
@@ -379,6 +384,8 @@ class Reader:
             return replace(value, key=key, kind="mask")
         if name in _COMPARING and len(args) == 1 and not options:
             return self._compared(value, _COMPARING[name](), args[0])
+        if name in ELEMENTWISE and value.kind == "rows" and not value.listed:
+            return _elementwise(key, value)
         if name == "index_select" and len(args) == 2 and self.read(args[1]).kind == "rows" and is_zero(args[:1]):
             return self._unknown("rows", self.read(args[1]).group)
         return self._unknown()
@@ -391,6 +398,11 @@ class Reader:
             of = value.of if value.summed else None
             return Value(key, value.group, "split" if split else "rows", of, dims=1 if split else 2, summed=value.summed)
         return self._unknown()
+
+
+def _elementwise(key: Hashable, rows: Value) -> Value:
+    """What is computed of each element of ``rows`` with a number: there is none where there are no rows."""
+    return Value(key, rows.group, "rows", dims=rows.dims)
 
 
 def _hits_of(counted: Value) -> Value:

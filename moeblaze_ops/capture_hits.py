@@ -257,6 +257,11 @@ class _AsNumber(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         if self._is(node.value):
             return self.scalar(node)
+        if self.row and isinstance(node.ctx, ast.Load) and not self._is_container(node.value):
+            if self._is(node.slice):
+                return located(row_groups_call("item", self.visit(node.value), node.slice), node)
+            if isinstance(node.slice, ast.Tuple) and any(map(self._is, node.slice.elts)):
+                return self._part(node)
         if not self.row and isinstance(node.slice, ast.Tuple):
             node.value = self.visit(node.value)
             node.slice.elts = [e if self._is(e) else self.visit(e) for e in node.slice.elts]
@@ -264,11 +269,26 @@ class _AsNumber(ast.NodeTransformer):
         if self._is(node.slice):
             if not self.row:
                 return node
-            if isinstance(node.value, ast.Name) and node.value.id == self.container:
+            if self._is_container(node.value):
                 variable = node.slice
                 node.slice = ast.Slice(lower=variable, upper=ast.BinOp(variable, ast.Add(), ast.Constant(1)))
                 return ast.fix_missing_locations(node)
         return self.generic_visit(node)
+
+    def _is_container(self, e: ast.expr) -> bool:
+        return isinstance(e, ast.Name) and e.id == self.container
+
+    def _part(self, node: ast.Subscript) -> ast.AST:
+        """A subscript of several parts: the variable next to a name, and None."""
+        parts = [part for part in node.slice.elts if not (isinstance(part, ast.Constant) and part.value is None)]
+        names = [part for part in parts if isinstance(part, ast.Name) and not self._is(part)]
+        if len(parts) != 2 or len(names) != 1 or abs(node.slice.elts.index(parts[0]) - node.slice.elts.index(parts[1])) != 1:
+            raise Unproven(node, f"{ast.unparse(node)} may differ for a number")
+        node.value = self.visit(node.value)
+        node.slice.elts = [
+            located(row_groups_call("beside", part, names[0]), part) if self._is(part) else part for part in node.slice.elts
+        ]
+        return node
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
         if node.conversion != -1 and self.name in loaded(node.value):

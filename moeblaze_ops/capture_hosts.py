@@ -141,7 +141,20 @@ def _split_arguments(e: ast.expr, resolve: Resolve) -> tuple[ast.expr, ast.expr]
     arguments = dict(zip(("sizes", "dim"), rest, strict=False)) | options
     sizes = arguments.get("sizes", options.get("split_size_or_sections", options.get("split_size")))
     along = arguments.get("dim")
-    return None if sizes is None or (along is not None and not is_zero(along)) else (rows, sizes)
+    if sizes is None or (along is not None and not is_zero(along)):
+        return None
+    match rows:
+        case ast.Subscript(value=whole, slice=ast.Slice(lower=None, upper=ast.Call() as end, step=None)):
+            rows = whole if is_total(end, sizes, resolve) else rows
+    return rows, sizes
+
+
+def is_total(e: ast.expr, sizes: ast.expr, resolve: Resolve) -> bool:
+    """Whether ``e`` is the sum of ``sizes``: rows behind it are in no group."""
+    match e:
+        case ast.Call(func=func, args=[of], keywords=[]):
+            return resolve(func) is sum and ast.dump(of) == ast.dump(sizes)
+    return False
 
 
 def without_copies(e: ast.expr) -> ast.expr:

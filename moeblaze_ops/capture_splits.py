@@ -20,7 +20,17 @@ from collections.abc import Iterator, Sequence
 
 from moeblaze_ops.capture_emptiness import Reader
 from moeblaze_ops.capture_guards import Unproven, loaded, stored
-from moeblaze_ops.capture_hosts import Host, bincounts_of, counted_below, host, hosts_of, is_zero, numbers_on_device, split_sizes
+from moeblaze_ops.capture_hosts import (
+    Host,
+    bincounts_of,
+    counted_below,
+    host,
+    hosts_of,
+    is_total,
+    is_zero,
+    numbers_on_device,
+    split_sizes,
+)
 from moeblaze_ops.capture_split_body import END, LIKE, ROWS, SIZE, START, Round
 from moeblaze_ops.capture_split_results import as_loop, as_tensor, collected_in, last_value
 from moeblaze_ops.capture_syntax import is_path
@@ -106,6 +116,17 @@ class Splits:
         held = self.own(found.rows) if found.rows is not None else row_groups_call("kept", self.own(found.tensor))
         found.statement.value = located(held, found.statement)
         self._numbers[name] = found.statement
+
+    def keep_padding(self, rows: ast.expr, sizes: ast.expr) -> None:
+        """Zeros for rows that are in no group are there already, where a tensor has a row for each of ``rows``: add none."""
+        for statement in ast.walk(self.function):
+            match statement:
+                case ast.Assign(
+                    targets=[ast.Name(id=name)],
+                    value=ast.BinOp(left=ast.Subscript(ast.Attribute(of, "shape"), at) as count, op=ast.Sub()) as rest,
+                ) if is_total(rest.right, sizes, self.reader.resolve) and is_zero(at) and ast.dump(of) == ast.dump(rows):
+                    if not loaded(rows) & stored(self.function) and _only_counts_zeros(name, self.function):
+                        rest.right = located(copy.deepcopy(count), rest.right)
 
     def own(self, node: ast.expr) -> ast.expr:
         """A copy of ``node`` that may read numbers where they are."""
@@ -321,6 +342,8 @@ class _SplitLoop:
                 case ast.Call(args=[ast.Name(id=name)]) if name == _ENDS:
                     node.args = [located(copy.deepcopy(size), loop)]
         for name in self._copied({*used, *self.whole, *loaded(self.tensor)}):
+            if (rows := self.hosts[name].rows) is not None:
+                self.splits.keep_padding(rows, self.hosts[name].tensor)
             self.splits.keep_on_device(name, self.hosts[name])
         self.splits.reads_rows(loop, self.whole | {name for name, found in used.items() if found.rows is not None})
         ends = self.splits.own(self.tensor)
@@ -343,6 +366,17 @@ class _SplitLoop:
             found |= new
             names = set().union(*(loaded(self.hosts[name].tensor) for name in new))
         return found
+
+
+def _only_counts_zeros(name: str, function: ast.FunctionDef) -> bool:
+    """Whether a name is set once, and read once: for how many rows of zeros there are."""
+    named = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    rows = []
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="new_zeros"), args=[ast.Tuple(elts=[ast.Name(id=first) as count, *_])]):
+                rows += [count] if first == name else []
+    return len(named) == 2 and len(rows) == 1
 
 
 def _one_by_one(s: ast.stmt) -> list[ast.stmt]:

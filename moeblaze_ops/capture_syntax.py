@@ -4,6 +4,9 @@ import ast
 from collections.abc import Callable, Hashable
 from typing import Any
 
+ARITHMETIC = (ast.FloorDiv, ast.Mod, ast.Add, ast.Sub, ast.Mult)
+ELEMENTWISE = frozenset(("div", "floor_divide", "remainder", "long", "int", "to", "clone", "contiguous"))
+"""Methods that give as many elements as a tensor has, from nothing else than numbers."""
 VIEWS = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "t", "permute", "transpose"))
 """Methods that give the elements of a tensor in another shape."""
 

@@ -4,6 +4,8 @@ What ``capture`` puts in the place of slices such as ``x[start:end]``, of the co
 of the numbers that occur among ids or count them. Dynamo traces these functions; they only run as they are where a graph breaks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,17 @@ def masked_numbers(mask: Tensor, axis: int, rank: int) -> range:
         raise ValueError(f"row_groups: mask must have {rank} axes, got {mask.dim()}")
     torch._assert_async((mask >= 0).all())
     return range(mask.shape[axis])
+
+
+def item(of: Any, number: int) -> Any:
+    """``of[index]``, where ``index`` was a tensor of shape [1] that held ``number``."""
+    return of[number : number + 1] if isinstance(of, Tensor) else of[number]
+
+
+def beside(number: int, rows: Any) -> int | Tensor:
+    """An index next to ``rows``, where it was a tensor of shape [1] that held ``number``."""
+    takes_their_shape = isinstance(rows, Tensor) and rows.dtype != torch.bool and rows.dim() > 0
+    return number if takes_their_shape else torch.full((1,), number)
 
 
 def counts(ids: Tensor, count: int) -> Tensor:

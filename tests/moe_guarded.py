@@ -182,7 +182,39 @@ def hit_ids(self, x, weights, ids):
     return out.to(x.dtype)
 
 
+def slots_by_division(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = torch.where(ids.flatten() == e)[0]
+        if slots.numel() == 0:
+            continue
+        token = slots // ids.shape[1]
+        out.index_add_(0, token, expert(x[token]) * weights.flatten()[slots, None])
+    return out
+
+
+def slots_by_function(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = (ids.flatten() == e).nonzero(as_tuple=True)[0]
+        if len(slots) > 0:
+            token = torch.div(slots, ids.shape[1], rounding_mode="floor").long()
+            out[token] += expert(x[token]) * weights.flatten()[slots, None]
+    return out
+
+
+def slots_of_turned_ids(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = (ids.t().flatten() == e).nonzero(as_tuple=True)[0]
+        if slots.shape[0]:
+            token = slots % ids.shape[0]
+            out.index_add_(0, token, expert(x[token]) * weights.t().flatten()[slots, None])
+    return out
+
+
 GUARDED = (
+    slots_by_division, slots_by_function, slots_of_turned_ids,
     if_any, if_any_rows, if_flat_any, numel_continue, shape_continue, not_any_continue, len_positive, sum_is_zero,
     gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
 )  # fmt: skip
@@ -387,7 +419,32 @@ def collects_in_an_expression(self, x, weights, ids):
     return out * len(seen)
 
 
+def a_sum_is_there_without_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = torch.where(ids.flatten() == e)[0]
+        if slots.numel() == 0:
+            continue
+        token = slots // ids.shape[1]
+        out.index_add_(0, token, expert(x[token]) * weights.flatten()[slots, None])
+        out.index_add_(0, (slots.sum() % x.shape[0]).view(1), torch.ones_like(x[:1]))
+    return out
+
+
+def a_longer_list(self, x, weights, ids):
+    """Sums of lists are longer than both."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out[token.tolist() + [0]] += 1
+    return out
+
+
 NEAR_MISSES = (
+    a_sum_is_there_without_rows, a_longer_list,
     else_branch, bias_to_all_rows, counts_experts, counts_on_the_module, breaks, reads_the_count, other_mask, more_than_two,
     any_of_indices, keeps_the_last, changes_the_mask, collects, hit_counted, hit_more_than_once, hit_then_break, hit_as_number,
     next_of_an_iterator,

@@ -186,7 +186,30 @@ def rows_joined_of_those_in_use(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, torch.concat(tokens), torch.concat(rows, 0))
 
 
+def _stacked(self):
+    """The weights of all experts, as Qwen3-VL-MoE has them: [E, D, F], [E, D, F], [E, F, D]."""
+    return (torch.stack([getattr(expert, name).weight.t() for expert in self.experts]) for name in ("w1", "w3", "w2"))
+
+
+def rows_of_stacked_weights(self, x, weights, ids):
+    """What a hit, of shape [1], takes of the weights keeps its axis; next to tokens it takes their shape."""
+    gate, up, down = _stacked(self)
+    scores = torch.zeros(x.shape[0], len(self.experts)).scatter_(1, ids, weights)
+    out = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for e in hit[:]:
+        with torch.no_grad():
+            _, token = torch.where(mask[e[0]])
+        rows = x[token]
+        y = (F.silu(rows @ gate[e]) * (rows @ up[e])) @ down[e]
+        out.index_add_(0, token, y[0] * scores[token, e, None])
+    return out
+
+
 HITS = (
+    rows_of_stacked_weights,
     one_hot_in_floating_point, hits_in_floating_point, hit_list_of_floats, hits_of_booleans, booleans_at_last, any_of_two_axes,
     nonzero_counts, one_sum_after_another, experts_in_the_last_axis, experts_in_the_middle, of_matrix,
     counts_that_are_not_zero, counts_above_zero, not_among_those_in_use, among_those_in_use, sums_of_floats_are_zero,
@@ -380,7 +403,19 @@ def joined_in_a_function(self, x, weights, ids):
     return torch.zeros_like(x).index_add_(0, torch.cat(tokens), torch.cat(rows)) / count()
 
 
+def hits_apart_from_tokens(self, x, weights, ids):
+    """With None in between, the shape of the two indices together goes in front."""
+    scores = torch.zeros(x.shape[0], len(self.experts)).scatter_(1, ids, weights)
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        _, token = torch.where(mask[e[0]])
+        out.index_add_(0, token, self.experts[e](x[token]) * scores[token, None, e])
+    return out
+
+
 NEAR_MISSES = (
+    hits_apart_from_tokens,
     scaled_mask, zeros_of_the_mask, signed_sums, sums_of_other_axes, first_slots_only, more_than_one_token,
     counts_of_first_choices, among_first_choices, next_is_in_use, used_changes, used_changes_by_a_function,
     compared_with_all, means_are_joined, joined_parts_are_counted,

@@ -195,10 +195,30 @@ def by_function_of_numbers(self, x, weights, ids):
     return out
 
 
+def _padded(self, rows, counts):
+    """torchtitan's experts without grouped_mm: rows behind the last group, if there are any, become zeros."""
+    sizes = counts.tolist()
+    padding = rows.shape[0] - sum(sizes)
+    parts = torch.split(rows[: sum(sizes)], split_size_or_sections=sizes, dim=0)
+    outputs = []
+    for e, part in enumerate(parts):
+        outputs.append(self.experts[e](part))
+    out = torch.cat(outputs, dim=0)
+    return torch.vstack((out, out.new_zeros((padding, out.shape[-1]))))
+
+
+def torchtitan(self, x, weights, ids):
+    _, token, scale = _sorted(self, x, weights, ids)
+    counts = torch.histc(ids.flatten().double(), bins=len(self.experts), min=0, max=len(self.experts)).int()
+    return torch.zeros_like(x).index_add(0, token, _padded(self, x[token], counts) * scale)
+
+
 SPLIT = (
     deepseek_infer, split_list, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert, by_function,
     by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
+SPLIT_ELSEWHERE = (torchtitan,)
+"""In a function that the layer calls."""
 
 
 # Near misses.
@@ -470,7 +490,32 @@ def fewer_rows_are_joined(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, token[: len(y)], y) / len(y)
 
 
+def divides_by_padding(self, x, weights, ids):
+    def experts(rows, counts):
+        sizes = counts.tolist()
+        padding = rows.shape[0] - sum(sizes)
+        parts = torch.split(rows[: sum(sizes)], sizes)
+        out = torch.cat([self.experts[e](part) for e, part in enumerate(parts)])
+        return torch.vstack((out, out.new_zeros((padding, out.shape[-1])))) / (1 + padding)
+
+    _, token, scale = _sorted(self, x, weights, ids)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts))[:-1]
+    return torch.zeros_like(x).index_add(0, token, experts(x[token], counts) * scale)
+
+
+def rows_to_another_sum(self, x, weights, ids):
+    """As many rows of the front as there are of the last experts."""
+    _, token, scale = _sorted(self, x, weights, ids)
+    sizes = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+    others = sizes[::-1]
+    parts = torch.split(x[token][: sum(others)], sizes)
+    y = torch.cat([self.experts[e](part) for e, part in enumerate(parts)])
+    return torch.zeros_like(x).index_add(0, token, y * scale) + len(parts[0])
+
+
 NEAR_MISSES = (
+    divides_by_padding,
+    rows_to_another_sum,
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
     negative_sizes, reads_the_counts_later, last_start, one_expert_less, more_experts_than_counts_at_least,

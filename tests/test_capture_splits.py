@@ -16,7 +16,7 @@ from tests.test_capture import assert_one_rewritten_graph, check, make_layer, re
 T = guarded.T
 
 
-@pytest.mark.parametrize("combine", split.SPLIT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_one_graph(combine):
     layer = make_layer(combine, expert=zoo.PlainMLP if combine is split.split_list else zoo.GluMLP)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -35,7 +35,7 @@ def test_near_misses_are_left_alone(combine):
     guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
 
 
-@pytest.mark.parametrize("combine", [split.scattered, *split.SPLIT], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [split.scattered, *split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_inference(combine):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
@@ -48,7 +48,7 @@ def test_inference(combine):
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 1), (5, 1, 1)], ids=["one_token", "one_of_all", "one_expert"])
-@pytest.mark.parametrize("combine", split.SPLIT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_degenerate_sizes_compile(combine, shape):
     """Some are rewritten, and the others run as they did."""
     num_tokens, num_experts, top_k = shape
@@ -208,3 +208,11 @@ def test_sizes_from_another_function_are_named():
     (left,) = captured(groups_of_an_argument.__code__, globals()).left
     assert "sizes says, an argument" in left and str(groups_of_an_argument.__code__.co_firstlineno + 3) in left
     assert not captured(pieces_of_an_argument.__code__, globals()).left
+
+
+def test_numbers_in_the_place_of_rows():
+    of, number = torch.randn(5, 4), torch.tensor([2])
+    torch.testing.assert_close(row_groups.item(of, 2), of[number])
+    assert row_groups.item([7, 8, 9], 2) == 9
+    for rows in (torch.tensor([0, 3, 3]), torch.tensor([[0], [3]]), torch.tensor(3), of[:, 0] > 0, 1):
+        torch.testing.assert_close(of[rows, row_groups.beside(2, rows)], of[rows, number])

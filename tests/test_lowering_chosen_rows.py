@@ -75,8 +75,15 @@ def argsorted_scores(self, x, weights, ids):
     return sum(shares[:, k, None] * outs[chosen[:, k], rows] for k in range(ids.shape[-1])).view(shape)
 
 
+def taken_along(self, x, weights, ids, axis=-2):
+    """The indices are those of whole rows, broadcast along the features."""
+    outs = torch.stack([expert(x) for expert in self.experts], dim=axis)
+    rows = torch.take_along_dim(outs, ids.unsqueeze(-1), dim=axis)
+    return (rows * weights.unsqueeze(-1)).sum(axis)
+
+
 ONE_EXPERT = (megatron, column_of_rows, where_in_place)
-SEVERAL = (where_added, where_replaced, sorted_scores, argsorted_scores)
+SEVERAL = (where_added, where_replaced, sorted_scores, argsorted_scores, taken_along)
 
 
 @pytest.mark.parametrize("combine", ONE_EXPERT, ids=lambda f: f.__name__)
@@ -181,7 +188,31 @@ def sorted_upwards_by_token(self, x, weights, ids):
     return out
 
 
-OTHERS = (megatron_of_several, rows_of_the_next, where_keeps_the_last, where_forgets, sorted_upwards_by_token)
+def taken_for_another_slot(self, x, weights, ids):
+    return taken_along(self, x, weights, ids.sort(-1).values)
+
+
+def read_elsewhere_than_stored(self, x, weights, ids):
+    """What a token gets is added to what the one before it has."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        out[token] = out[token - 1] + weights[token, slot, None] * expert(x[token])
+    return out
+
+
+def read_before_the_last_expert(self, x, weights, ids):
+    before = out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        before, out = out, out.index_put((token,), before[token] + weights[token, slot, None] * expert(x[token]))
+    return out
+
+
+OTHERS = (
+    taken_for_another_slot, read_elsewhere_than_stored, read_before_the_last_expert, megatron_of_several, rows_of_the_next,
+    where_keeps_the_last, where_forgets, sorted_upwards_by_token,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("combine", OTHERS, ids=lambda f: f.__name__)

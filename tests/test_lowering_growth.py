@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from moeblaze_ops.lowering.elements import Evaluator
 from moeblaze_ops.lowering.match import Matcher
 from tests.rewrite_harness import rewrite_of
 from tests.test_lowering_router import D, K, Layer
@@ -90,3 +91,22 @@ def test_products_of_one_expert_are_not_looked_into_for_layers(monkeypatch):
     assert len(rewrite_of(model, torch.randn(9, D)).rewritten) == num_layers
     products = [value for value in looked_into if value.op == "contract"]
     assert products and all(value.shape[0] == 9 for value in products)
+
+
+def test_rows_added_where_they_were_read_are_looked_at_once(monkeypatch):
+    """Not once for each expert that comes after."""
+    num_experts, seen = 24, []
+    put = Evaluator._element_put
+    monkeypatch.setattr(Evaluator, "_element_put", lambda self, value, *rest: seen.append(value) or put(self, value, *rest))
+    gate, ups, downs = (torch.randn(num_experts, *shape) for shape in ((D,), (7, D), (D, 7)))
+
+    def layer(x):
+        weights, ids = (x @ gate.T).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e in range(num_experts):
+            token, slot = torch.where(ids == e)
+            out[token] += weights[token, slot, None] * ((x[token] @ ups[e].T).relu() @ downs[e].T)
+        return out
+
+    assert len(rewrite_of(layer, torch.randn(9, D)).rewritten) == 1
+    assert len(seen) <= 4 * num_experts
