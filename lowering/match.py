@@ -29,7 +29,7 @@ from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, TooLarge, fact
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.matched import Decline, MoEMatch, furthest
-from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
+from moeblaze_ops.lowering.operands import Finder, dependencies
 from moeblaze_ops.lowering.operands_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.operands_scales import find_scaled_routing, usable_scale, usable_weights
 from moeblaze_ops.lowering.passed import prove_passed, split_off
