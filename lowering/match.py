@@ -20,7 +20,7 @@ import moeblaze_ops.lowering.canonical_masks
 import moeblaze_ops.lowering.canonical_products
 import moeblaze_ops.lowering.canonical_splits
 import moeblaze_ops.lowering.canonical_vmap  # noqa: F401  (all fill the table)
-from moeblaze_ops.lowering.bases import find_base
+from moeblaze_ops.lowering.bases import bases
 from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
@@ -29,9 +29,9 @@ from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, TooLarge, fact
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.matched import Decline, MoEMatch, furthest
-from moeblaze_ops.lowering.operands import Finder, Operand, dependencies
+from moeblaze_ops.lowering.operands import Finder, dependencies
 from moeblaze_ops.lowering.operands_routing import find_kept, find_x, is_permuted, with_scaled_x
-from moeblaze_ops.lowering.operands_scales import Scale, find_scaled_routing
+from moeblaze_ops.lowering.operands_scales import find_scaled_routing, usable_scale, usable_weights
 from moeblaze_ops.lowering.passed import prove_passed, split_off
 from moeblaze_ops.lowering.patterns_activation import Formulas
 from moeblaze_ops.lowering.patterns_experts import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
@@ -82,7 +82,7 @@ class Matcher:
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
-                if isinstance(result, MoEMatch):
+                if isinstance(result, MoEMatch) and not self._is_added_to_base(result, found):
                     found.append(result)
                     taken.update(result.region.nodes)
         results = [*found, *(decline for decline in declined if decline.root not in taken)]
@@ -100,6 +100,11 @@ class Matcher:
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
         return is_sum_of(outer.chosen, [result.chosen for result in inner])
+
+    def _is_added_to_base(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
+        """Whether a layer onto a base is one that was found without it."""
+        behind = dependencies(self.view, outer.root) - {outer.root}
+        return any(inner.chosen == outer.chosen for inner in found if inner.root in behind)
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
@@ -157,7 +162,7 @@ class Matcher:
             written = fake_of(self.view.writes.get(root, root))
             prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
             others = [term for term in terms if term not in experts]
-            base = find_base(self.view, root, value, others, self._terms) if others and onto_base else None
+            base, experts = self._onto_base(root, value, terms, experts, feature) if others and onto_base else (None, experts)
             later: tuple[Value, ...] = ()
             if others and base is None:
                 inner, later = split_off(value, lambda total: self._has_only_experts(total, feature))
@@ -169,6 +174,18 @@ class Matcher:
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
+
+    def _onto_base(
+        self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: list[Expr], feature: Expr
+    ) -> tuple[fx.Node | None, list[Expr]]:
+        """What the sum of a layer starts from, which may hold layers before it, and the experts that it adds."""
+        for node, base in bases(self.view, root, value):
+            below = Counter(self._terms(base))
+            own = [term for term in experts if term not in below]
+            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
+            if own and apart and below + Counter(own) == Counter(terms):
+                return node, own
+        return None, experts
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -296,8 +313,8 @@ class Matcher:
         b_down = b_down and _in_dtype(b_down, dtype)
         same = all(view.dtype == dtype for view in w_up)
         prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
-        weights = _usable_weights(weights, dtype)
-        scales = tuple(_usable_scale(scale, dtype) for scale in scales)
+        weights = usable_weights(weights, dtype)
+        scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
         views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []))
@@ -368,24 +385,6 @@ def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
     """A bias as the products it is added to, whose sum the ops round to their dtype anyway."""
     prove(bias.dtype.itemsize >= dtype.itemsize, Reason.DTYPE_PATH, "a bias of less precision")
     return bias if bias.dtype == dtype else replace(bias, dtype=dtype, cast=True)
-
-
-def _usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | None:
-    if weights is None:
-        return None
-    prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
-    usable = weights.dtype in (dtype, torch.float32)
-    prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
-    return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
-
-
-def _usable_scale(scale: Scale, dtype: torch.dtype) -> Scale:
-    if scale.is_mask:
-        return scale
-    operand = scale.operand
-    if not operand.dtype.is_floating_point:  # a product of it and a weight has the dtype of the weight
-        operand = replace(operand, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
-    return replace(scale, operand=_usable_weights(operand, dtype))
 
 
 def _spelling(region: Region, routing: Routing) -> str:

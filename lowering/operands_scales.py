@@ -13,13 +13,15 @@ from functools import reduce
 from itertools import combinations
 from operator import and_
 
+import torch
+
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.counts import is_indicator
 from moeblaze_ops.lowering.expressions import Expr, factors_of
 from moeblaze_ops.lowering.operands import Finder, Operand
 from moeblaze_ops.lowering.operands_routing import find_routing
 from moeblaze_ops.lowering.patterns_routing import Routing
-from moeblaze_ops.lowering.reasons import Declined
+from moeblaze_ops.lowering.reasons import Declined, Reason, prove
 
 _NUMBER = -6
 """The level of the variable that stands for an expert where weights are indexed by ids."""
@@ -135,3 +137,23 @@ def _without(algebra: Algebra, routing: Routing, taken: Factors) -> Routing:
     of_score = Counter(factors_of(routing.score)) if routing.score is not None else Counter()
     rest = (of_score - Counter(taken)).elements() if Counter(taken) <= of_score else weights
     return replace(routing, weights=weights, score=None if routing.score is None else algebra.mul(*rest))
+
+
+def usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | None:
+    """Weights in a dtype that the ops take beside experts of ``dtype``."""
+    if weights is None:
+        return None
+    prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
+    usable = weights.dtype in (dtype, torch.float32)
+    prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
+    return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+
+
+def usable_scale(scale: Scale, dtype: torch.dtype) -> Scale:
+    """The same for what they are multiplied by."""
+    if scale.is_mask:
+        return scale
+    operand = scale.operand
+    if not operand.dtype.is_floating_point:  # a product of it and a weight has the dtype of the weight
+        operand = replace(operand, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+    return replace(scale, operand=usable_weights(operand, dtype))

@@ -254,3 +254,45 @@ def looked_up(layer, x, ids):
 def test_bias_of_one_expert_beside_a_base(base, layers):
     """What else the ids look up is no bias."""
     assert len(check_against_eager(OneBiasedExpert(base), torch.randn(10, zoo.D)).rewritten) == layers
+
+
+class Stream(torch.nn.Module):
+    """Layers that add to one residual stream, each to what the one before left."""
+
+    def __init__(self, experts, count: int):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(zoo.StackedMoE(experts, "linear", K=1) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def one_choice(self, x, weights, ids):
+    """The weight comes last: only the stream is a sum."""
+    chosen = ids[:, 0]
+    gate, up = (torch.bmm(w[chosen], x.unsqueeze(-1)) for w in (self.w1, self.w3))
+    return torch.bmm(self.w2[chosen], torch.nn.functional.silu(gate) * up).squeeze(-1) * weights
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_layers_on_a_stream(count):
+    backend = check_against_eager(Stream(one_choice, count), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == count and not backend.reasons
+
+
+class SharedChoices(Stream):
+    """All layers have the choices of the first."""
+
+    def forward(self, x):
+        weights, ids = self.layers[0].router(x)
+        for layer in self.layers:
+            x = x + one_choice(layer, x, weights, ids)
+        return x
+
+
+def test_layers_on_a_stream_with_the_same_choices():
+    """Where one ends is not told by what chooses its experts."""
+    backend = check_against_eager(SharedChoices(one_choice, 2), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1
