@@ -9,14 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-import moeblaze_ops.lowering.canonical_indexing
-import moeblaze_ops.lowering.canonical_masks
-import moeblaze_ops.lowering.canonical_products
-import moeblaze_ops.lowering.canonical_splits  # noqa: F401  (all fill the table)
-from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.counts import is_count
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr
+from moeblaze_ops.lowering.forms import TABLE
 from moeblaze_ops.lowering.values import GraphView, Value
 
 

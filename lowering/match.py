@@ -15,17 +15,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-import moeblaze_ops.lowering.canonical_indexing
-import moeblaze_ops.lowering.canonical_masks
-import moeblaze_ops.lowering.canonical_products
-import moeblaze_ops.lowering.canonical_splits
-import moeblaze_ops.lowering.canonical_vmap  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.bases import bases
 from moeblaze_ops.lowering.candidates import Chosen, chosen_by, is_part, is_sum_of, values_of
-from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.coverage import expert_order, extent, prove_distinct, prove_shared_weights, weight_index
 from moeblaze_ops.lowering.elements import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
+from moeblaze_ops.lowering.forms import TABLE
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.layouts import WeightView, weight_views
 from moeblaze_ops.lowering.matched import Decline, MoEMatch, furthest

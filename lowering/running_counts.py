@@ -8,15 +8,11 @@ from collections.abc import Callable
 
 from torch import fx
 
-import moeblaze_ops.lowering.canonical_indexing
-import moeblaze_ops.lowering.canonical_masks
-import moeblaze_ops.lowering.canonical_products
-import moeblaze_ops.lowering.canonical_splits  # noqa: F401  (all fill the table)
 from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.canonical import TABLE
 from moeblaze_ops.lowering.distinct import are_distinct
 from moeblaze_ops.lowering.elements import Evaluator, Unroll
 from moeblaze_ops.lowering.expressions import Expr, Size, factors_of, same_size
+from moeblaze_ops.lowering.forms import TABLE
 from moeblaze_ops.lowering.values import GraphView, Value, target_name
 
 
