@@ -51,7 +51,7 @@ def count_as_number(self, x, weights, ids):
 def number_before_count(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
-        if (ids == e).sum().item() > 0:
+        if 0 < (ids == e).sum().item():  # noqa: SIM300
             token, slot = torch.where(ids == e)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
     return out
@@ -114,13 +114,13 @@ def next_among_ids(self, x, weights, ids):
     return out
 
 
-def more_than_one(self, x, weights, ids):
+def those_without_tokens(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
-        if (ids == e).sum().item() > 3:
+        if 1 > (ids == e).sum().item():  # noqa: SIM300
             token, slot = torch.where(ids == e)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-    return out
+    return out + x
 
 
 def any_differs(self, x, weights, ids):
@@ -167,5 +167,6 @@ def mean_of_floats(self, x, weights, ids):
 
 
 NEAR_MISSES = (
-    among_first_choices, next_among_ids, more_than_one, any_differs, all_equal, number_that_becomes_a_tensor, mean_of_floats,
+    among_first_choices, next_among_ids, those_without_tokens, any_differs, all_equal, number_that_becomes_a_tensor,
+    mean_of_floats,
 )  # fmt: skip
