@@ -22,7 +22,7 @@ from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
 from moeblaze_ops.lowering.split_sizes import sizes_of_splits
-from moeblaze_ops.lowering.values import fake_of, target_name
+from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
 from moeblaze_ops.validation import require
 
 log = logging.getLogger("moeblaze")
@@ -107,7 +107,9 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     edits = Edits(gm.graph)
     try:
         with settling(sizes_of_splits(gm.graph)):
-            results, routers = _matches(gm.graph)
+            results, views = _matches(gm.graph)
+            matched = [result for result in results if isinstance(result, MoEMatch)]
+            routers = {match.root: match_router(views[match.root], match) for match in matched}
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
@@ -125,18 +127,18 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
 
 
-def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, RouterMatch | None]]:
-    """Layers and failed attempts in graph order, and the layers' routers."""
+def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:
+    """Layers and failed attempts in graph order, and the view of the graph that each was found in."""
     results: list[MoEMatch | Decline] = []
-    routers: dict[fx.Node, RouterMatch | None] = {}
+    views: dict[fx.Node, GraphView] = {}
     switches = any(target_name(node) == "_set_grad_enabled" for node in graph.nodes if node.op == "call_function")
     for gradient_off in (False, True) if switches else (False,):
         matcher = Matcher(graph, gradient_off=gradient_off)
         found = matcher.matches()
-        routers |= {result.root: match_router(matcher.view, result) for result in found if isinstance(result, MoEMatch)}
         results += found
+        views |= {result.root: matcher.view for result in found}
     order = {node: i for i, node in enumerate(graph.nodes)}
-    return sorted(results, key=lambda result: order[result.root]), routers
+    return sorted(results, key=lambda result: order[result.root]), views
 
 
 def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> list[Decline]:

@@ -45,8 +45,8 @@ PLACES = {
     "view": (match, "GraphView", None),
     "candidate": (match, "read_expert", None),
     "router": (rewrite, "match_router", 2),
-    "operands": (rewrite, "_insert_ops", None),
-    "inserted": (rewrite, "_insert_ops", 2),
+    "operands": (rewrite, "insert_layer_ops", None),
+    "inserted": (rewrite, "insert_layer_ops", 2),
     "redirected": (rewrite, "_redirect", 1),
     "all redirected": (rewrite, "_redirect", 2),
     "report": (rewrite, "_rewritten", 2),
@@ -114,7 +114,7 @@ def test_one_warning_with_the_traceback_for_each_place(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="moeblaze"):
         for _ in range(2):
             check_against_eager(_two_layers(), torch.randn(6, zoo.D))
-        monkeypatch.setattr(rewrite, "Matcher", lambda graph: 1 / 0)
+        monkeypatch.setattr(rewrite, "Matcher", lambda graph, **modes: 1 / 0)
         check_against_eager(_two_layers(), torch.randn(6, zoo.D))
     first, second = caplog.records
     assert "RuntimeError: broken" in first.getMessage() and first.exc_info[0] is RuntimeError
