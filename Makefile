@@ -29,7 +29,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-rewriting test-kernels test-rest
 
-REWRITING := $(wildcard tests/test_capture*.py tests/test_fuzz.py tests/test_hf*.py tests/test_lowering*.py tests/test_modes.py)
+REWRITING := $(wildcard tests/test_fuzz.py tests/test_hf*.py tests/test_lowering*.py tests/test_modes.py)
 
 test-rewriting:
 	$(RUN) -m pytest -m "not gpu" $(REWRITING) $(ARGS)
