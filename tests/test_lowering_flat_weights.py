@@ -140,7 +140,7 @@ def test_one_parameter_for_each_expert():
             super().__init__(loop, (1,), None)
             self.flat = None
             self.experts = nn.ParameterList(torch.randn(UP + DOWN).mul_(0.4) for _ in range(E))
-            self.read = lambda _: tuple(zip(*map(self.of_one, self.experts), strict=True))
+            self.read = lambda _: tuple(zip(*(self.of_one(self.experts[e]) for e in range(E)), strict=True))
 
         def of_one(self, w):
             gate, up, down = w.split([H * D, H * D, DOWN])
