@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from tests.rewrite_harness import check_against_eager
 from tests.zoo_modules import FF, D, E, ModuleListMoE
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 
 class Tiled(nn.Module):
     """Every expert on every token, as in Meta's Llama 4: gathered and added by positions that repeat for each expert."""
@@ -48,14 +50,6 @@ def joined(self, x, weights, ids, reverse=False):
     outs = torch.stack(tensors=[expert(x) for expert in self.experts])
     scores = torch.zeros(x.shape[0], len(self.experts)).scatter_(1, ids, weights)
     return torch.sum(input=outs * scores.t().unsqueeze(-1), dim=0)
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("K", [1, 2])

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from tests.rewrite_harness import check_against_eager
 from tests.zoo_modules import FF, D, E
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 K = 2
 
 
@@ -49,14 +51,6 @@ def accumulated(scores, token, ids, weights):
 
 def turned(scores, token, ids, weights):
     return scores.t().index_put((ids, token[:, None]), weights).t()
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("chosen", [1, K])
