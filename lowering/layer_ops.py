@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.operands_scales import Scale
 from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.patterns_router import RouterMatch
-from moeblaze_ops.lowering.values import fake_of
+from moeblaze_ops.lowering.values import at_least_fp32, fake_of
 from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
 from moeblaze_ops.row_ranges import choose_parts
 from moeblaze_ops.validation import require
@@ -161,7 +161,7 @@ def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | N
 
 def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
     """The user's own pointwise functions on the rows of the pre-activation, ``[N, 1, F]``."""
-    wide = match.dtype if match.dtype.itemsize >= 4 else torch.float32
+    wide = at_least_fp32(match.dtype)
     rows = h_NGF if wide == match.dtype else insert.call("to", h_NGF, wide)
     halves = {symbol: insert.call("select", rows, 1, i) for i, symbol in enumerate(match.symbols)}
     activated = emit(match.formula, halves, insert.call, {})

@@ -22,6 +22,7 @@ from moeblaze_ops.lowering.operands import Finder, Operand
 from moeblaze_ops.lowering.operands_routing import find_routing
 from moeblaze_ops.lowering.patterns_routing import Routing
 from moeblaze_ops.lowering.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.values import at_least_fp32
 
 _NUMBER = -6
 """The level of the variable that stands for an expert where weights are indexed by ids."""
@@ -146,7 +147,7 @@ def usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | Non
     prove(weights.dtype.is_floating_point, Reason.DTYPE_PATH, "integer routing weights")
     usable = weights.dtype in (dtype, torch.float32)
     prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
-    return weights if usable else replace(weights, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+    return weights if usable else replace(weights, dtype=at_least_fp32(dtype))
 
 
 def usable_scale(scale: Scale, dtype: torch.dtype) -> Scale:
@@ -155,5 +156,5 @@ def usable_scale(scale: Scale, dtype: torch.dtype) -> Scale:
         return scale
     operand = scale.operand
     if not operand.dtype.is_floating_point:  # a product of it and a weight has the dtype of the weight
-        operand = replace(operand, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+        operand = replace(operand, dtype=at_least_fp32(dtype))
     return replace(scale, operand=usable_weights(operand, dtype))

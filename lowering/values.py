@@ -42,6 +42,11 @@ class Value:
         return f"{self.op}@{self.node.name}"
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a floating-point dtype are computed in where that must not round them."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
 def fake_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
