@@ -3,7 +3,8 @@
     out[t, :] += sum_k weights[t, k] * rows[positions[t, k] - first_row, :]        over the slots whose row is in the range
 
 What ``combine`` does of the first rows, for those behind them: few tokens have more than one row among them, so that a
-program takes a stretch of D of one token and passes over the slots without.
+program takes a stretch of D of one token and passes over the slots without. Where there are fewer rows than tokens, programs
+are those of the rows, and that of a token's first row takes the token.
 """
 
 import triton
@@ -17,6 +18,7 @@ from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_si
 def _add_rows_kernel(
     rows_ptr,
     weights_ptr,
+    slots_ptr,
     positions_ptr,
     out_ptr,
     D,
@@ -26,6 +28,7 @@ def _add_rows_kernel(
     first_row,
     num_rows,
     TOP_K: tl.constexpr,
+    BY_ROW: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -33,12 +36,20 @@ def _add_rows_kernel(
 ):
     num_col_tiles = tl.cdiv(D, BLOCK_D)
     token = (tl.program_id(0) // num_col_tiles).to(tl.int64)
+    slot = token
+    if BY_ROW:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        token = tl.maximum(slot, 0) // TOP_K
     cols = tl.program_id(0) % num_col_tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     col_in = (cols < D) | EVEN_D
     positions_ptr += token * TOP_K
     ks = tl.arange(0, BLOCK_K)
     rows = tl.load(positions_ptr + ks, mask=ks < TOP_K, other=-1) - first_row
-    if tl.max(((rows >= 0) & (rows < num_rows)).to(tl.int32), 0) > 0:
+    is_inside = (rows >= 0) & (rows < num_rows)
+    takes_token = tl.max(is_inside.to(tl.int32), 0) > 0
+    if BY_ROW:
+        takes_token = takes_token & (slot == token * TOP_K + tl.min(tl.where(is_inside, ks, TOP_K), 0))
+    if takes_token:
         out_ptrs = out_ptr + token * stride_out_t + cols
         total = tl.load(out_ptrs, mask=col_in, other=0.0).to(tl.float32)
         for k in range(TOP_K):
@@ -52,7 +63,7 @@ def _add_rows_kernel(
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=col_in)
 
 
-def add_rows(rows_ND, weights_TK, positions_TK, out_TD, first_row) -> None:
+def add_rows(rows_ND, weights_TK, positions_TK, out_TD, slots_N, first_row) -> None:
     """Adds to each token the weighted sum of its rows, if it has any.
 
     Args:
@@ -60,6 +71,7 @@ def add_rows(rows_ND, weights_TK, positions_TK, out_TD, first_row) -> None:
         weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
         positions_TK: row of each slot among all rows, -1 for none, int32, contiguous.
         out_TD: what is added to. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
+        slots_N: slot of each of these rows, int32, contiguous.
         first_row: position of the first of these rows, greater than 0.
 
     fp32 sums in order of k, rounded once; two runs agree bit for bit.
@@ -67,11 +79,13 @@ def add_rows(rows_ND, weights_TK, positions_TK, out_TD, first_row) -> None:
     T, top_k = positions_TK.shape
     num_rows, D = rows_ND.shape
     config = choose_add_rows(static_size(D))
+    by_row = num_rows < T
     launch(
         _add_rows_kernel,
-        T * ceil_div(D, config.columns),
+        (num_rows if by_row else T) * ceil_div(D, config.columns),
         rows_ND,
         weights_TK,
+        slots_N,
         positions_TK,
         out_TD,
         D,
@@ -80,6 +94,7 @@ def add_rows(rows_ND, weights_TK, positions_TK, out_TD, first_row) -> None:
         first_row,
         num_rows,
         TOP_K=top_k,
+        BY_ROW=by_row,
         HAS_WEIGHTS=weights_TK is not None,
         EVEN_D=is_multiple(D, config.columns),
         BLOCK_K=triton.next_power_of_2(top_k),

@@ -182,30 +182,37 @@ def _expert_down_backward_kernel(
         tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, dots, mask=row_in)
 
 
-@triton.jit(do_not_specialize=["num_slots", "N", "first_row"])
+@triton.jit(do_not_specialize=["num_slots", "N"])
 def _dweights_kernel(
     partials_ptr,
+    slots_ptr,
     positions_ptr,
     dweights_ptr,
     num_slots,
     N,
-    first_row,
     num_partials,
+    BY_ROW: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The first range of rows writes zeros for slots that are not in it."""
+    """Of all slots, with zeros for those that are not in the first range of rows, or of another range's rows."""
     slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot_in = slots < num_slots
-    row = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64) - first_row
-    inside = (row >= 0) & (row < N)
+    if BY_ROW:
+        row = slots
+        slots = tl.load(slots_ptr + row, mask=row < N, other=-1).to(tl.int64)
+        inside = slots >= 0
+        slot_in = inside
+    else:
+        slot_in = slots < num_slots
+        row = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
+        inside = (row >= 0) & (row < N)
     partials = partials_ptr + row
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, num_partials, UNROLL):
         for step in tl.static_range(UNROLL):
             total += tl.load(partials, mask=inside & (first + step < num_partials), other=0.0)
             partials += N
-    tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in & (inside | (first_row == 0)))
+    tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in)
 
 
 def launch_expert_down_backward(
@@ -265,19 +272,22 @@ def launch_expert_down_backward(
     if dweights_TK is None:
         dweights_TK = weights_TK.new_empty(positions_TK.shape)
     num_slots = positions_TK.shape[0] * top_k
+    by_row = first_row > 0
+    block = 64 if by_row else 256
     launch(
         _dweights_kernel,
-        ceil_div(num_slots, 256),
+        ceil_div(num_rows if by_row else num_slots, block),
         partials_CN,
+        slots_N,
         positions_TK,
         dweights_TK,
         num_slots,
         num_rows,
-        first_row,
         partials_CN.shape[0],
+        BY_ROW=by_row,
         UNROLL=8,
-        BLOCK_N=256,
-        num_warps=4,
+        BLOCK_N=block,
+        num_warps=block // 64,
         num_stages=1,
     )
     return dh_NGF, dweights_TK, wa_NF

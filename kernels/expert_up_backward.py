@@ -12,6 +12,8 @@ tile of BLOCK_M rows by BLOCK_N columns of D. Its one loop runs through gate and
 between.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -162,7 +164,7 @@ def launch_expert_up_backward(
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
     into = (dx_TD, dweights_TK, 0, max_bytes, router)
-    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)()
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
 
@@ -180,8 +182,11 @@ def launch_expert_up_backward_part(
     first_row=0,
     max_bytes=None,
     router=None,
-) -> None:
+) -> Callable[[], None]:
     """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
+
+    The products are launched, but for the last sum over a token's rows: the caller launches that, perhaps with something
+    before it that takes the multiprocessors which have no product left.
 
     Args:
         dx_TD: written by the first range, added to by any other one, and rounded; a token without rows in that keeps what it
@@ -191,6 +196,9 @@ def launch_expert_up_backward_part(
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         router: dlogits_TE and w_router_ED, or None; with all rows only.
         Others: as for ``launch_expert_up_backward``.
+
+    Returns:
+        What launches the last sum.
     """
     num_rows, D = dh_NGF.shape[0], w_up[0].shape[3]
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
@@ -209,18 +217,26 @@ def launch_expert_up_backward_part(
         write(dx_TD, w_up, slots_N)
         if first_row == 0:
             fill_unused_tokens(positions_TK, dx_TD, router)
-        return
-    for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
+        return lambda: None
+
+    def add_up(first, dx_ND) -> None:
         columns = first, dx_ND.shape[1]
-        write(dx_ND, [w.narrow(3, *columns) for w in w_up])
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
         summed = (dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
         if first_row == 0:
             combine(*summed, product)
         else:
-            add_rows(*summed, first_row)
+            add_rows(*summed, slots_N, first_row)
         if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
+
+    last = None
+    for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
+        if last is not None:
+            add_up(*last)
+        write(dx_ND, [w.narrow(3, first, dx_ND.shape[1]) for w in w_up])
+        last = first, dx_ND
+    return lambda: add_up(*last)
 
 
 def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD) -> None:

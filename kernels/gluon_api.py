@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "TensorDescriptor",
@@ -26,6 +27,8 @@ __all__ = [
     "copy_rows_commit",
     "copy_rows_wait",
     "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "gl",
     "gluon",
     "mbarrier",

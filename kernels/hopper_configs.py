@@ -148,7 +148,8 @@ class WeightGradPlan:
     """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs.
 
     They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there, but for experts
-    that are marked as fresh where there are such marks. ``is_wider``: outputs are fp32, operands are not.
+    that are marked as fresh where there are such marks. ``is_wider``: outputs are fp32, operands are not. ``overlaps``: tiles
+    begin before the kernel launched last has ended.
     """
 
     tile: Tile
@@ -162,6 +163,7 @@ class WeightGradPlan:
     accumulate: bool = False
     is_wider: bool = False
     has_fresh: bool = False
+    overlaps: bool = False
     load_warps: int = 2
     copy_warps: int = 2
     registers: int = REGISTERS
@@ -171,14 +173,13 @@ class WeightGradPlan:
     instruction_n: int = 256
 
     @property
-    def adds_first(self) -> bool:
-        """Sums start from what is there."""
+    def fetches(self) -> bool:
+        """What is there is brought into the place of a tile that is about to be written, and added to it."""
         return self.accumulate and not self.is_wider
 
     @property
-    def adds_last(self) -> bool:
-        """Sums are added to what is there, which has digits that would be lost on the way."""
-        return self.accumulate and self.is_wider
+    def store_bytes(self) -> int:
+        return self.tile.half_m * self.store_n * ELEMENT_BYTES
 
     @property
     def m_blocks(self) -> int:
@@ -254,9 +255,9 @@ def num_partials(columns: int, contracted: int) -> int:
     return ceil_div(columns, down_backward_tile(columns, contracted).block_n)
 
 
-def weight_grad_tile() -> Tile:
-    """Tile of the weight gradients."""
-    return Tile(block_n=256, stages=4, group=16)
+def weight_grad_tile(fetches: bool) -> Tile:
+    """Tile of the weight gradients; a whole one that is fetched takes the place of a stage."""
+    return Tile(block_n=256, stages=3 if fetches else 4, group=16)
 
 
 def _block_n(columns: int, largest: int = 256) -> int:

@@ -21,7 +21,7 @@ from moeblaze_ops.kernels.hopper_activations import activate_backward
 from moeblaze_ops.kernels.hopper_configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
-from moeblaze_ops.kernels.hopper_tiles import allocate_ring, read_tile_order
+from moeblaze_ops.kernels.hopper_tiles import allocate_ring, await_last_kernel, read_tile_order
 
 
 @gluon.constexpr_function
@@ -214,6 +214,7 @@ def _down_backward_kernel(
     copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
+    await_last_kernel()
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     gl.warp_specialize(
         [

@@ -74,8 +74,9 @@ def num_programs(device: torch.device) -> int:
 
 
 def launch_persistent(kernel, device: torch.device, *args, registers: int = REGISTERS) -> None:
-    """Runs a warp-specialised kernel whose first partition has four warps."""
-    launch_compiled(kernel, num_programs(device), device, args, num_warps=4, maxnreg=registers)
+    """Runs a warp-specialised kernel whose first partition has four warps, and which waits itself for the one before it."""
+    options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
+    launch_compiled(kernel, num_programs(device), device, args, **options)
 
 
 def launch_compiled(kernel, programs: int, device: torch.device, args: tuple, **options) -> None:

@@ -70,11 +70,13 @@ def _weight_grad(
     second: Tensor | None,
     fresh_E: Tensor | None,
     order_E1: Tensor | None,
+    overlaps: bool,
 ) -> None:
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
 
     gradients = [first] if second is None else [first, second]
-    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, slots_N, offsets_E1, top_k, accumulate, fresh_E, order_E1)
+    routing, marks = (slots_N, offsets_E1, top_k), (fresh_E, order_E1)
+    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, *routing, accumulate, *marks, overlaps)
 
 
 expert_up = _register(
@@ -99,6 +101,6 @@ down_backward = _register(
 )
 weight_grad = _register(
     "weight_grad(Tensor gathered_TD, Tensor grouped_NGF, Tensor slots_N, Tensor offsets_E1, int top_k,"
-    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E1) -> ()",
+    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E1, bool overlaps) -> ()",
     _weight_grad,
 )

@@ -28,6 +28,7 @@ from moeblaze_ops.kernels.hopper_tiles import (
     accumulator_layout,
     allocate_matrices,
     allocate_ring,
+    await_last_kernel,
     bias_accumulator,
     load_matrix,
     load_weight,
@@ -180,6 +181,7 @@ def _rows_kernel(
     tile: gl.constexpr = PLAN.tile
     ring = allocate_ring(y_desc.dtype, 1, PLAN)
     staging = allocate_matrices(y_desc.dtype, 2, tile.half_m, tile.block_n)
+    await_last_kernel()
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
     routing = (slots_ptr, weights_ptr, gl.to_tensor(stride_weights_t))

@@ -8,6 +8,8 @@ epilogue warps, where a kernel has them, finish a tile while the next one is mul
 from moeblaze_ops.kernels.gluon_api import (
     aggregate,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     mbarrier,
@@ -20,6 +22,13 @@ from moeblaze_ops.kernels.gluon_api import (
 
 CHUNK = gl.constexpr(64)
 """Columns that an epilogue reads at a time: the width of a swizzled block of shared memory."""
+
+
+@gluon.jit
+def await_last_kernel():
+    """Waits for the kernel launched before this one; programs of the next one may start where multiprocessors fall idle."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @aggregate

@@ -17,13 +17,30 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.gluon_api import copy_rows, copy_rows_arrive, gl, gluon, mbarrier, tma_store_wait
+from moeblaze_ops.kernels.gluon_api import (
+    copy_rows,
+    copy_rows_arrive,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    tma_store_wait,
+)
 from moeblaze_ops.kernels.hopper_configs import WeightGradPlan, weight_grad_tile
 from moeblaze_ops.kernels.hopper_expert_order import ExpertTiles, order_experts
 from moeblaze_ops.kernels.hopper_gather import row_layout, row_starts
 from moeblaze_ops.kernels.hopper_launch import describe, launch_persistent, needs_wide_offsets, part_views
-from moeblaze_ops.kernels.hopper_tiles import allocate_matrices, allocate_ring, load_matrix, multiply
-from moeblaze_ops.kernels.hopper_weight_grad_tiles import add_tile, first_sums, write_tile
+from moeblaze_ops.kernels.hopper_tiles import (
+    accumulator_layout,
+    allocate_barriers,
+    allocate_matrices,
+    allocate_ring,
+    await_last_kernel,
+    load_matrix,
+    multiply,
+)
+from moeblaze_ops.kernels.hopper_weight_grad_tiles import add_tile, fetch_tile, write_fetched_tile, write_tile
 
 
 @gluon.jit
@@ -152,9 +169,15 @@ def _produce_gathered(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLA
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, ring, tiles, dw_descs, dw_ptrs, stride_dw_e8, stride_dw_m8, fresh_ptr, staging, PLAN: gl.constexpr
+    HALF: gl.constexpr, ring, tiles, dw_descs, dw_ptrs, stride_dw_e8, stride_dw_m8, fresh_ptr, stage, PLAN: gl.constexpr
 ):
+    half_m: gl.constexpr = PLAN.tile.half_m
+    block_n: gl.constexpr = PLAN.tile.block_n
+    layout: gl.constexpr = accumulator_layout(PLAN)
+    staging, fetched = stage
+    arrived = fetched.index(HALF)
     step = 0
+    num_fetched = 0
     next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(0)
     for turn in range(tiles.rounds()):
         expert = next_expert
@@ -162,19 +185,26 @@ def _consume(
         part, row_block, column_block = _split_tile(next_tile, PLAN)
         num_steps = gl.cdiv(next_end - next_first, PLAN.tile.block_k)
         next_expert, next_tile, next_first, next_end, next_exists = tiles.locate(turn + 1)
-        row = row_block * PLAN.tile.block_m + HALF * PLAN.tile.half_m
-        column = column_block * PLAN.tile.block_n
+        row = row_block * PLAN.tile.block_m + HALF * half_m
+        column = column_block * block_n
         is_added = exists
         if PLAN.has_fresh:
             is_added = exists & (gl.load(fresh_ptr + expert) == 0)
-        sums = first_sums(is_added, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
+        if PLAN.fetches:
+            if is_added:
+                fetch_tile(staging.index(HALF), arrived, dw_descs, part, expert, row, column, PLAN)
+        sums = gl.zeros([half_m, block_n], gl.float32, layout)
         sums, step = multiply(ring, step, num_steps, sums, HALF, PLAN)
         if exists:
-            if PLAN.adds_last:
+            if PLAN.fetches:
+                mbarrier.wait(arrived, num_fetched & 1, pred=is_added)
+                num_fetched += is_added.to(gl.int32)
+                write_fetched_tile(HALF, staging, sums, is_added, dw_descs, part, expert, row, column, PLAN)
+            elif PLAN.accumulate:
                 add_tile(sums, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
             else:
                 write_tile(staging.index(HALF), sums, dw_descs, part, expert, row, column, PLAN)
-    if not PLAN.adds_last:
+    if not PLAN.is_wider:
         tma_store_wait(0)
 
 
@@ -200,6 +230,11 @@ def _weight_grad_kernel(
     copy_threads: gl.constexpr = 32 * PLAN.copy_warps
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
     staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
+    stage = (staging, allocate_barriers(2, 1))
+    if PLAN.overlaps:
+        gdc_launch_dependents()
+    else:
+        await_last_kernel()
     num_visited = gl.to_tensor(num_experts)
     if PLAN.accumulate:
         num_visited = gl.load(order_ptr + num_experts)
@@ -209,14 +244,16 @@ def _weight_grad_kernel(
     stride_m8 = gl.to_tensor(stride_dw_m8)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), ring, tiles, dw_descs, dw_ptrs, stride_e8, stride_m8, fresh_ptr, staging, PLAN)),
-            (_consume, (gl.constexpr(1), ring, tiles, dw_descs, dw_ptrs, stride_e8, stride_m8, fresh_ptr, staging, PLAN)),
+            (_consume, (gl.constexpr(0), ring, tiles, dw_descs, dw_ptrs, stride_e8, stride_m8, fresh_ptr, stage, PLAN)),
+            (_consume, (gl.constexpr(1), ring, tiles, dw_descs, dw_ptrs, stride_e8, stride_m8, fresh_ptr, stage, PLAN)),
             (_produce_grouped, (ring, tiles, grouped_desc, PLAN)),
             (_produce_gathered, (ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLAN)),
         ],
         [4, PLAN.load_warps, PLAN.copy_warps],
         [PLAN.registers, PLAN.registers, PLAN.registers],
     )
+    if PLAN.overlaps:
+        gdc_wait()
 
 
 @cache
@@ -230,8 +267,10 @@ def _plan(
     accumulate: bool,
     is_wider: bool,
     has_fresh: bool,
+    overlaps: bool,
 ) -> WeightGradPlan:
-    tile = weight_grad_tile()
+    fetches = accumulate and not is_wider
+    tile = weight_grad_tile(fetches)
     return WeightGradPlan(
         tile=tile,
         m=num_d if gathered_is_a else num_f,
@@ -240,10 +279,11 @@ def _plan(
         top_k=top_k,
         wide_offsets=wide_offsets,
         gathered_is_a=gathered_is_a,
-        store_n=tile.block_n // 2,
+        store_n=tile.block_n if fetches else tile.block_n // 2,
         accumulate=accumulate,
         is_wider=is_wider,
         has_fresh=has_fresh,
+        overlaps=overlaps,
     )
 
 
@@ -257,6 +297,7 @@ def hopper_weight_grad(
     accumulate: bool = False,
     fresh_E: Tensor | None = None,
     order_E1: Tensor | None = None,
+    overlaps: bool = False,
 ) -> None:
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
@@ -271,6 +312,8 @@ def hopper_weight_grad(
         fresh_E: to accumulate, 1 for the experts that are written all the same, else 0, int32; dW is of gathered's dtype
             then.
         order_E1: what ``order_experts`` gives, where that is known.
+        overlaps: begin where multiprocessors fall idle before the kernel launched last has ended, if that is a Hopper kernel that
+            writes nothing of what is read here and reads nothing of what is written; with ``order_E1`` only.
 
     Sums in fp32; two runs agree bit for bit.
     """
@@ -283,10 +326,10 @@ def hopper_weight_grad(
         return
     gathered_is_a = parts[0].stride(2) != 1
     form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), gathered_is_a)
-    plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None)
+    plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None, overlaps)
     tile = plan.tile
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
-    described = stored if plan.adds_last else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
+    described = stored if plan.is_wider else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
     order_E1 = order_experts(offsets_E1, fresh_E) if order_E1 is None else order_E1
     launch_persistent(
         _weight_grad_kernel,

@@ -1,23 +1,30 @@
 """How a half tile of a weight gradient is written, and added to.
 
-Written by TMA through shared memory. To accumulate, the sums start from what dW holds, but for experts that are marked as
-fresh. A dW of fp32 is added to behind the last step instead, rounding once: a consumer reads, adds and writes its half tile
-straight from the layout of its accumulator, eight bytes a thread and row, a whole sector for four threads.
+Written by TMA through shared memory. To accumulate, TMA brings what dW holds there while the product is taken, but for experts
+that are marked as fresh. A dW of fp32, for which there is no such room, is added to behind the last step: a consumer reads,
+adds and writes its half tile straight from the layout of its accumulator, eight bytes a thread and row, a whole sector for
+four threads. Either rounds once.
 """
 
-from moeblaze_ops.kernels.gluon_api import fence_async_shared, gl, gluon, reinterpret, tma_store, tma_store_wait
-from moeblaze_ops.kernels.hopper_tiles import accumulator_layout
+from moeblaze_ops.kernels.gluon_api import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper_tiles import CHUNK, accumulator_layout, load_matrix, strip_of
 
 ADD_COLUMNS = gl.constexpr(32)
 """Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
 
 
 @gluon.jit
-def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
-    """Hands a matrix to TMA once the buffer's last one has been read; what lies outside dW is not written."""
+def _halves(matrix):
+    """The left and the right columns of a matrix."""
+    rows: gl.constexpr = matrix.shape[0]
+    width: gl.constexpr = matrix.shape[1]
+    return gl.split(gl.permute(gl.reshape(matrix, [rows, 2, width // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _send(staged, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Has TMA write a staged matrix; what lies outside dW is not written."""
     desc = dw_descs[0]
-    tma_store_wait(0)
-    staged.store(values.to(desc.dtype))
     fence_async_shared()
     source = reinterpret(staged, desc.dtype, desc.block_type.shape, desc.layout)
     if PLAN.parts == 2:
@@ -30,17 +37,64 @@ def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constex
 
 
 @gluon.jit
+def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Hands a matrix to TMA once the buffer's last one has been read."""
+    tma_store_wait(0)
+    staged.store(values.to(dw_descs[0].dtype))
+    _send(staged, dw_descs, part, expert, row, column, PLAN)
+
+
+@gluon.jit
 def write_tile(staged, sums, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     """Hands a half tile to TMA, in one piece or two."""
-    half_m: gl.constexpr = PLAN.tile.half_m
     store_n: gl.constexpr = PLAN.store_n
     if store_n == PLAN.tile.block_n:
         _store(staged, sums, dw_descs, part, expert, row, column, PLAN)
     else:
-        pairs = gl.permute(gl.reshape(sums, [half_m, 2, store_n]), (0, 2, 1))
-        left, right = gl.split(pairs)
+        left, right = _halves(sums)
         _store(staged, left, dw_descs, part, expert, row, column, PLAN)
         _store(staged, right, dw_descs, part, expert, row, column + store_n, PLAN)
+
+
+@gluon.jit
+def fetch_tile(staged, arrived, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Has TMA bring what dW holds of a half tile once the buffer's last one has been read; zeros outside of dW."""
+    tma_store_wait(0)
+    mbarrier.expect(arrived, PLAN.store_bytes)
+    if PLAN.parts == 2:
+        if part == 0:
+            load_matrix(dw_descs[0], expert, row, column, arrived, staged)
+        else:
+            load_matrix(dw_descs[1], expert, row, column, arrived, staged)
+    else:
+        load_matrix(dw_descs[0], expert, row, column, arrived, staged)
+
+
+@gluon.jit
+def _stage(staging, HALF: gl.constexpr, sums, FIRST_CHUNK: gl.constexpr, is_added):
+    """Stages a half tile, a block of CHUNK columns at a time so that what is added fits beside it in registers."""
+    half_m: gl.constexpr = sums.shape[0]
+    width: gl.constexpr = sums.shape[1]
+    if width > CHUNK:
+        left, right = _halves(sums)
+        _stage(staging, HALF, left, FIRST_CHUNK, is_added)
+        _stage(staging, HALF, right, FIRST_CHUNK + width // 2 // CHUNK, is_added)
+    else:
+        staged = strip_of(staging, HALF, 0, FIRST_CHUNK, half_m, CHUNK, staging.dtype)
+        if is_added:
+            sums += staged.load(sums.type.layout).to(gl.float32)
+        staged.store(sums.to(staging.dtype))
+
+
+@gluon.jit
+def write_fetched_tile(
+    HALF: gl.constexpr, staging, sums, is_added, dw_descs, part, expert, row, column, PLAN: gl.constexpr
+):
+    """Hands a half tile to TMA, with ``is_added`` on top of what has been fetched."""
+    if is_added == 0:
+        tma_store_wait(0)
+    _stage(staging, HALF, sums, 0, is_added)
+    _send(staging.index(HALF), dw_descs, part, expert, row, column, PLAN)
 
 
 @gluon.jit
@@ -64,27 +118,11 @@ def _pointers(dw_ptr, row_offsets, rows_inside, column, WIDTH: gl.constexpr, lay
 
 
 @gluon.jit
-def first_sums(is_added, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN: gl.constexpr):
-    """An accumulator that starts from what dW holds, or from zero."""
-    layout: gl.constexpr = accumulator_layout(PLAN)
-    half_m: gl.constexpr = PLAN.tile.half_m
-    block_n: gl.constexpr = PLAN.tile.block_n
-    sums = gl.zeros([half_m, block_n], gl.float32, layout)
-    if PLAN.adds_first:
-        if is_added:
-            dw_ptr, offsets, inside = _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN)
-            ptrs, inside = _pointers(dw_ptr, offsets, inside, column, block_n, layout, PLAN)
-            sums = gl.load(ptrs, mask=inside, other=0.0).to(gl.float32)
-    return sums
-
-
-@gluon.jit
 def _add(values, dw_ptr, row_offsets, rows_inside, column, PLAN: gl.constexpr):
     """Adds a matrix to dW, ADD_COLUMNS at a time so that what is read fits beside the accumulator in registers."""
-    rows: gl.constexpr = values.shape[0]
     width: gl.constexpr = values.shape[1]
     if width > ADD_COLUMNS:
-        left, right = gl.split(gl.permute(gl.reshape(values, [rows, 2, width // 2]), (0, 2, 1)))
+        left, right = _halves(values)
         _add(left, dw_ptr, row_offsets, rows_inside, column, PLAN)
         _add(right, dw_ptr, row_offsets, rows_inside, column + width // 2, PLAN)
     else:

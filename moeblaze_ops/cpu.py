@@ -4,6 +4,8 @@ Rows past the last used one (unused slots) are zero. Half-precision sums over a 
 fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -168,10 +170,11 @@ def expert_up_backward_part(
     dweights_TK: Tensor,
     first_row: int,
     max_bytes: int,
-) -> None:
-    """``expert_up_backward`` of some of the rows: dx is written by those from row 0 on, else added to."""
+) -> Callable[[], None]:
+    """``expert_up_backward`` of some of the rows: dx is written by those from row 0 on, else added to; nothing is left to do."""
     sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
     dx_TD.copy_(sums_TD.add_(dx_TD) if first_row > 0 else sums_TD)
+    return lambda: None
 
 
 def _up_backward_sums(

@@ -340,6 +340,30 @@ def test_fresh_experts_are_written_and_others_added_to(problem, which):
                 assert torch.equal(got[e].nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+def test_weight_grad_beside_the_kernel_before_it(problem):
+    """Begun before the gradient of x has ended, all values are the same bits."""
+    from moeblaze_ops.kernels.hopper_expert_order import order_experts
+    from moeblaze_ops.kernels.hopper_rows import hopper_up_backward_rows
+    from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
+
+    routing = route(problem)
+    x_TD = random(problem, problem.num_tokens, problem.num_d)
+    dh_NGF = grouped(problem, routing, problem.parts, problem.num_f)
+    w_up = up_weights(problem)
+    order_E1 = order_experts(routing.offsets_E1)
+    results = []
+    for overlaps in (False, True, True, True):
+        dx_ND = torch.zeros(dh_NGF.shape[0], problem.num_d, device="cuda", dtype=problem.dtype)
+        dw = [torch.ones_like(part) for part in w_up]
+        hopper_up_backward_rows(dh_NGF, w_up, routing.offsets_E1, routing.blocks_B2, dx_ND)
+        slots = (routing.slots_N, routing.offsets_E1, problem.top_k)
+        hopper_weight_grad(x_TD, dh_NGF, dw, *slots, accumulate=True, order_E1=order_E1, overlaps=overlaps)
+        # What comes next finds both ended.
+        results.append([dx_ND.clone(), *(part.clone() for part in dw)])
+    for again in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], again, strict=True))
+
+
 def test_weight_grad_isolates_experts(problem):
     """Inf and NaN in one expert's rows, of either operand, reach no other expert."""
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad

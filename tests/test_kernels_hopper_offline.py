@@ -181,13 +181,14 @@ def test_adding_weight_gradients_fits(compiled, storage, widths, sums):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_writing_or_adding_weight_gradients_fits(compiled, storage, widths):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_writing_or_adding_weight_gradients_fits(compiled, storage, widths, overlaps):
     num_f, num_d = WIDTHS[widths]
     x, h, a = empty(T, num_d), empty(N, 2, num_f), empty(N, 1, num_f)
     fresh_E = torch.zeros(E, dtype=torch.int32)
     w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d)[0][:, 0]
-    options = {"accumulate": True, "fresh_E": fresh_E}
+    options = {"accumulate": True, "fresh_E": fresh_E, "order_E1": OFFSETS_E1, "overlaps": overlaps}
     hopper_weight_grad(x, h, up_weights(storage, 2, num_f, num_d), SLOTS_N, OFFSETS_E1, K, **options)
     hopper_weight_grad(x, a, [w_down], SLOTS_N, OFFSETS_E1, K, **options)
-    assert len(compiled) == 4
+    assert len(compiled) == 2
     assert_fits(compiled)

@@ -92,16 +92,21 @@ def test_fresh_experts_are_written_and_others_added_to(dtype, weighted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_added_to_tokens_that_have_some(dtype):
-    rows_ND, out_TD = torch.randn(6, 40).to(dtype), torch.randn(5, 40).to(dtype)
-    positions_TK = torch.tensor([[0, 3], [-1, 5], [-1, -1], [2, -1], [4, 1]], dtype=torch.int32)
-    out_TD[2] = float("nan")
+@pytest.mark.parametrize("num_tokens", [5, 12])
+def test_rows_are_added_to_tokens_that_have_some(dtype, num_tokens):
+    """By token where there are fewer tokens than rows, and by row where there are more."""
+    rows_ND, out_TD = torch.randn(7, 40).to(dtype), torch.randn(num_tokens, 40).to(dtype)
+    positions_TK = torch.full((num_tokens, 2), -1, dtype=torch.int32)
+    positions_TK[:5] = torch.tensor([[0, 3], [-1, 5], [-1, -1], [2, -1], [4, 1]])
+    slots_N = torch.tensor([0, 9, 6, 1, 8, 3, -1], dtype=torch.int32)
+    rows_ND[6] = out_TD[2] = float("nan")
     expected = out_TD.double()
     for t, row in ((0, 0), (0, 3), (1, 5), (3, 2), (4, 4), (4, 1)):
         expected[t] += rows_ND[row].double()
     # As the rows from 100 on; what stands before and behind them adds nothing.
     positions_TK = torch.where(positions_TK < 0, positions_TK, positions_TK + 100)
-    positions_TK[2] = torch.tensor([99, 106])
-    add_rows(rows_ND, None, positions_TK, out_TD, 100)
+    positions_TK[2] = torch.tensor([99, 107])
+    add_rows(rows_ND, None, positions_TK, out_TD, slots_N, 100)
     assert out_TD[2].isnan().all()
-    assert_near(out_TD[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+    others = [t for t in range(num_tokens) if t != 2]
+    assert_near(out_TD[others], expected[others])
