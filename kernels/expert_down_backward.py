@@ -229,6 +229,7 @@ def launch_expert_down_backward(
     overwrite_h=False,
     dweights_TK=None,
     first_row=0,
+    wa_NF=None,
 ):
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
@@ -245,6 +246,7 @@ def launch_expert_down_backward(
         dweights_TK: written in place of a new tensor, contiguous; by another range of rows than the first one, only where the
             slots are in it.
         first_row: position of the first row.
+        wa_NF: written in place of a new tensor, contiguous.
 
     Returns:
         dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
@@ -253,7 +255,8 @@ def launch_expert_down_backward(
     """
     num_rows, _, F = h_NGF.shape
     dh_NGF = h_NGF if overwrite_h else h_NGF.new_empty(h_NGF.shape)
-    wa_NF = h_NGF.new_empty((num_rows, F))
+    if wa_NF is None:
+        wa_NF = h_NGF.new_empty((num_rows, F))
     routing = (slots_N, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
     if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:

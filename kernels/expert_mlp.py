@@ -67,12 +67,15 @@ def launch_expert_mlp_backward(
     weight_on_input,
     dweights_TK=None,
     first_row=0,
+    dh_NGF=None,
+    wa_NF=None,
 ):
     """Gradients of the pre-activation and of weights on the output, and the activation scaled for the weight gradient.
 
     Args:
         dout_TD: gradient of the output. Shape [T, D], any strides.
         dweights_TK, first_row: for a range of rows, as for ``launch_expert_down_backward``.
+        dh_NGF, wa_NF: written in place of new tensors, contiguous.
         Others: as for ``launch_expert_mlp``.
 
     Returns:
@@ -81,9 +84,9 @@ def launch_expert_mlp_backward(
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)
     # The epilogue of the next kernel activates h: only h is wanted here.
-    h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY)
+    h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY, h_NGF=dh_NGF)
     rest = (on_output, *routing, activation)
-    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest, True, dweights_TK, first_row)
+    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest, True, dweights_TK, first_row, wa_NF)
 
 
 def _sides(weights_TK, weight_on_input):

@@ -149,7 +149,9 @@ def _expert_up_kernel(
         tl.store(a_ptr + wide_rows * F + cols[None, :], a.to(a_ptr.dtype.element_ty), mask=stored_in)
 
 
-def launch_expert_up(x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, store_h=True):
+def launch_expert_up(
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, store_h=True, h_NGF=None
+):
     """The pre-activation and the activation of every routed slot, in expert order.
 
     Args:
@@ -160,6 +162,7 @@ def launch_expert_up(x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, position
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
         activation: a name in ``ACTIVATION_IDS``; "identity" leaves a empty.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
+        h_NGF: written in place of a new tensor, contiguous.
 
     Returns:
         h_NGF of shape [N, G, F] and a_NF of shape [N, F] ([0, F] for identity), in x's dtype, contiguous, rows in
@@ -171,7 +174,8 @@ def launch_expert_up(x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, position
     store_a = activation != "identity"
     gate, up = gate_and_up(w_up)
     gate_bias, up_bias = gate_and_up(b_up) if b_up else (None, None)
-    h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
+    if h_NGF is None:
+        h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
     a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
     weighted = weights_TK is not None
     if why_portable("expert_up", gathered=x_TD, weights=w_up, biases=b_up, weight_on_input=weighted) is None:

@@ -163,7 +163,7 @@ def launch_expert_up_backward(
     dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
-    into = (dx_TD, dweights_TK, 0, max_bytes, router)
+    into = (dx_TD, dweights_TK, None, max_bytes, router)
     launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)()
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
@@ -179,7 +179,7 @@ def launch_expert_up_backward_part(
     blocks_B2,
     dx_TD,
     dweights_TK,
-    first_row=0,
+    rows=None,
     max_bytes=None,
     router=None,
 ) -> Callable[[], None]:
@@ -192,7 +192,8 @@ def launch_expert_up_backward_part(
         dx_TD: written by the first range, added to by any other one, and rounded; a token without rows in that keeps what it
             has. Contiguous.
         dweights_TK: added to where weights scaled the input. Shape [T, K], fp32, contiguous.
-        first_row: position of the first row. Of a range, slots, offsets and blocks are its own, positions those of all rows.
+        rows: the range, None for all. Slots, offsets and blocks are its own, positions those of all rows; dh and slots may
+            have more rows, of no expert.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         router: dlogits_TE and w_router_ED, or None; with all rows only.
         Others: as for ``launch_expert_up_backward``.
@@ -200,7 +201,8 @@ def launch_expert_up_backward_part(
     Returns:
         What launches the last sum.
     """
-    num_rows, D = dh_NGF.shape[0], w_up[0].shape[3]
+    D = w_up[0].shape[3]
+    first_row, num_rows = (0, dh_NGF.shape[0]) if rows is None else (rows.start, len(rows))
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
 
@@ -220,7 +222,7 @@ def launch_expert_up_backward_part(
         return lambda: None
 
     def add_up(first, dx_ND) -> None:
-        columns = first, dx_ND.shape[1]
+        columns, dx_ND = (first, dx_ND.shape[1]), dx_ND.narrow(0, 0, num_rows)
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
         summed = (dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
         if first_row == 0:
@@ -231,7 +233,7 @@ def launch_expert_up_backward_part(
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
     last = None
-    for first, dx_ND in row_chunks(dh_NGF, num_rows, D, max_bytes):
+    for first, dx_ND in row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
         if last is not None:
             add_up(*last)
         write(dx_ND, [w.narrow(3, first, dx_ND.shape[1]) for w in w_up])

@@ -96,7 +96,8 @@ def expert_down_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh_NGF = torch.empty_like(h_NGF, memory_format=torch.contiguous_format)
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
-    down = _DownGradients(dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, dweights_TK)
+    wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
+    down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK)
     for expert, rows in segments(offsets_E1):
         down.write(dh_NGF[rows], h_NGF[rows], expert, rows, activation)
     _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
@@ -119,17 +120,22 @@ def expert_mlp_backward(
     weight_on_input: bool,
     dweights_TK: Tensor | None = None,
     first_row: int = 0,
+    dh_NGF: Tensor | None = None,
+    wa_NF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``launch_expert_mlp_backward``: of all rows, or of those from ``first_row`` on that the slots are of."""
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
     shape = up_shape(w_up)
-    dh_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
+    if dh_NGF is None:
+        dh_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
+    if wa_NF is None:
+        wa_NF = x_TD.new_empty(slots_N.shape[0], shape.F)
     up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
     if dweights_TK is None:
         dweights_TK = _weight_gradient_buffer(on_output, positions_TK)
     elif first_row == 0:
         dweights_TK.zero_()
-    down = _DownGradients(dout_TD, dh_NGF, w_down, b_down, on_output, slots_N, dweights_TK)
+    down = _DownGradients(dout_TD, wa_NF, w_down, b_down, on_output, slots_N, dweights_TK)
     for expert, rows in segments(offsets_E1):
         h_rows = up.write(dh_NGF[rows], expert, rows)
         down.write(dh_NGF[rows], h_rows, expert, rows, activation)
@@ -168,12 +174,12 @@ def expert_up_backward_part(
     blocks_B2: Tensor,
     dx_TD: Tensor,
     dweights_TK: Tensor,
-    first_row: int,
+    rows: range,
     max_bytes: int,
 ) -> Callable[[], None]:
-    """``expert_up_backward`` of some of the rows: dx is written by those from row 0 on, else added to; nothing is left to do."""
+    """``expert_up_backward`` of some of the rows: dx is written by the first ones, else added to; nothing is left to do."""
     sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
-    dx_TD.copy_(sums_TD.add_(dx_TD) if first_row > 0 else sums_TD)
+    dx_TD.copy_(sums_TD.add_(dx_TD) if rows.start > 0 else sums_TD)
     return lambda: None
 
 
@@ -260,7 +266,7 @@ class _DownGradients:
     def __init__(
         self,
         dout_TD: Tensor,
-        like_NGF: Tensor,
+        wa_NF: Tensor,
         w_down: list[Tensor],
         b_down: list[Tensor],
         weights_TK: Tensor | None,
@@ -269,7 +275,7 @@ class _DownGradients:
     ) -> None:
         self.dout_TD, self.w_EFD, self.b_down, self.weights_TK = dout_TD, w_down[0], b_down, weights_TK
         self.slots_N, self.top_k, self.dweights_TK = slots_N, dweights_TK.shape[1], dweights_TK
-        self.wa_NF = like_NGF.new_empty(like_NGF.shape[0], like_NGF.shape[2])
+        self.wa_NF = wa_NF
 
     def write(self, dh_rows: Tensor, h_rows: Tensor, expert: int, rows: slice, activation: str) -> None:
         """Fill the rows of dh (which may be h's own memory), wa and dweights that belong to ``expert``."""

@@ -22,12 +22,8 @@ def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return slots_N, offsets_E1.int(), positions_N.view(experts_TK.shape).int(), blocks_B2
 
 
-def range_routing(offsets_E1: Tensor, ranges: list[range]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The routing of ranges of rows, as ``launch_range_routing`` gives it."""
-    return [_routing_of(offsets_E1, rows, is_last=rows is ranges[-1]) for rows in ranges]
-
-
-def _routing_of(offsets_E1: Tensor, rows: range, is_last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def range_routing(offsets_E1: Tensor, rows: range, is_last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The routing of a range of rows, as ``launch_range_routing`` gives it."""
     inside_E1 = offsets_E1.clamp(rows.start, rows.stop) - rows.start
     begins_E = offsets_E1[:-1]
     # Experts without rows may begin behind the last row.

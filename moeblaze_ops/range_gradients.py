@@ -3,10 +3,14 @@
 A range of rows in expert order is a routing of its own, with the same experts in fewer rows: the kernels are those of
 ``expert_mlp``. Of what is a sum over rows, a range writes the gradient of every expert that begins in it and adds to that of
 the one it goes on with; the gradient of x is added up in its own dtype.
+
+The first range is of a fixed number of rows. While the device works on it, the host waits to learn where each expert's rows
+begin, and plans the ranges behind it; in a CUDA graph, where it cannot, they are of a fixed number of rows, too.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,14 +18,19 @@ from torch import Tensor
 
 from moeblaze_ops import cpu, cpu_gradients, cpu_routing
 from moeblaze_ops.experts_up import routing_gradient_like
+from moeblaze_ops.range_plan import Plan, Planner, padded
 from moeblaze_ops.row_ranges import RangeSizes, capped, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import require
 from moeblaze_ops.weights import up_shape
 
 
 class Device(NamedTuple):
-    """What a device computes of all rows or of a range of them."""
+    """What a device computes of all rows or of a range of them.
 
+    ``read``: starts to bring a small tensor to the host; what it returns gives the numbers, and None where that is impossible.
+    """
+
+    read: Callable[[Tensor], Callable[[], list[int] | None]]
     range_routing: Callable
     expert_mlp_backward: Callable
     expert_up_backward_part: Callable
@@ -33,6 +42,7 @@ class Device(NamedTuple):
 
 def cpu_device() -> Device:
     return Device(
+        lambda tensor: tensor.tolist,
         cpu_routing.range_routing,
         cpu.expert_mlp_backward,
         cpu.expert_up_backward_part,
@@ -52,6 +62,7 @@ def gpu_device() -> Device:
     from moeblaze_ops.kernels.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 
     return Device(
+        _read,
         launch_range_routing,
         launch_expert_mlp_backward,
         launch_expert_up_backward_part,
@@ -62,11 +73,27 @@ def gpu_device() -> Device:
     )
 
 
+def _read(tensor: Tensor) -> Callable[[], list[int] | None]:
+    if not tensor.is_cuda:
+        return tensor.tolist
+    if torch.cuda.is_current_stream_capturing():
+        return lambda: None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def numbers() -> list[int]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return numbers
+
+
 class _Range(NamedTuple):
     """A range of rows with its routing, ``fresh_E`` (1 for the experts whose rows begin in it, else 0) and ``order_E1``.
 
     Experts are in order of their rows, most first, and behind them is how many have rows or are fresh. A single range has
-    neither mark nor order: all experts are fresh.
+    neither mark nor order: all experts are fresh. There may be more slots than rows, -1 each.
     """
 
     rows: range
@@ -114,21 +141,40 @@ class Backward:
         dw_up, dw_down = self.needs_w_up and not self.added_up, self.needs_w_down and not self.added_down
         return range_sizes(D, F, E, self.x_TD.dtype, G == 2, dw_up, dw_down)
 
-    def parts(self, ranges: list[range]) -> Iterator[_Range]:
-        """The ranges with their routing."""
-        if len(ranges) == 1:
-            yield _Range(ranges[0], self.slots_N, self.offsets_E1, self.blocks_B2)
-            return
-        for rows, routing in zip(ranges, self.device.range_routing(self.offsets_E1, ranges), strict=True):
-            yield _Range(rows, self.slots_N[rows.start : rows.stop], *routing)
+    def take_all(self, sizes: RangeSizes, limit: int) -> None:
+        """All gradients from one range."""
+        rows = range(self.slots_N.shape[0])
+        self._take(_Range(rows, self.slots_N, self.offsets_E1, self.blocks_B2), sizes, capped(sizes.column_bytes(limit, rows)))
 
-    def take(self, part: _Range, sizes: RangeSizes, limit: int) -> None:
+    def take(self, rows: range, is_last: bool, sizes: RangeSizes, limit: int) -> None:
         """The share of a range of rows in every gradient."""
+        routing = self.device.range_routing(self.offsets_E1, rows, is_last)
+        part = _Range(rows, self.slots_N[rows.start : rows.stop], *routing)
+        self._take(part, sizes, capped(sizes.column_bytes(limit, rows)))
+
+    def take_planned(self, plan: Plan, is_last: bool, sizes: RangeSizes, limit: int) -> None:
+        """``take`` with dh and the activation where the plan has them."""
+        rows, (_, G, F, _) = plan.rows, up_shape(self.parameters[0])
+        slots_N = self.slots_N.new_full((len(padded(rows)),), -1)
+        slots_N[: len(rows)] = self.slots_N[rows.start : rows.stop]
+        part = _Range(rows, slots_N, *self.device.range_routing(self.offsets_E1, rows, is_last))
+        shapes = (slots_N.shape[0], G, F), (slots_N.shape[0], F)
+        dh_NGF, wa_NF = (
+            None if place is None else place[: math.prod(shape)].view(shape)
+            for place, shape in zip((plan.dh, plan.wa), shapes, strict=True)
+        )
+        self._take(part, sizes, capped(plan.column_bytes(sizes, limit)), dh_NGF, wa_NF)
+
+    def planner(self, offsets: list[int], start: int, sizes: RangeSizes, limit: int) -> Planner:
+        """What plans the ranges from ``start`` on. Rows of unused slots, which come last, are left out, but for one at most."""
+        fresh = [*([] if self.added_up else self.dw_up), *([] if self.added_down else self.dw_down)]
+        return Planner(offsets, fresh, sizes, limit, max(offsets[-1], start + 1))
+
+    def _take(self, part: _Range, sizes: RangeSizes, column_bytes: int, dh_NGF=None, wa_NF=None) -> None:
         dh_NGF, _, wa_NF = self.device.expert_mlp_backward(
             self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *self._routing(part), *self.settings,
-            self.dweights_TK, part.rows.start,
+            self.dweights_TK, part.rows.start, dh_NGF, wa_NF,
         )  # fmt: skip
-        column_bytes = capped(sizes.column_bytes(limit, part.rows))
         if sizes.takes_down_last(part.rows):
             self._add_x(dh_NGF, part, column_bytes)()
             self._add_up(dh_NGF, part)
@@ -154,7 +200,7 @@ class Backward:
         x_or_none = None if self.on_input is None else self.x_TD
         dscale_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK
         given = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *self._routing(part))
-        return self.device.expert_up_backward_part(*given, self.dx_TD, dscale_TK, part.rows.start, column_bytes)
+        return self.device.expert_up_backward_part(*given, self.dx_TD, dscale_TK, part.rows, column_bytes)
 
     def _add_up(self, dh_NGF: Tensor, part: _Range, overlaps: bool = False) -> None:
         if self.needs_w_up:
@@ -212,6 +258,21 @@ def gradients_in_ranges(op: str, backward: Backward, max_bytes: int) -> tuple[Te
     N, E, sizes = backward.slots_N.shape[0], backward.num_experts, backward.sizes
     ranges = row_ranges(N, E, sizes, max_bytes)
     require(ranges is not None, op, "max_bytes", "leave room for 128 rows", max_bytes)
-    for part in backward.parts(ranges):
-        backward.take(part, sizes, max_bytes - routing_bytes(N, E))
+    limit = max_bytes - routing_bytes(N, E)
+    first, *others = ranges
+    if not others:
+        backward.take_all(sizes, limit)
+        return backward.results()
+    read_offsets = backward.device.read(backward.offsets_E1)
+    backward.take(first, False, sizes, limit)
+    offsets = read_offsets()
+    if offsets is None:
+        for rows in others:
+            backward.take(rows, rows is others[-1], sizes, limit)
+        return backward.results()
+    start, planner = first.stop, backward.planner(offsets, first.stop, sizes, limit)
+    while start < planner.end:
+        plan = planner.take(start)
+        start = plan.rows.stop
+        backward.take_planned(plan, start == planner.end, sizes, limit)
     return backward.results()

@@ -7,6 +7,7 @@ weight gradient is computed at once, and nothing is summed in fp32 beside it. Pe
     wa     the scaled activation                      until the gradient of the down weights has been taken
 
 The first range is larger than the others: as long as a weight gradient has not been allocated, its memory is free for dh.
+Those behind it are taken as ``range_plan`` has them where the host can learn of the routing, else as ``row_ranges`` has them.
 """
 
 import bisect
@@ -31,15 +32,22 @@ _NARROWEST = 256
 class RangeSizes:
     """Bytes that decide how many rows a range can have.
 
-    ``dh``, ``wa`` (with the partial sums beside it) and ``columns`` (the narrowest part of the rows that are summed to the
-    gradient of x) are those of a row; ``dw_up`` and ``dw_down`` are the weight gradients that backward allocates.
+    ``dh``, ``activation``, ``partials`` (the sums of dweights beside it) and ``columns`` (the narrowest part of the rows that
+    are summed to the gradient of x) are those of a row; ``dw_up`` and ``dw_down`` are the weight gradients that backward
+    allocates.
     """
 
+    itemsize: int
     dh: int
-    wa: int
+    activation: int
+    partials: int
     columns: int
     dw_up: int
     dw_down: int
+
+    @property
+    def wa(self) -> int:
+        return self.activation + self.partials
 
     def largest(self, limit: int) -> tuple[int, int]:
         """Rows of the first range and of any other one, if ``limit`` bytes may be allocated beside the results.
@@ -89,8 +97,10 @@ def range_sizes(D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_
     """The sizes of a layer, of which some weights may be frozen or have a gradient that is added to."""
     number, G = dtype.itemsize, 2 if gated else 1
     return RangeSizes(
+        itemsize=number,
         dh=number * G * F,
-        wa=number * F + 4 * (-(-F // _PARTIAL_COLUMNS) + 1),
+        activation=number * F,
+        partials=4 * (-(-F // _PARTIAL_COLUMNS) + 1),
         columns=number * min(D, _NARROWEST),
         dw_up=number * E * G * F * D if has_dw_up else 0,
         dw_down=number * E * F * D if has_dw_down else 0,
@@ -103,8 +113,8 @@ def capped(column_bytes: int) -> int:
 
 
 def routing_bytes(num_slots: int, E: int) -> int:
-    """Bytes of the routing of ``MOST_RANGES`` ranges, and of the routing weights' gradient in fp32."""
-    return 4 * (num_slots + MOST_RANGES * (3 * E + 2 + 2 * schedule_rows(num_slots, E)))
+    """Bytes of the routing of a range with its slots, and of the routing weights' gradient in fp32."""
+    return 4 * (2 * num_slots + 3 * E + 2 + 2 * schedule_rows(num_slots, E))
 
 
 def row_ranges(num_rows: int, E: int, sizes: RangeSizes, limit: int) -> list[range] | None:

@@ -25,9 +25,11 @@ NEEDS = [True] * 5
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """Sets how many rows the first range has and the others have, whatever fits."""
+    """Sets how many rows the first range has and the others have, whatever fits and wherever experts begin."""
 
     def set_to(first, others):
+        device = cpu_device()._replace(read=lambda tensor: lambda: None)
+        monkeypatch.setattr(expert_mlp_ranged, "cpu_device", lambda: device)
         monkeypatch.setattr(RangeSizes, "largest", lambda sizes, limit: (first, others))
         monkeypatch.setattr(row_ranges, "ROW_BLOCK", 1)
 

@@ -6,6 +6,7 @@ import torch
 import moeblaze_ops
 from moeblaze_ops import config, row_ranges
 from moeblaze_ops.chunks import transient_bytes
+from moeblaze_ops.range_plan import Planner
 from tests.layers import make_layer
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,28 @@ def test_ranges_round_where_they_meet_only(shape, options, hopper, compiled, mon
             assert torch.equal(one, other)
         # Roundings of a sum at each of up to K or so ranges that it comes from, 2**-9 of its size each.
         assert (one.float() - other.float()).norm() <= 8e-3 * one.float().norm(), name
+
+
+def test_in_a_cuda_graph_the_host_learns_nothing_of_the_routing(monkeypatch):
+    """There the ranges have a fixed number of rows each; the values are those of a step outside but for roundings."""
+    monkeypatch.setattr(row_ranges, "MOST_RANGES", 1000)
+    monkeypatch.setattr(config, "max_layer_transient_bytes", 8 << 20)
+    module, x = make_module("coarse")
+    dout = torch.randn_like(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outside = [value.clone() for value in train_step(module, module, x, dout)]
+    torch.cuda.current_stream().wait_stream(stream)
+    monkeypatch.setattr(Planner, "take", None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = train_step(module, module, x, dout)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(inside[0], outside[0])
+    for one, other in zip(inside, outside, strict=True):
+        assert (one.float() - other.float()).norm() <= 8e-3 * one.float().norm()
 
 
 @pytest.mark.parametrize("case", ["one_token", "zero_tokens", "empty_expert", "all_to_one_expert", "unused_slots", "ragged_tail"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import moeblaze_ops
-from moeblaze_ops import config, expert_mlp_ranged, memory, row_ranges
+from moeblaze_ops import config, expert_mlp_ranged, memory, range_gradients, row_ranges
 from moeblaze_ops.chunks import transient_bytes
 from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.memory import LayerSizes, memory_estimate
@@ -252,9 +252,13 @@ RANGES = {"fine": 4, "finest": 1, "mid": 6, "wide": 5, "coarse": 10}
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-def test_a_limited_step_of_full_size_takes_little_more_than_its_results(name, launchers_on_cpu, monkeypatch):
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_limited_step_of_full_size_takes_little_more_than_its_results(name, is_planned, launchers_on_cpu, monkeypatch):
     monkeypatch.setattr(config, "max_layer_transient_bytes", LIMIT)
     (T, D, F, E, K), _ = FULL_SIZE[name]
+    offsets = [T * K * e // E for e in range(E + 1)]
+    device = range_gradients.gpu_device()._replace(read=lambda tensor: lambda: offsets if is_planned else None)
+    monkeypatch.setattr(expert_mlp_ranged, "gpu_device", lambda: device)
     sizes = range_sizes(D, F, E, torch.bfloat16, gated=True)
     assert len(row_ranges.row_ranges(T * K, E, sizes, LIMIT)) == RANGES[name]
     estimate = memory_estimate(T, D, F, E, K, keep="input", device="cpu")

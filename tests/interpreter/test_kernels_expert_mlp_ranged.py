@@ -53,10 +53,11 @@ def test_routing_of_ranges(sizes, first, size):
     num_rows = sum(sizes) + 400
     starts = [0, *range(first, num_rows, size)]
     ranges = [range(start, end) for start, end in zip(starts, [*starts[1:], num_rows], strict=True)]
-    expected = cpu_routing.range_routing(offsets_E1, ranges)
+    expected = [cpu_routing.range_routing(offsets_E1, rows, rows is ranges[-1]) for rows in ranges]
     fresh_RE = torch.stack([fresh_E for _, _, fresh_E, _ in expected])
     assert (fresh_RE.sum(0) == 1).all()
-    for got, routing in zip(launch_range_routing(offsets_E1, ranges), expected, strict=True):
+    for rows, routing in zip(ranges, expected, strict=True):
+        got = launch_range_routing(offsets_E1, rows, rows is ranges[-1])
         for one, other in zip(got, routing, strict=True):
             assert torch.equal(one, other) and one.dtype == other.dtype
             assert one.is_contiguous() and one.storage_offset() % 4 == 0
