@@ -26,6 +26,9 @@ from environment import command, describe
 from moeblaze_ops import config
 from moeblaze_ops.memory import memory_estimate
 
+TURN_MS = 1000
+"""Of one contender: long against the time in which a device at its power limit settles after another one."""
+
 SCALING_TOKENS = [2**exponent for exponent in (13, 15, 17, 19, 21, 23)]
 LABELS = {
     "grouped_mm": "grouped_mm, eager",
@@ -96,7 +99,7 @@ def bench_shape(name: str, shape: Shape, contenders: list[str], limit_mib: int, 
             row.failure = f"{type(failure).__name__}: {str(failure)[:200]}"
         torch.cuda.empty_cache()
     load_device()
-    for contender, step_ms in interleaved_medians(steps, rounds, round_ms=300).items():
+    for contender, step_ms in interleaved_medians(steps, rounds, TURN_MS).items():
         rows[contender].step_ms = step_ms
     return list(rows.values())
 

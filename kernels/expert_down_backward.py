@@ -230,6 +230,7 @@ def launch_expert_down_backward(
     dweights_TK=None,
     first_row=0,
     wa_NF=None,
+    early=False,
 ):
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
@@ -247,6 +248,7 @@ def launch_expert_down_backward(
             slots are in it.
         first_row: position of the first row.
         wa_NF: written in place of a new tensor, contiguous.
+        early: as for ``hopper_down_backward``.
 
     Returns:
         dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
@@ -262,7 +264,8 @@ def launch_expert_down_backward(
     if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:
         num_partials = hopper_partials(F, w_down[0].shape[2])
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
-        hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+        written = (dh_NGF, partials_CN, wa_NF)
+        hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early)
     else:
         config = _choose_config(h_NGF, w_down)
         num_partials = ceil_div(F, config.block_n)

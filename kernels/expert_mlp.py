@@ -12,6 +12,7 @@ and ``expert_down_backward``.
 from moeblaze_ops.kernels.expert_down import launch_expert_down
 from moeblaze_ops.kernels.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.expert_up import launch_expert_up
+from moeblaze_ops.kernels.tracing import is_traceable
 
 _IDENTITY = "identity"
 
@@ -85,8 +86,10 @@ def launch_expert_mlp_backward(
     on_input, on_output = _sides(weights_TK, weight_on_input)
     # The epilogue of the next kernel activates h: only h is wanted here.
     h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY, h_NGF=dh_NGF)
-    rest = (on_output, *routing, activation)
-    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest, True, dweights_TK, first_row, wa_NF)
+    # In a graph that is traced other kernels may come between these two.
+    early = not is_traceable()
+    rest = (on_output, *routing, activation, True, dweights_TK, first_row, wa_NF, early)
+    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest)
 
 
 def _sides(weights_TK, weight_on_input):

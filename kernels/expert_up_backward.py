@@ -182,6 +182,7 @@ def launch_expert_up_backward_part(
     rows=None,
     max_bytes=None,
     router=None,
+    early=False,
 ) -> Callable[[], None]:
     """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 
@@ -196,6 +197,7 @@ def launch_expert_up_backward_part(
             have more rows, of no expert.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         router: dlogits_TE and w_router_ED, or None; with all rows only.
+        early: as for ``hopper_up_backward_rows``.
         Others: as for ``launch_expert_up_backward``.
 
     Returns:
@@ -211,7 +213,7 @@ def launch_expert_up_backward_part(
         product = (None, None) if slots_N is None or router is None else router
         given = (dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND, slots_N, *product)
         if on_hopper:
-            hopper_ops.up_backward_rows(*given)
+            hopper_ops.up_backward_rows(*given, early)
         else:
             _launch_portable(D, *given)
 

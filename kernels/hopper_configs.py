@@ -84,7 +84,8 @@ TWELVE_WARPS = Warps(2, 2, (REGISTERS, REGISTERS, REGISTERS))
 class RowsPlan:
     """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input.
 
-    With one expert a token rows go ``to_tokens``, perhaps weighted, and with a product of ``channels`` added.
+    With one expert a token rows go ``to_tokens``, perhaps weighted, and with a product of ``channels`` added. ``early``, here
+    and below: products begin before the kernel launched last has ended.
     """
 
     tile: Tile
@@ -96,6 +97,7 @@ class RowsPlan:
     to_tokens: bool = False
     has_weights: bool = False
     channels: int = 0
+    early: bool = False
     a_k_inner: bool = True
     gathered: bool = False
     instruction_n: int = 256
@@ -122,6 +124,7 @@ class GatherPlan:
     has_weights: bool = False
     store_h: bool = True
     warps: Warps = TWELVE_WARPS
+    early: bool = False
     a_k_inner: bool = True
     gathered: bool = True
 
@@ -148,7 +151,7 @@ class WeightGradPlan:
     """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs.
 
     They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there, but for experts
-    that are marked as fresh where there are such marks. ``is_wider``: outputs are fp32, operands are not. ``overlaps``: tiles
+    that are marked as fresh where there are such marks. ``is_wider``: outputs are fp32, operands are not. ``early``: tiles
     begin before the kernel launched last has ended.
     """
 
@@ -163,7 +166,7 @@ class WeightGradPlan:
     accumulate: bool = False
     is_wider: bool = False
     has_fresh: bool = False
-    overlaps: bool = False
+    early: bool = False
     load_warps: int = 2
     copy_warps: int = 2
     registers: int = REGISTERS

@@ -16,12 +16,12 @@ from functools import cache
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS
-from moeblaze_ops.kernels.gluon_api import aggregate, gl, gluon, mbarrier
+from moeblaze_ops.kernels.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper_activations import activate_backward
 from moeblaze_ops.kernels.hopper_configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper_gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper_launch import describe_weight, launch_persistent, needs_wide_offsets
-from moeblaze_ops.kernels.hopper_tiles import allocate_ring, await_last_kernel, read_tile_order
+from moeblaze_ops.kernels.hopper_tiles import allocate_ring, begin, read_tile_order
 
 
 @gluon.constexpr_function
@@ -156,6 +156,8 @@ def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
 @gluon.jit
 def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PLAN: gl.constexpr):
     """Two strips a step, so that what is loaded for either stays in its registers."""
+    if PLAN.early:
+        gdc_wait()
     ROWS: gl.constexpr = strip_rows(gl.num_warps())
     half_strips: gl.constexpr = PLAN.tile.half_m // ROWS
     dh_ptr, wa_ptr, partials_ptr = outputs
@@ -214,7 +216,7 @@ def _down_backward_kernel(
     copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
-    await_last_kernel()
+    begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     gl.warp_specialize(
         [
@@ -226,6 +228,8 @@ def _down_backward_kernel(
         [4, PLAN.warps.gather, PLAN.warps.finish],
         PLAN.warps.registers,
     )
+    if PLAN.early:
+        gdc_wait()
 
 
 @cache
@@ -238,6 +242,7 @@ def _plan(
     wide_offsets: bool,
     activation: str,
     has_weights: bool,
+    early: bool,
 ) -> GatherPlan:
     return GatherPlan(
         tile=down_backward_tile(columns, contracted),
@@ -251,6 +256,7 @@ def _plan(
         gated=gated,
         has_weights=has_weights,
         warps=down_backward_warps(contracted, activation),
+        early=early,
     )
 
 
@@ -267,6 +273,7 @@ def hopper_down_backward(
     dh_NGF: Tensor,
     partials_CN: Tensor,
     wa_NF: Tensor,
+    early: bool = False,
 ) -> None:
     """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
 
@@ -279,6 +286,7 @@ def hopper_down_backward(
         dh_NGF, wa_NF: outputs, contiguous, dtype of h.
         partials_CN: output, fp32, contiguous, ``num_partials(F, D)`` rows; dweights of a slot is the sum of its
             row's column, plus ``<dout, b>`` where the projection has a bias.
+        early: begin before the kernel launched last has ended, if that writes nothing that is read here but h.
 
     ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
     """
@@ -296,6 +304,7 @@ def hopper_down_backward(
         needs_wide_offsets(dout_TD),
         activation,
         weights_TK is not None,
+        early,
     )
     launch_persistent(
         _down_backward_kernel,

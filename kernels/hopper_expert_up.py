@@ -23,7 +23,7 @@ from moeblaze_ops.kernels.hopper_launch import (
     needs_wide_offsets,
     part_views,
 )
-from moeblaze_ops.kernels.hopper_tiles import allocate_ring, await_last_kernel, read_tile_order
+from moeblaze_ops.kernels.hopper_tiles import allocate_ring, begin, read_tile_order
 
 STRIP_ROWS = gl.constexpr(16)
 """Rows of a half tile that the epilogue works on at a time."""
@@ -110,7 +110,7 @@ def _expert_up_kernel(
     copy_threads: gl.constexpr = 32 * PLAN.warps.gather
     ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
     handoff = allocate_handoff(h_desc.dtype, PLAN)
-    await_last_kernel()
+    begin(False)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
     gl.warp_specialize(

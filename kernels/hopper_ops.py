@@ -44,19 +44,20 @@ def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weigh
     hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND, slots_N, weights_TK)
 
 
-def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD) -> None:
+def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early) -> None:
     from moeblaze_ops.kernels.hopper_rows import hopper_up_backward_rows
 
-    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD)
+    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early)
 
 
 def _down_backward(
-    dout_TD, h_NGF, w_down, weights_TK, slots_N, offsets_E1, blocks_B2, top_k, activation, dh_NGF, partials_CN, wa_NF
+    dout_TD, h_NGF, w_down, weights_TK, slots_N, offsets_E1, blocks_B2, top_k, activation, dh_NGF, partials_CN, wa_NF, early
 ) -> None:
     from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
 
     routing = (slots_N, offsets_E1, blocks_B2)
-    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+    written = (dh_NGF, partials_CN, wa_NF)
+    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early)
 
 
 def _weight_grad(
@@ -70,13 +71,13 @@ def _weight_grad(
     second: Tensor | None,
     fresh_E: Tensor | None,
     order_E1: Tensor | None,
-    overlaps: bool,
+    early: bool,
 ) -> None:
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
 
     gradients = [first] if second is None else [first, second]
     routing, marks = (slots_N, offsets_E1, top_k), (fresh_E, order_E1)
-    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, *routing, accumulate, *marks, overlaps)
+    hopper_weight_grad(gathered_TD, grouped_NGF, gradients, *routing, accumulate, *marks, early)
 
 
 expert_up = _register(
@@ -91,16 +92,17 @@ down_rows = _register(
 )
 up_backward_rows = _register(
     "up_backward_rows(Tensor dh_NGF, Tensor[] w_up, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) dx_ND,"
-    " Tensor? slots_N, Tensor? left_TC, Tensor? right_CD) -> ()",
+    " Tensor? slots_N, Tensor? left_TC, Tensor? right_CD, bool early) -> ()",
     _up_backward_rows,
 )
 down_backward = _register(
     "down_backward(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
-    " Tensor blocks_B2, int top_k, str activation, Tensor(a!) dh_NGF, Tensor(b!) partials_CN, Tensor(c!) wa_NF) -> ()",
+    " Tensor blocks_B2, int top_k, str activation, Tensor(a!) dh_NGF, Tensor(b!) partials_CN, Tensor(c!) wa_NF,"
+    " bool early) -> ()",
     _down_backward,
 )
 weight_grad = _register(
     "weight_grad(Tensor gathered_TD, Tensor grouped_NGF, Tensor slots_N, Tensor offsets_E1, int top_k,"
-    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E1, bool overlaps) -> ()",
+    " bool accumulate, Tensor(a!) first, Tensor(b!)? second, Tensor? fresh_E, Tensor? order_E1, bool early) -> ()",
     _weight_grad,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.gluon_api import (
     fence_async_shared,
+    gdc_wait,
     gl,
     gluon,
     mbarrier,
@@ -28,7 +29,7 @@ from moeblaze_ops.kernels.hopper_tiles import (
     accumulator_layout,
     allocate_matrices,
     allocate_ring,
-    await_last_kernel,
+    begin,
     bias_accumulator,
     load_matrix,
     load_weight,
@@ -149,6 +150,8 @@ def _consume(
         accumulator, step = multiply(ring, step, multiplied, accumulator, HALF, PLAN)
         step = skip(ring, step, num_steps - multiplied)
         y = accumulator.to(y_desc.dtype)
+        if PLAN.early:
+            gdc_wait()
         if PLAN.to_tokens:
             staged.store(y)
             _store_tokens(HALF, staging, row, end, column, tokens, weights, product, y_ptr, PLAN)
@@ -181,7 +184,7 @@ def _rows_kernel(
     tile: gl.constexpr = PLAN.tile
     ring = allocate_ring(y_desc.dtype, 1, PLAN)
     staging = allocate_matrices(y_desc.dtype, 2, tile.half_m, tile.block_n)
-    await_last_kernel()
+    begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
     routing = (slots_ptr, weights_ptr, gl.to_tensor(stride_weights_t))
@@ -197,6 +200,8 @@ def _rows_kernel(
         [4, 1],
         [240, 24],
     )
+    if PLAN.early:
+        gdc_wait()
 
 
 @cache
@@ -209,11 +214,15 @@ def _plan(
     to_tokens: bool,
     has_weights: bool,
     channels: int,
+    early: bool,
 ) -> RowsPlan:
-    return RowsPlan(rows_tile(columns), contracted, columns, parts, b_k_inner, bias_stride, to_tokens, has_weights, channels)
+    form = (contracted, columns, parts, b_k_inner, bias_stride)
+    return RowsPlan(rows_tile(columns), *form, to_tokens, has_weights, channels, early)
 
 
-def _launch_rows(rows_NGF, weights, biases, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, left_TC, right_CD) -> None:
+def _launch_rows(
+    rows_NGF, weights, biases, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, left_TC=None, right_CD=None, early=False
+) -> None:
     if rows_NGF.shape[0] == 0:
         return
     num_columns = y_ND.shape[1]
@@ -221,7 +230,7 @@ def _launch_rows(rows_NGF, weights, biases, offsets_E1, blocks_B2, y_ND, slots_N
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
     channels = 0 if left_TC is None else left_TC.shape[1]
     form = (rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
-    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels)
+    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early)
     product = (y_ND, 0, 0, y_ND, 0, 0) if left_TC is None else (left_TC, *left_TC.stride(), right_CD, *right_CD.stride())
     launch_persistent(
         _rows_kernel,
@@ -265,7 +274,7 @@ def hopper_down_rows(
 
     Accumulates in fp32 from the bias; two runs agree bit for bit.
     """
-    _launch_rows(a_NF.unsqueeze(1), w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, None, None)
+    _launch_rows(a_NF.unsqueeze(1), w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK)
 
 
 def hopper_up_backward_rows(
@@ -277,6 +286,7 @@ def hopper_up_backward_rows(
     slots_N: Tensor | None = None,
     left_TC: Tensor | None = None,
     right_CD: Tensor | None = None,
+    early: bool = False,
 ) -> None:
     """Writes ``dx_rows[r] = sum over g, f of dh[r, g, f] W[e, g, f]``, one row for every routed row, in expert order.
 
@@ -287,7 +297,9 @@ def hopper_up_backward_rows(
         dx_rows_ND: the output, contiguous.
         slots_N: with one expert a token, the slots: row r is written at ``dx_rows[slots[r]]``. None for ``dx_rows[r]``.
         left_TC, right_CD: with slots, a product of at most 8 channels that is added to the rounded rows; any strides, or None.
+        early: begin before the kernel launched last has ended, if that does not write what is read here: only what this one
+            writes waits for it.
 
     Accumulates in fp32; two runs agree bit for bit.
     """
-    _launch_rows(dh_NGF, part_views(w_up), [], offsets_E1, blocks_B2, dx_rows_ND, slots_N, None, left_TC, right_CD)
+    _launch_rows(dh_NGF, part_views(w_up), [], offsets_E1, blocks_B2, dx_rows_ND, slots_N, None, left_TC, right_CD, early)

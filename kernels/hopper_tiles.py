@@ -25,9 +25,13 @@ CHUNK = gl.constexpr(64)
 
 
 @gluon.jit
-def await_last_kernel():
-    """Waits for the kernel launched before this one; programs of the next one may start where multiprocessors fall idle."""
-    gdc_wait()
+def begin(EARLY: gl.constexpr):
+    """Lets programs of the next kernel start where multiprocessors fall idle, behind the end of the last one.
+
+    An EARLY kernel does not wait for that here, but where it first touches what the last one does, and at its own end.
+    """
+    if not EARLY:
+        gdc_wait()
     gdc_launch_dependents()
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from moeblaze_ops.kernels.gluon_api import (
     copy_rows,
     copy_rows_arrive,
-    gdc_launch_dependents,
     gdc_wait,
     gl,
     gluon,
@@ -36,7 +35,7 @@ from moeblaze_ops.kernels.hopper_tiles import (
     allocate_barriers,
     allocate_matrices,
     allocate_ring,
-    await_last_kernel,
+    begin,
     load_matrix,
     multiply,
 )
@@ -231,10 +230,7 @@ def _weight_grad_kernel(
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
     staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
     stage = (staging, allocate_barriers(2, 1))
-    if PLAN.overlaps:
-        gdc_launch_dependents()
-    else:
-        await_last_kernel()
+    begin(PLAN.early)
     num_visited = gl.to_tensor(num_experts)
     if PLAN.accumulate:
         num_visited = gl.load(order_ptr + num_experts)
@@ -252,7 +248,7 @@ def _weight_grad_kernel(
         [4, PLAN.load_warps, PLAN.copy_warps],
         [PLAN.registers, PLAN.registers, PLAN.registers],
     )
-    if PLAN.overlaps:
+    if PLAN.early:
         gdc_wait()
 
 
@@ -267,7 +263,7 @@ def _plan(
     accumulate: bool,
     is_wider: bool,
     has_fresh: bool,
-    overlaps: bool,
+    early: bool,
 ) -> WeightGradPlan:
     fetches = accumulate and not is_wider
     tile = weight_grad_tile(fetches)
@@ -283,7 +279,7 @@ def _plan(
         accumulate=accumulate,
         is_wider=is_wider,
         has_fresh=has_fresh,
-        overlaps=overlaps,
+        early=early,
     )
 
 
@@ -297,7 +293,7 @@ def hopper_weight_grad(
     accumulate: bool = False,
     fresh_E: Tensor | None = None,
     order_E1: Tensor | None = None,
-    overlaps: bool = False,
+    early: bool = False,
 ) -> None:
     """Writes ``dW[e, g, f, :] = sum over rows r of e of grouped[r, g, f] gathered[slots[r] // K, :]``, or adds it to dW.
 
@@ -312,8 +308,8 @@ def hopper_weight_grad(
         fresh_E: to accumulate, 1 for the experts that are written all the same, else 0, int32; dW is of gathered's dtype
             then.
         order_E1: what ``order_experts`` gives, where that is known.
-        overlaps: begin where multiprocessors fall idle before the kernel launched last has ended, if that is a Hopper kernel that
-            writes nothing of what is read here and reads nothing of what is written; with ``order_E1`` only.
+        early: begin before the kernel launched last has ended, if that writes nothing of what is read here and reads nothing
+            of what is written; with ``order_E1`` only.
 
     Sums in fp32; two runs agree bit for bit.
     """
@@ -326,7 +322,7 @@ def hopper_weight_grad(
         return
     gathered_is_a = parts[0].stride(2) != 1
     form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), gathered_is_a)
-    plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None, overlaps)
+    plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None, early)
     tile = plan.tile
     stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
     described = stored if plan.is_wider else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]

@@ -222,7 +222,7 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
 
 
 def launch_expert_weight_grad_add(
-    gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, fresh_E=None, order_E1=None, overlaps=False
+    gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, fresh_E=None, order_E1=None, early=False
 ):
     """Adds the gradients of expert weights to ``dw``, tensors in the storage form of those weights.
 
@@ -231,13 +231,13 @@ def launch_expert_weight_grad_add(
         fresh_E: 1 for experts whose gradient is written instead, zeros without rows, else 0; int32, contiguous, or None. With
             it dw is of the dtype of gathered.
         order_E1: the order in which ``launch_range_routing`` gives the experts, where that is known.
-        overlaps: as for ``hopper_weight_grad``; the portable kernel does not.
+        early: as for ``hopper_weight_grad``; the portable kernel does not.
         Others: as for ``launch_expert_weight_grad``.
 
     Sums over rows in fp32, adds what is there and rounds once; an expert without rows keeps what it has. Every element has
     one writer: two runs agree bit for bit.
     """
-    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, True, fresh_E, order_E1, overlaps)
+    _launch(gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, True, fresh_E, order_E1, early)
 
 
 def _launch(
@@ -251,7 +251,7 @@ def _launch(
     accumulate,
     fresh_E=None,
     order_E1=None,
-    overlaps=False,
+    early=False,
 ) -> None:
     """Fills ``dw``, or adds to it, with the Hopper kernel or the portable one."""
     weighted = weights_TK is not None
@@ -260,7 +260,7 @@ def _launch(
     if why_portable("expert_weight_grad", **hopper_operands) is None and (stored_alike or not accumulate):
         second = dw[1] if len(dw) == 2 else None
         routing, marks = (slots_N, offsets_E1, top_k), (fresh_E, order_E1)
-        hopper_ops.weight_grad(gathered_TD, grouped_NGF, *routing, accumulate, dw[0], second, *marks, overlaps)
+        hopper_ops.weight_grad(gathered_TD, grouped_NGF, *routing, accumulate, dw[0], second, *marks, early)
         return
     for first_g, part in enumerate(dw):
         part_EGFD = part.unsqueeze(1) if part.dim() == 3 else part

@@ -176,6 +176,7 @@ def expert_up_backward_part(
     dweights_TK: Tensor,
     rows: range,
     max_bytes: int,
+    early: bool,
 ) -> Callable[[], None]:
     """``expert_up_backward`` of some of the rows: dx is written by the first ones, else added to; nothing is left to do."""
     sums_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)

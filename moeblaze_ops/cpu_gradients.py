@@ -40,9 +40,9 @@ def expert_weight_grad_add(
     top_k: int,
     fresh_E: Tensor | None = None,
     order_E1: Tensor | None = None,
-    overlaps: bool = False,
+    early: bool = False,
 ) -> None:
-    """What is added up comes expert by expert: ``order_E1`` and ``overlaps`` are for programs that share the work."""
+    """What is added up comes expert by expert: ``order_E1`` and ``early`` are for programs that share the work."""
     halves = dw if dw[0].dim() == 3 else up_halves(dw)
     tokens_N = slots_N // top_k
     for expert in [] if fresh_E is None else fresh_E.nonzero().view(-1).tolist():

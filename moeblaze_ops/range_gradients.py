@@ -176,22 +176,22 @@ class Backward:
             self.dweights_TK, part.rows.start, dh_NGF, wa_NF,
         )  # fmt: skip
         if sizes.takes_down_last(part.rows):
-            self._add_x(dh_NGF, part, column_bytes)()
+            self._add_x(dh_NGF, part, column_bytes, early=False)()
             self._add_up(dh_NGF, part)
             del dh_NGF
             self._add_w_down(wa_NF, part)
         else:
             self._add_w_down(wa_NF, part)
             del wa_NF
-            sum_last = self._add_x(dh_NGF, part, column_bytes)
-            # Its last products leave multiprocessors without work, which begin with the next gradient.
-            self._add_up(dh_NGF, part, overlaps=self.needs_x)
+            # Where the last products of one gradient leave multiprocessors without work, those of the next one begin.
+            sum_last = self._add_x(dh_NGF, part, column_bytes, early=self.needs_w_down)
+            self._add_up(dh_NGF, part, early=self.needs_x)
             sum_last()
 
     def _routing(self, part: _Range) -> tuple[Tensor, ...]:
         return part.slots_N, part.offsets_E1, self.positions_TK, part.blocks_B2
 
-    def _add_x(self, dh_NGF: Tensor, part: _Range, column_bytes: int) -> Callable[[], None]:
+    def _add_x(self, dh_NGF: Tensor, part: _Range, column_bytes: int, early: bool) -> Callable[[], None]:
         """Adds to the gradient of x all but what a call of the result adds."""
         if not self.needs_x and self.on_input is None:
             return lambda: None
@@ -200,12 +200,12 @@ class Backward:
         x_or_none = None if self.on_input is None else self.x_TD
         dscale_TK = self.dweights_TK if self.dscale_TK is None else self.dscale_TK
         given = (dh_NGF, x_or_none, self.parameters[0], self.on_input, *self._routing(part))
-        return self.device.expert_up_backward_part(*given, self.dx_TD, dscale_TK, part.rows, column_bytes)
+        return self.device.expert_up_backward_part(*given, self.dx_TD, dscale_TK, part.rows, column_bytes, early=early)
 
-    def _add_up(self, dh_NGF: Tensor, part: _Range, overlaps: bool = False) -> None:
+    def _add_up(self, dh_NGF: Tensor, part: _Range, early: bool = False) -> None:
         if self.needs_w_up:
             given = (self.x_TD, dh_NGF, self.parameters[0], self.on_input, part)
-            self.dw_up = self._weight_grad(*given, self.dw_up, bool(self.added_up), overlaps)
+            self.dw_up = self._weight_grad(*given, self.dw_up, bool(self.added_up), early)
         if self.needs_b_up:
             dh_NC = dh_NGF.flatten(1)
             if self.db_up_EC is None:
@@ -219,18 +219,18 @@ class Backward:
             self.dw_down = self._weight_grad(*given, self.dw_down, bool(self.added_down))
 
     def _weight_grad(
-        self, gathered_TD, grouped_NGF, weights, weights_TK, part: _Range, dw, is_added: bool, overlaps: bool = False
+        self, gathered_TD, grouped_NGF, weights, weights_TK, part: _Range, dw, is_added: bool, early: bool = False
     ) -> list[Tensor]:
         """The gradient of some weights so far, ``dw`` with the share of a range added to it.
 
-        ``overlaps``: it may begin before the kernel launched last has ended.
+        ``early``: it may begin before the kernel launched last has ended.
         """
         slots = (part.slots_N, part.offsets_E1, self.top_k)
         if part.fresh_E is None and not is_added:
             return self.device.expert_weight_grad(gathered_TD, grouped_NGF, weights, weights_TK, *slots)
         dw = dw or [torch.empty_like(w) for w in weights]
         fresh_E = None if is_added else part.fresh_E
-        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E, part.order_E1, overlaps)
+        self.device.expert_weight_grad_add(gathered_TD, grouped_NGF, dw, weights_TK, *slots, fresh_E, part.order_E1, early)
         return dw
 
     def results(self) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -82,8 +82,8 @@ class Planner:
             places.append((i, begin) if fitting else None)
             own_bytes.append(0 if fitting else num_rows * row_bytes)
         dh, wa = own_bytes
-        fits = dh + num_rows * max(self.sizes.partials, self.sizes.columns) <= self.limit
-        return tuple(places) if fits and dh + wa + num_rows * self.sizes.partials <= self.limit else None
+        needed = dh + max(wa + num_rows * self.sizes.partials, num_rows * self.sizes.wide_columns)
+        return tuple(places) if needed <= self.limit else None
 
 
 def _is_expert_by_expert(gradient: Tensor) -> bool:

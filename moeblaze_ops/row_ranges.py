@@ -26,15 +26,17 @@ _PARTIAL_COLUMNS = 128
 """Columns of F behind one partial sum of the routing weights' gradient."""
 _NARROWEST = 256
 """Columns of the model width that are computed at once at least."""
+_WIDE = 1024
+"""Columns from which on it costs next to nothing that not all are computed at once."""
 
 
 @dataclass(frozen=True)
 class RangeSizes:
     """Bytes that decide how many rows a range can have.
 
-    ``dh``, ``activation``, ``partials`` (the sums of dweights beside it) and ``columns`` (the narrowest part of the rows that
-    are summed to the gradient of x) are those of a row; ``dw_up`` and ``dw_down`` are the weight gradients that backward
-    allocates.
+    ``dh``, ``activation``, ``partials`` (the sums of dweights beside it), ``columns`` and ``wide_columns`` (the narrowest part
+    of the rows that are summed to the gradient of x, and one that is no slower than all) are those of a row; ``dw_up`` and
+    ``dw_down`` are the weight gradients that backward allocates.
     """
 
     itemsize: int
@@ -42,6 +44,7 @@ class RangeSizes:
     activation: int
     partials: int
     columns: int
+    wide_columns: int
     dw_up: int
     dw_down: int
 
@@ -102,6 +105,7 @@ def range_sizes(D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_
         activation=number * F,
         partials=4 * (-(-F // _PARTIAL_COLUMNS) + 1),
         columns=number * min(D, _NARROWEST),
+        wide_columns=number * min(D, _WIDE),
         dw_up=number * E * G * F * D if has_dw_up else 0,
         dw_down=number * E * F * D if has_dw_down else 0,
     )

@@ -208,7 +208,7 @@ def test_what_is_frozen_gets_no_gradient(frozen, few_rows, monkeypatch):
     called = []
 
     def noted(name, run):
-        return lambda *args: (called.append(name), run(*args))[1]
+        return lambda *args, **keywords: (called.append(name), run(*args, **keywords))[1]
 
     device = cpu_device()._asdict()
     device = Device(*(noted(name, run) for name, run in device.items()))

@@ -340,26 +340,41 @@ def test_fresh_experts_are_written_and_others_added_to(problem, which):
                 assert torch.equal(got[e].nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_weight_grad_beside_the_kernel_before_it(problem):
-    """Begun before the gradient of x has ended, all values are the same bits."""
+def test_kernels_that_begin_early_change_nothing(problem):
+    """A range's backward in its order: each kernel may begin before the one launched last has ended, with the same bits."""
+    from moeblaze_ops.kernels.hopper_configs import num_partials
+    from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
     from moeblaze_ops.kernels.hopper_expert_order import order_experts
+    from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
     from moeblaze_ops.kernels.hopper_rows import hopper_up_backward_rows
     from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
 
     routing = route(problem)
-    x_TD = random(problem, problem.num_tokens, problem.num_d)
-    dh_NGF = grouped(problem, routing, problem.parts, problem.num_f)
-    w_up = up_weights(problem)
+    T, D, F, K = problem.num_tokens, problem.num_d, problem.num_f, problem.top_k
+    N = routing.slots_N.shape[0]
+    x_TD, dout_TD = random(problem, T, D), random(problem, T, D)
+    w_up, w_down = up_weights(problem), down_weight(problem)
+    weights_TK = torch.rand(T, K, device="cuda") if problem.weighted else None
+    slots = (routing.slots_N, routing.offsets_E1)
     order_E1 = order_experts(routing.offsets_E1)
     results = []
-    for overlaps in (False, True, True, True):
-        dx_ND = torch.zeros(dh_NGF.shape[0], problem.num_d, device="cuda", dtype=problem.dtype)
-        dw = [torch.ones_like(part) for part in w_up]
-        hopper_up_backward_rows(dh_NGF, w_up, routing.offsets_E1, routing.blocks_B2, dx_ND)
-        slots = (routing.slots_N, routing.offsets_E1, problem.top_k)
-        hopper_weight_grad(x_TD, dh_NGF, dw, *slots, accumulate=True, order_E1=order_E1, overlaps=overlaps)
-        # What comes next finds both ended.
-        results.append([dx_ND.clone(), *(part.clone() for part in dw)])
+    for early in (False, True, True, True):
+        h_NGF = torch.zeros(N, problem.parts, F, device="cuda", dtype=problem.dtype)
+        # The rows of the gradient of x take the place of the activation.
+        place = torch.zeros(N * max(D, F), device="cuda", dtype=problem.dtype)
+        wa_NF, dx_ND = place[: N * F].view(N, F), place[: N * D].view(N, D)
+        partials_CN = torch.zeros(num_partials(F, D), N, device="cuda")
+        dw_up, dw_down = [torch.ones_like(part) for part in w_up], torch.ones_like(w_down)
+        hopper_expert_up(x_TD, w_up, [], *slots, routing.blocks_B2, K, "identity", h_NGF, wa_NF[:0])
+        written = (h_NGF, partials_CN, wa_NF)
+        given = (dout_TD, h_NGF, [w_down], weights_TK, *slots, routing.blocks_B2, K, problem.activation)
+        hopper_down_backward(*given, *written, early)
+        options = {"accumulate": True, "order_E1": order_E1}
+        hopper_weight_grad(dout_TD, wa_NF.unsqueeze(1), [dw_down], *slots, K, **options)
+        hopper_up_backward_rows(h_NGF, w_up, routing.offsets_E1, routing.blocks_B2, dx_ND, early=early)
+        hopper_weight_grad(x_TD, h_NGF, dw_up, *slots, K, **options, early=early)
+        # What comes next finds all of them ended.
+        results.append([value.clone() for value in (place, h_NGF, partials_CN, dw_down, *dw_up)])
     for again in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], again, strict=True))
 

@@ -79,7 +79,7 @@ def test_what_is_written_in_a_range_is_none_of_its_memory(stored_as, seed):
             taken.append((number, begin, end))
         assert own + num_rows * sizes.partials <= limit
         column_bytes = plan.column_bytes(sizes, limit)
-        assert num_rows * sizes.columns <= column_bytes <= limit
+        assert num_rows * sizes.wide_columns <= column_bytes <= limit
 
 
 def test_ranges_end_where_experts_do_unless_much_sooner():
