@@ -175,7 +175,8 @@ def _ranged_estimate(T: int, sizes: LayerSizes, limit: int, compiled: bool) -> M
         of_range["rows"] = _rows_bytes(len(rows), sizes, column_bytes) if rows else 0
         size_of |= {f"{name} {part}": size for part, size in of_range.items()}
     kept = _kept(sizes, "input")
-    return _summed(size_of, kept, kept, _ranged_steps(sizes, bool(others)) | _router_step(sizes, compiled))
+    keeps_rows = of_rows.keeps_rows(limit - size_of["routing of ranges"], first)
+    return _summed(size_of, kept, kept, _ranged_steps(sizes, keeps_rows, bool(others)) | _router_step(sizes, compiled))
 
 
 def _summed(
@@ -232,7 +233,7 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
     return steps
 
 
-def _ranged_steps(sizes: LayerSizes, has_others: bool) -> dict[str, tuple[str, ...]]:
+def _ranged_steps(sizes: LayerSizes, keeps_rows: bool, has_others: bool) -> dict[str, tuple[str, ...]]:
     """As ``_steps`` for the first range of rows, which is there before the weight gradients are, and for any other one."""
     out = ("x", "weights", "routing of ranges")
     steps = {
@@ -240,7 +241,7 @@ def _ranged_steps(sizes: LayerSizes, has_others: bool) -> dict[str, tuple[str, .
         "expert_down": ("a", "rows", "x"),
         "expert_mlp_backward": (*out, "first h", "first a", "first partials"),
         "expert_up_backward": (*out, "first h", "first a", "first rows", "x"),
-        "gradient of w_up": (*out, "first h", "first a", "x", "w_up"),
+        "gradient of w_up": (*out, "first h", "first a", "x", "w_up", *(("first rows",) if keeps_rows else ())),
         "gradient of w_down": (*out, "first a", "x", "w_up", "w_down"),
     }
     results = (*out, "x", "w_up", "w_down")

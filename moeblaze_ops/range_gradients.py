@@ -144,13 +144,14 @@ class Backward:
     def take_all(self, sizes: RangeSizes, limit: int) -> None:
         """All gradients from one range."""
         rows = range(self.slots_N.shape[0])
-        self._take(_Range(rows, self.slots_N, self.offsets_E1, self.blocks_B2), sizes, capped(sizes.column_bytes(limit, rows)))
+        part = _Range(rows, self.slots_N, self.offsets_E1, self.blocks_B2)
+        self._take(part, sizes, limit, sizes.column_bytes(limit, rows))
 
     def take(self, rows: range, is_last: bool, sizes: RangeSizes, limit: int) -> None:
         """The share of a range of rows in every gradient."""
         routing = self.device.range_routing(self.offsets_E1, rows, is_last)
         part = _Range(rows, self.slots_N[rows.start : rows.stop], *routing)
-        self._take(part, sizes, capped(sizes.column_bytes(limit, rows)))
+        self._take(part, sizes, limit, sizes.column_bytes(limit, rows))
 
     def take_planned(self, plan: Plan, is_last: bool, sizes: RangeSizes, limit: int) -> None:
         """``take`` with dh and the activation where the plan has them."""
@@ -163,30 +164,33 @@ class Backward:
             None if place is None else place[: math.prod(shape)].view(shape)
             for place, shape in zip((plan.dh, plan.wa), shapes, strict=True)
         )
-        self._take(part, sizes, capped(plan.column_bytes(sizes, limit)), dh_NGF, wa_NF)
+        self._take(part, sizes, limit, plan.column_bytes(sizes, limit), dh_NGF, wa_NF)
 
     def planner(self, offsets: list[int], start: int, sizes: RangeSizes, limit: int) -> Planner:
         """What plans the ranges from ``start`` on. Rows of unused slots, which come last, are left out, but for one at most."""
         fresh = [*([] if self.added_up else self.dw_up), *([] if self.added_down else self.dw_down)]
         return Planner(offsets, fresh, sizes, limit, max(offsets[-1], start + 1))
 
-    def _take(self, part: _Range, sizes: RangeSizes, column_bytes: int, dh_NGF=None, wa_NF=None) -> None:
+    def _take(self, part: _Range, sizes: RangeSizes, limit: int, column_bytes: int, dh_NGF=None, wa_NF=None) -> None:
         dh_NGF, _, wa_NF = self.device.expert_mlp_backward(
             self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *self._routing(part), *self.settings,
             self.dweights_TK, part.rows.start, dh_NGF, wa_NF,
         )  # fmt: skip
-        if sizes.takes_down_last(part.rows):
-            self._add_x(dh_NGF, part, column_bytes, early=False)()
-            self._add_up(dh_NGF, part)
-            del dh_NGF
+        takes_down_last, keeps_rows = sizes.takes_down_last(part.rows), sizes.keeps_rows(limit, part.rows)
+        if not takes_down_last:
             self._add_w_down(wa_NF, part)
-        else:
-            self._add_w_down(wa_NF, part)
-            del wa_NF
-            # Where the last products of one gradient leave multiprocessors without work, those of the next one begin.
-            sum_last = self._add_x(dh_NGF, part, column_bytes, early=self.needs_w_down)
+            wa_NF = None
+        # Where the last products of one gradient leave multiprocessors without work, those of the next one begin.
+        sum_last = self._add_x(dh_NGF, part, capped(column_bytes), early=self.needs_w_down and not takes_down_last)
+        if keeps_rows:
             self._add_up(dh_NGF, part, early=self.needs_x)
-            sum_last()
+        sum_last()
+        del sum_last
+        if not keeps_rows:
+            self._add_up(dh_NGF, part)
+        del dh_NGF
+        if takes_down_last:
+            self._add_w_down(wa_NF, part)
 
     def _routing(self, part: _Range) -> tuple[Tensor, ...]:
         return part.slots_N, part.offsets_E1, self.positions_TK, part.blocks_B2

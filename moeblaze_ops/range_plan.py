@@ -18,6 +18,10 @@ _ALIGNMENT = 128
 """Elements at a multiple of which a tensor begins in a gradient: more than TMA asks for."""
 
 
+_SHORTEST = 3
+"""A range that ends where an expert does may be shorter by this factor than one that cuts an expert."""
+
+
 class Plan(NamedTuple):
     """The next range of rows, and flat tensors in which its dh and its activation go; None for one of their own."""
 
@@ -52,15 +56,21 @@ class Planner:
 
     def take(self, start: int) -> Plan:
         """The largest range from ``start`` on that fits, or a smaller one that ends where an expert does."""
-        block = row_ranges.ROW_BLOCK
-        num_blocks = -(-(self.end - start) // block)
-        too_many = bisect.bisect_left(range(1, num_blocks + 1), True, key=lambda n: self._place(self._rows(start, n)) is None)
-        rows = self._rows(start, max(1, too_many))
-        whole = self.offsets[bisect.bisect_right(self.offsets, rows.stop) - 1]
-        if rows.stop < self.end and 2 * (whole - start) >= len(rows):
-            rows = range(start, whole)
+        rows, whole = self._largest_cut(start), self._largest_whole(start)
+        if rows.stop < self.end and _SHORTEST * len(whole) >= len(rows):
+            rows = whole
         places = self._place(rows) or (None, None)
         return Plan(rows, *(None if place is None else self.flat[place[0]][place[1] :] for place in places))
+
+    def _largest_cut(self, start: int) -> range:
+        num_blocks = -(-(self.end - start) // row_ranges.ROW_BLOCK)
+        too_many = bisect.bisect_left(range(1, num_blocks + 1), True, key=lambda n: self._place(self._rows(start, n)) is None)
+        return self._rows(start, max(1, too_many))
+
+    def _largest_whole(self, start: int) -> range:
+        ends = self.offsets[bisect.bisect_right(self.offsets, start) :]
+        too_many = bisect.bisect_left(ends, True, key=lambda end: self._place(range(start, end)) is None)
+        return range(start, ends[too_many - 1] if too_many > 0 else start)
 
     def _rows(self, start: int, num_blocks: int) -> range:
         return range(start, min(start + num_blocks * row_ranges.ROW_BLOCK, self.end))

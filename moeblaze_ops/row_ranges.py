@@ -72,6 +72,15 @@ class RangeSizes:
         """Whether the gradient of the down weights is the last one to be taken in a range, or the first one."""
         return rows.start == 0 and self._allocates_both
 
+    def keeps_rows(self, limit: int, rows: range) -> bool:
+        """Whether the rows that are summed to the gradient of x may be there until that of the up weights has been taken."""
+        if self.takes_down_last(rows):
+            return self._left_beside_up(limit, rows) >= self.wide_columns * len(rows)
+        return True
+
+    def _left_beside_up(self, limit: int, rows: range) -> int:
+        return limit + self.dw_down - (self.dh + self.wa) * len(rows)
+
     def forward_column_bytes(self, limit: int, num_rows: int) -> int:
         """What forward has left, beside the activation, until it takes more than backward will."""
         return max(1, limit + self.dw_up + self.dw_down - self.wa * num_rows)
@@ -79,7 +88,7 @@ class RangeSizes:
     def column_bytes(self, limit: int, rows: range) -> int:
         """What is left in a range for the rows that are summed to the gradient of x."""
         if self.takes_down_last(rows):
-            return limit + self.dw_up + self.dw_down - (self.dh + self.wa) * len(rows)
+            return self._left_beside_up(limit, rows) + (0 if self.keeps_rows(limit, rows) else self.dw_up)
         return limit - self.dh * len(rows)
 
     def whole_column_bytes(self, limit: int, num_rows: int) -> int | None:

@@ -291,6 +291,9 @@ def test_ranges_cover_every_row_once_and_fit(name, gated):
             if i == 0:
                 assert dh + wa + columns <= limit + of_rows.dw_up + of_rows.dw_down
                 assert dh + wa <= limit + of_rows.dw_down and wa <= limit
+                # Until the gradient of the up weights has been taken, if they are there that long.
+                available = limit + of_rows.dw_down + (0 if of_rows.keeps_rows(limit, rows) else of_rows.dw_up)
+                assert dh + wa + of_rows.column_bytes(limit, rows) == available
             else:
                 assert dh + max(wa, columns) <= limit
             assert columns <= of_rows.column_bytes(limit, rows)

@@ -92,7 +92,8 @@ def test_ranges_end_where_experts_do_unless_much_sooner():
         return [plan.rows.stop for plan in plans_from(Planner(offsets, [], sizes, limit, offsets[-1]), 0)]
 
     assert stops([300, 300, 300, 300]) == [300, 600, 900, 1200]
-    assert stops([200, 700, 300, 100]) == [512, 900, 1300]
+    assert stops([100, 700, 300, 100]) == [512, 800, 1200]
+    assert stops([250, 500, 400, 100]) == [250, 750, 1250]
     assert stops([0, 0, 512, 0]) == [512]
 
 
