@@ -20,8 +20,8 @@ layers_in_flight: int = 1
 
 max_layer_transient_bytes: int | None = None
 """Bytes that a layer with ``keep="input"`` or without gradients may allocate besides its results, weight gradients among
-them. With more tokens than that allows, backward goes through up to 16 ranges of rows, see ``row_ranges``; if those would
-not do, and without gradients, the layer goes through chunks of tokens (1024 at least), and sums weight gradients in fp32
+them. With more tokens than that allows, backward goes through ranges of rows, see ``row_ranges`` and ``range_plan``; if up to
+16 would not do, and without gradients, the layer goes through chunks of tokens (1024 at least), and sums weight gradients in fp32
 over them, which comes on top. None: a sixteenth of the memory of a GPU, no limit on CPU."""
 
 max_transient_bytes: int | None = 512 << 20
