@@ -103,9 +103,9 @@ def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]
     *arguments, max_bytes, needs = args
     check_expert_mlp_backward(op, *arguments)
     dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
-    settings = (activation, weight_on_input, needs, buffers)
+    settings = (activation, weight_on_input, needs, buffers, max_bytes)
     backward = Backward(device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
-    return gradients_in_ranges(op, backward, max_bytes)
+    return gradients_in_ranges(op, backward)
 
 
 def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moeblaze_ops import cpu, cpu_gradients, cpu_routing
 from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.range_plan import Plan, Planner, padded
-from moeblaze_ops.row_ranges import RangeSizes, capped, range_sizes, routing_bytes, row_ranges
+from moeblaze_ops.row_ranges import capped, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.validation import require
 from moeblaze_ops.weights import up_shape
 
@@ -119,6 +119,7 @@ class Backward:
         weight_on_input: bool,
         needs: Sequence[bool],
         buffers: Sequence[list[Tensor]],
+        max_bytes: int,
     ) -> None:
         self.device, self.dout_TD, self.x_TD = device, dout_TD.contiguous(), x_TD
         self.parameters, self.weights_TK = parameters, weights_TK
@@ -134,26 +135,28 @@ class Backward:
         # Of weights on the input, each slot's gradient is a sum over columns: in fp32 until all ranges are done.
         sums = torch.promote_types(x_TD.dtype, torch.float32)
         self.dscale_TK = None if self.on_input is None else torch.zeros_like(self.dweights_TK, dtype=sums)
+        E, G, F, D = up_shape(parameters[0])
+        allocated = self.needs_w_up and not self.added_up, self.needs_w_down and not self.added_down
+        self.sizes = range_sizes(D, F, E, x_TD.dtype, G == 2, *allocated)
+        self.max_bytes, self.limit = max_bytes, max_bytes - routing_bytes(self.slots_N.shape[0], E)
 
-    @property
-    def sizes(self) -> RangeSizes:
-        E, G, F, D = up_shape(self.parameters[0])
-        dw_up, dw_down = self.needs_w_up and not self.added_up, self.needs_w_down and not self.added_down
-        return range_sizes(D, F, E, self.x_TD.dtype, G == 2, dw_up, dw_down)
+    def ranges(self) -> list[range] | None:
+        """Ranges of a fixed number of rows each, but for the first and the last one; None if no range fits."""
+        return row_ranges(self.slots_N.shape[0], self.num_experts, self.sizes, self.max_bytes)
 
-    def take_all(self, sizes: RangeSizes, limit: int) -> None:
+    def take_all(self) -> None:
         """All gradients from one range."""
         rows = range(self.slots_N.shape[0])
         part = _Range(rows, self.slots_N, self.offsets_E1, self.blocks_B2)
-        self._take(part, sizes, limit, sizes.column_bytes(limit, rows))
+        self._take(part, self.sizes.column_bytes(self.limit, rows))
 
-    def take(self, rows: range, is_last: bool, sizes: RangeSizes, limit: int) -> None:
+    def take(self, rows: range, is_last: bool) -> None:
         """The share of a range of rows in every gradient."""
         routing = self.device.range_routing(self.offsets_E1, rows, is_last)
         part = _Range(rows, self.slots_N[rows.start : rows.stop], *routing)
-        self._take(part, sizes, limit, sizes.column_bytes(limit, rows))
+        self._take(part, self.sizes.column_bytes(self.limit, rows))
 
-    def take_planned(self, plan: Plan, is_last: bool, sizes: RangeSizes, limit: int) -> None:
+    def take_planned(self, plan: Plan, is_last: bool) -> None:
         """``take`` with dh and the activation where the plan has them."""
         rows, (_, G, F, _) = plan.rows, up_shape(self.parameters[0])
         slots_N = self.slots_N.new_full((len(padded(rows)),), -1)
@@ -164,19 +167,19 @@ class Backward:
             None if place is None else place[: math.prod(shape)].view(shape)
             for place, shape in zip((plan.dh, plan.wa), shapes, strict=True)
         )
-        self._take(part, sizes, limit, plan.column_bytes(sizes, limit), dh_NGF, wa_NF)
+        self._take(part, plan.column_bytes(self.sizes, self.limit), dh_NGF, wa_NF)
 
-    def planner(self, offsets: list[int], start: int, sizes: RangeSizes, limit: int) -> Planner:
+    def planner(self, offsets: list[int], start: int) -> Planner:
         """What plans the ranges from ``start`` on. Rows of unused slots, which come last, are left out, but for one at most."""
         fresh = [*([] if self.added_up else self.dw_up), *([] if self.added_down else self.dw_down)]
-        return Planner(offsets, fresh, sizes, limit, max(offsets[-1], start + 1))
+        return Planner(offsets, fresh, self.sizes, self.limit, max(offsets[-1], start + 1))
 
-    def _take(self, part: _Range, sizes: RangeSizes, limit: int, column_bytes: int, dh_NGF=None, wa_NF=None) -> None:
+    def _take(self, part: _Range, column_bytes: int, dh_NGF: Tensor | None = None, wa_NF: Tensor | None = None) -> None:
         dh_NGF, _, wa_NF = self.device.expert_mlp_backward(
             self.dout_TD, self.x_TD, *self.parameters, self.weights_TK, *self._routing(part), *self.settings,
             self.dweights_TK, part.rows.start, dh_NGF, wa_NF,
         )  # fmt: skip
-        takes_down_last, keeps_rows = sizes.takes_down_last(part.rows), sizes.keeps_rows(limit, part.rows)
+        takes_down_last, keeps_rows = self.sizes.takes_down_last(part.rows), self.sizes.keeps_rows(self.limit, part.rows)
         if not takes_down_last:
             self._add_w_down(wa_NF, part)
             wa_NF = None
@@ -253,30 +256,28 @@ class Backward:
         return dx_TD, dweights_TK, gradients
 
 
-def gradients_in_ranges(op: str, backward: Backward, max_bytes: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+def gradients_in_ranges(op: str, backward: Backward) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The gradients that ``expert_mlp_ranged_backward`` returns, those of some weights added to its buffers instead.
 
     Raises:
         ValueError: ``max_bytes`` leaves no room for 128 rows.
     """
-    N, E, sizes = backward.slots_N.shape[0], backward.num_experts, backward.sizes
-    ranges = row_ranges(N, E, sizes, max_bytes)
-    require(ranges is not None, op, "max_bytes", "leave room for 128 rows", max_bytes)
-    limit = max_bytes - routing_bytes(N, E)
+    ranges = backward.ranges()
+    require(ranges is not None, op, "max_bytes", "leave room for 128 rows", backward.max_bytes)
     first, *others = ranges
     if not others:
-        backward.take_all(sizes, limit)
+        backward.take_all()
         return backward.results()
     read_offsets = backward.device.read(backward.offsets_E1)
-    backward.take(first, False, sizes, limit)
+    backward.take(first, is_last=False)
     offsets = read_offsets()
     if offsets is None:
         for rows in others:
-            backward.take(rows, rows is others[-1], sizes, limit)
+            backward.take(rows, is_last=rows is others[-1])
         return backward.results()
-    start, planner = first.stop, backward.planner(offsets, first.stop, sizes, limit)
+    start, planner = first.stop, backward.planner(offsets, first.stop)
     while start < planner.end:
         plan = planner.take(start)
         start = plan.rows.stop
-        backward.take_planned(plan, start == planner.end, sizes, limit)
+        backward.take_planned(plan, is_last=start == planner.end)
     return backward.results()
