@@ -21,8 +21,16 @@ def step(dtype: torch.dtype) -> None:
     experts = experts.masked_fill(experts == 3, -1)  # an expert without tokens, and unused slots
     for keep in ("preactivation", "input"):
         out = moeblaze_ops.moe(x, weights, experts, w_up, w_down, b_up=b_up, b_down=b_down, keep=keep)
-        gradients = torch.autograd.grad(out.sum(), [x, logits, w_up, b_up, w_down, b_down], retain_graph=True)
-        assert all(t.isfinite().all() for t in (out, *gradients))
+        check(out, [x, logits, w_up, b_up, w_down, b_down])
+    # In three ranges of rows or more.
+    parameters = [[w_up.unflatten(1, (2, F))], [b_up.unflatten(1, (2, F))], [w_down.transpose(1, 2)], [b_down]]
+    routed = (weights, *torch.ops.moeblaze.dispatch(experts, E), "swiglu", False, 60_000 * dtype.itemsize)
+    check(torch.ops.moeblaze.expert_mlp_ranged(x, *parameters, *routed), [x, logits, w_up, b_up, w_down, b_down])
+
+
+def check(out: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    gradients = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    assert all(t.isfinite().all() for t in (out, *gradients))
 
 
 def main() -> None:

@@ -160,6 +160,25 @@ def test_planned_ranges_match_reference_for_every_storage(stored_as, monkeypatch
     assert plans[-1].dh is None and plans[-1].wa is None
 
 
+@pytest.mark.parametrize("frozen", [("w_up",), ("w_down", "b_down"), ("x_TD",), ("x_TD", "w_up", "b_up")], ids=str)
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+def test_planned_ranges_with_what_is_frozen(frozen, weight_on, monkeypatch):
+    torch.manual_seed(4)
+    plans = planned(monkeypatch, 9, 5)
+    layer = make_layer("unused_slots", bias=True)
+    for name in frozen:
+        value = getattr(layer, name)
+        setattr(layer, name, value.detach() if name == "x_TD" else [weight.detach() for weight in value])
+    candidates = (layer.x_TD, *layer.w_up, *layer.b_up, *layer.w_down, *layer.b_down, layer.weights_TK)
+    leaves = [leaf for leaf in candidates if leaf.requires_grad]
+    dout = torch.randn_like(layer.x_TD)
+    torch.testing.assert_close(
+        torch.autograd.grad(ops.expert_mlp_ranged(*arguments(layer, weight_on)), leaves, dout),
+        torch.autograd.grad(layer.oracle(weight_on), leaves, dout),
+    )
+    assert len(plans) > 1
+
+
 def test_nothing_of_the_user_is_written_over(monkeypatch):
     """Gradients that are added to hold what was there before: no range keeps anything in them."""
     torch.manual_seed(2)
