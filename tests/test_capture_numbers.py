@@ -9,7 +9,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering import inductor_api
 from tests import moe_handed as handed
-from tests import moe_split as split
+from tests import moe_split_lookalikes as lookalikes
 from tests import moe_zoo as zoo
 from tests import test_capture as guarded
 from tests.rewrite_harness import rewriting_backend, rewritten_in
@@ -19,7 +19,7 @@ T = guarded.T
 
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["free", "fullgraph"])
-@pytest.mark.parametrize("combine", [*handed.HANDED, split.changes_the_counts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*handed.HANDED, lookalikes.changes_the_counts], ids=lambda f: f.__name__)
 def test_one_graph(combine, fullgraph):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:

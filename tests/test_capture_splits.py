@@ -9,6 +9,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops import row_groups
 from moeblaze_ops.capture import captured
 from tests import moe_split as split
+from tests import moe_split_lookalikes as lookalikes
 from tests import moe_zoo as zoo
 from tests import test_capture as guarded
 from tests.test_capture import assert_one_rewritten_graph, check, make_layer, rewriting_backend, scratch  # noqa: F401
@@ -30,7 +31,7 @@ def test_spellings_break_without_us(combine):
     assert not guarded.captures(layer, torch.randn(T, zoo.D))
 
 
-@pytest.mark.parametrize("combine", split.NEAR_MISSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", lookalikes.NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses_are_left_alone(combine):
     guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
 
@@ -157,13 +158,13 @@ def test_explain_says_what_was_done():
 
 
 def test_explain_says_why_a_loop_stays():
-    explanation = moeblaze_ops.explain(make_layer(split.reads_a_count), torch.randn(T, zoo.D))
+    explanation = moeblaze_ops.explain(make_layer(lookalikes.reads_a_count), torch.randn(T, zoo.D))
     assert any("stays" in note and "count is more than the bound of a slice" in note for note in explanation.notes)
 
 
 def test_a_loop_that_is_not_proven_is_not_changed():
     """Though another loop of the function is."""
-    result = captured(split.behind_a_name_for_a_mode.__code__, vars(split))
+    result = captured(lookalikes.behind_a_name_for_a_mode.__code__, vars(lookalikes))
     assert len(result.done) == 1 and any("what is around it has to stay" in line for line in result.left)
 
 

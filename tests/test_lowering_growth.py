@@ -7,8 +7,8 @@ import torch
 
 from moeblaze_ops.lowering.elements import Evaluator
 from moeblaze_ops.lowering.match import Matcher
+from tests.moe_routers import D, K, Layer
 from tests.rewrite_harness import rewrite_of
-from tests.test_lowering_router import D, K, Layer
 
 SECONDS = 30  # of a few; without a bound each of these takes longer than anybody waits
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.moe_routers import E, K, Layer
 from tests.rewrite_harness import check_against_eager
-from tests.test_lowering_router import E, K, Layer
 
 
 def first_choice(logits):
