@@ -26,9 +26,10 @@ CHUNK = gl.constexpr(64)
 
 @gluon.jit
 def begin(EARLY: gl.constexpr):
-    """Lets programs of the next kernel start where multiprocessors fall idle, behind the end of the last one.
+    """Waits for the kernel launched before this one, then lets programs of the next one take idle multiprocessors.
 
-    An EARLY kernel does not wait for that here, but where it first touches what the last one does, and at its own end.
+    An EARLY kernel waits later: before it first touches what the other one touches, and at its own end, since what comes next
+    takes both as ended. When it begins, all that came before the other one has ended.
     """
     if not EARLY:
         gdc_wait()
