@@ -25,9 +25,9 @@ endif
 demo: $(INSTALLED)
 	$(RUN) examples/train_moe_lm.py $(ARGS)
 
-# Three parts, two at a time.
+# Three parts, two at a time, the longest first.
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-rewriting test-kernels test-rest
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-rest test-kernels test-rewriting
 
 REWRITING := $(wildcard tests/test_fuzz.py tests/test_hf*.py tests/test_lowering*.py tests/test_modes.py)
 
