@@ -26,7 +26,10 @@ del _checkout, Path
 
 __version__ = "0.1.0"
 
-from moeblaze_ops import sources as _sources  # noqa: E402, F401  (before what it is a digest of)
+from moeblaze_ops import sources as _sources  # noqa: E402
+
+_sources.DIGEST = _sources.digest(__path__)  # before what it is a digest of
+
 from moeblaze_ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.explain import explain  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402

@@ -131,13 +131,14 @@ def test_key_holds_the_sources(monkeypatch):
 
 
 @pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("depth", ["", "room", "room/inner"])
 @pytest.mark.parametrize("folder", _FOLDERS)
-def test_digest_holds_every_source(tmp_path, folder, installed):
+def test_digest_holds_every_source(tmp_path, folder, depth, installed):
     """In a checkout ``kernels`` and ``lowering`` are beside the package, once installed inside."""
     package = tmp_path / "moeblaze_ops"
     path = [str(package)] if installed else [str(package), str(tmp_path)]
-    files = {name: (package if installed else tmp_path) / name / "file.py" for name in ("kernels", "lowering")}
-    files["moeblaze_ops"] = package / "file.py"
+    files = {name: (package if installed else tmp_path) / name / depth / "file.py" for name in ("kernels", "lowering")}
+    files["moeblaze_ops"] = package / depth / "file.py"
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -145,7 +146,10 @@ def test_digest_holds_every_source(tmp_path, folder, installed):
     files[folder].write_text("pass")
     edited = sources.digest(path)
     files[folder].rename(files[folder].with_name("renamed.py"))
-    assert len({before, edited, sources.digest(path)}) == 3
+    renamed = sources.digest(path)
+    (files[folder].parent / "moved").mkdir()
+    files[folder].with_name("renamed.py").rename(files[folder].parent / "moved" / "renamed.py")
+    assert len({before, edited, renamed, sources.digest(path)}) == 4
 
 
 def test_digest_is_taken_at_import():

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = sorted((ROOT / "kernels").glob("*.py"))
-LOWERING = sorted((ROOT / "lowering").glob("*.py"))
-PACKAGE = sorted((ROOT / "moeblaze_ops").glob("*.py"))
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+LOWERING = sorted((ROOT / "lowering").rglob("*.py"))
+PACKAGE = sorted((ROOT / "moeblaze_ops").rglob("*.py"))
 SWITCH = {"compile.py"}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "kernels").is_dir(), reason="needs the source tree")
@@ -38,7 +38,7 @@ def starting_with(names: Iterator[str], *prefixes: str) -> list[str]:
 
 
 def by_name(files: list[Path]):
-    return pytest.mark.parametrize("file", files, ids=lambda file: f"{file.parent.name}/{file.name}")
+    return pytest.mark.parametrize("file", files, ids=lambda file: file.relative_to(ROOT).as_posix())
 
 
 @by_name(KERNELS)
@@ -90,8 +90,15 @@ def test_one_reader_of_gluon(file):
 @pytest.mark.parametrize("folder", ["kernels", "lowering"])
 def test_no_package_of_a_foreign_name(folder):
     """``kernels`` is also the import name of another published package: ours must not shadow it from the root."""
-    assert not (ROOT / folder / "__init__.py").exists()
-    assert not [path for path in (ROOT / folder).iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert not list((ROOT / folder).rglob("__init__.py"))
+
+
+def test_every_folder_with_code_is_installed():
+    project = pytest.importorskip("tomllib", reason="needs Python 3.11").loads((ROOT / "pyproject.toml").read_text())
+    folders = {file.relative_to(ROOT).parent.as_posix() for file in PACKAGE + KERNELS + LOWERING}
+    packages = {folder.replace("/", ".").replace("kernels", "moeblaze_ops.kernels", 1) for folder in folders}
+    packages = {f"moeblaze_ops.{name}" if name.startswith("lowering") else name for name in packages}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
 
 
 @by_name(KERNELS + LOWERING + PACKAGE)
