@@ -1,11 +1,21 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
 import torch
+import triton
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
 from moeblaze_ops.kernels.configs import Operands
 from moeblaze_ops.kernels.tracing import is_traceable
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+IS_INTERPRETED = not isinstance(_nothing, JITFunction)
+"""Whether kernels run in Triton's interpreter, which is settled when they are decorated."""
 
 
 def launch(kernel, num_programs, *args, **keywords) -> None:

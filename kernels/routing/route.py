@@ -25,12 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from moeblaze_ops.kernels.configs import choose_route, choose_route_backward
+from moeblaze_ops.kernels.configs import SIGMOID_EPS, choose_route, choose_route_backward
 from moeblaze_ops.kernels.launch import ceil_div, launch
 
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-_SIGMOID_EPS = tl.constexpr(1e-20)
+_SIGMOID_EPS = tl.constexpr(SIGMOID_EPS)
 
 
 @triton.jit

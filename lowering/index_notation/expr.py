@@ -32,6 +32,7 @@ from typing import Any
 import sympy
 
 Size = int | sympy.Expr
+Indices = tuple["Expr", ...]
 
 IDEMPOTENT = ("eq", "any", "distinct")
 """Kinds whose values are 0 and 1: they equal their squares."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS, IDENTITY, is_gated
 from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
+from moeblaze_ops.kernels.configs import ROW_BLOCK
 
 MAX_EXPERTS = 4096
-ROW_BLOCK = 128
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moeblaze_ops.functional import moe
-from moeblaze_ops.integrations.gates import pointwise, recognise_gate
+from moeblaze_ops.lowering.match.terms.gate import pointwise, recognise_gate
 
 try:
     from transformers import activations as _activations

@@ -28,15 +28,13 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require, schedule_rows
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, FEW_CHANNELS, choose_column_ranges
 from moeblaze_ops.memory.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
-from moeblaze_ops.memory.token_chunks import token_ranges
+from moeblaze_ops.memory.token_chunks import PARTIAL_COLUMNS, token_ranges
 
 log = logging.getLogger(__name__)
 
 KEEP = ("preactivation", "input", "auto")
 
 _INDEX = 4
-_PARTIAL_COLUMNS = 128
-"""Columns of F behind one partial sum of the routing weights' gradient."""
 _USABLE = 0.9
 """Part of the free memory that ``auto`` plans with: the rest is lost to fragmentation and to other libraries."""
 _LARGEST_T = 2**40
@@ -199,7 +197,7 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
     N = T * K
     number = sizes.dtype.itemsize
     weight = max(number, 4)
-    partials = -(-F // _PARTIAL_COLUMNS) + sizes.bias
+    partials = -(-F // PARTIAL_COLUMNS) + sizes.bias
     return {
         "x": number * T * D,
         "routing": _INDEX * (2 * N + E + 1 + 2 * schedule_rows(N, E)),

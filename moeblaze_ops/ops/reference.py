@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves
+from moeblaze_ops.kernels.configs import SIGMOID_EPS
 
 
 def activate(h_NGF: Tensor, activation: str) -> Tensor:
@@ -165,7 +166,7 @@ def route(
     if scoring == "softmax_topk":
         weights_TK = weights_TK.softmax(1)
     elif renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + (1e-20 if scoring == "sigmoid" else 0))
+        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + (SIGMOID_EPS if scoring == "sigmoid" else 0))
     return weights_TK * scale, experts_TK.to(torch.int32)
 
 

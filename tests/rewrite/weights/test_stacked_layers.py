@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeblaze_ops import compile as switch
-from tests.corpus.zoo.sorted import _mm
+from tests.corpus.zoo.sorted import mm_of_groups
 from tests.tools.rewrite_harness import check_against_eager, compiled, rewriting_backend, rewritten_in
 
 L, E, K, T, D, H = 3, 4, 2, 9, 8, 6
@@ -63,8 +63,8 @@ def gathered(x, weights, ids, up, down):
 def grouped_mm(x, weights, ids, up, down):
     chosen, order = ids.flatten().sort(stable=True)
     ends = torch.bincount(chosen, minlength=E).cumsum(0).to(torch.int32)
-    gate, value = _mm(x[order // K], up.transpose(1, 2), ends).chunk(2, -1)
-    y = _mm(F.silu(gate) * value, down.transpose(1, 2), ends) * weights.flatten()[order, None]
+    gate, value = mm_of_groups(x[order // K], up.transpose(1, 2), ends).chunk(2, -1)
+    y = mm_of_groups(F.silu(gate) * value, down.transpose(1, 2), ends) * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, order // K, y)
 
 
