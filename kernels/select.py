@@ -6,6 +6,7 @@ describe. ``why_portable`` says which of that is missing; launchers ask it, and 
 """
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -25,10 +26,10 @@ def why_portable(
     kernel: str,
     *,
     gathered: Tensor | None = None,
-    weights: list[Tensor],
+    weights: Sequence[Tensor],
     rows: tuple[Tensor, ...] = (),
     scale: Tensor | None = None,
-    biases: list[Tensor] = (),
+    biases: Sequence[Tensor] = (),
     weight_on_input: bool = False,
 ) -> str | None:
     """Why the portable form of ``kernel`` has to run, or None when the Hopper form can.

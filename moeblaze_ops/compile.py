@@ -92,7 +92,7 @@ class _Tried:
 
     compiled: Any | None
     broke: bool
-    records: list[Record]
+    records: list[GraphRecord | CaptureRecord]
 
     def given_up(self) -> "_Tried":
         """The same where another attempt took its place."""
@@ -138,7 +138,7 @@ def enabled() -> Iterator[None]:
 
 
 def moeblaze_backend(
-    gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **keywords
+    gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **keywords: Any
 ) -> Callable:
     """Inductor with rewriting, whether or not ``enable()`` was called: ``torch.compile(model, backend="moeblaze")``.
 
@@ -149,7 +149,7 @@ def moeblaze_backend(
     Raises:
         ValueError: a setting keeps the rewriting pass from running.
     """
-    backend = torch_internals.inductor_backend(mode, options, **keywords)
+    backend: Any = torch_internals.inductor_backend(mode, options, **keywords)
     _install_pass()
     backend.config = _with_pass(backend.config)
     if reason := torch_internals.why_passes_do_not_run(NAME, backend.config):
@@ -192,7 +192,7 @@ def recording() -> Iterator[list[Record]]:
 
 
 def dry_run(
-    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args, **kwargs
+    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args: Any, **kwargs: Any
 ) -> tuple[list[Record], list[str]]:
     """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
 
@@ -316,7 +316,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
-    records: list[Record] = [GraphRecord(report, dropped) for report in attempt.reports]
+    records: list[GraphRecord | CaptureRecord] = [GraphRecord(report, dropped) for report in attempt.reports]
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()

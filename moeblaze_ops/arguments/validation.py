@@ -4,6 +4,8 @@ Each check raises ``<op>: <argument> must <rule>, got <value>``: ``ValueError`` 
 ``TypeError`` for types and dtypes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -190,14 +192,14 @@ def check_expert_mlp_chunked(
     return shape
 
 
-def check_expert_mlp_chunked_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+def check_expert_mlp_chunked_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest: Any) -> UpShape:
     """``rest``: the arguments of ``expert_mlp_chunked`` after x."""
     shape = check_expert_mlp_chunked(op, x_TD, *rest)
     _check_dout(op, dout_TD, x_TD, rest[2])
     return shape
 
 
-def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest: Any) -> UpShape:
     """``rest``: the arguments of ``expert_mlp`` after x."""
     shape = check_expert_mlp(op, x_TD, *rest)
     _check_dout(op, dout_TD, x_TD, rest[2])

@@ -1,5 +1,7 @@
 """Argument checks of the gradients of weights and biases, with the messages of ``validation``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def check_weight_grad(
         require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {shape_of(weights_TK)}")
 
 
-def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest) -> None:
+def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest: Any) -> None:
     """``rest``: the arguments of ``expert_weight_grad`` after ``like``."""
     check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
     for gradient in dw:
@@ -55,7 +57,15 @@ def check_bias_grad(
         require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {shape_of(weights_TK)}")
 
 
-def check_bias_grad_add(op: str, rows_NC: Tensor, db_EC: Tensor, weights_TK: Tensor | None, slots_N, offsets_E1, *rest) -> None:
+def check_bias_grad_add(
+    op: str,
+    rows_NC: Tensor,
+    db_EC: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    *rest: Any,
+) -> None:
     """``rest``: the arguments of ``expert_bias_grad`` after ``offsets_E1``."""
     check_bias_grad(op, rows_NC, weights_TK, slots_N, offsets_E1, *rest)
     expected = [offsets_E1.shape[0] - 1, rows_NC.shape[1]]

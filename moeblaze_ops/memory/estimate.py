@@ -354,7 +354,7 @@ def _token_limit(
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-_token_limit._dynamo_marked_constant = True
+_token_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -102,7 +102,9 @@ class RangeSizes:
         return self.dw_up > 0 and self.dw_down > 0
 
 
-def range_sizes(D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_up=True, has_dw_down=True) -> RangeSizes:
+def range_sizes(
+    D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_up: bool = True, has_dw_down: bool = True
+) -> RangeSizes:
     """The sizes of a layer, of which some weights may be frozen or have a gradient that is added to."""
     number, G = dtype.itemsize, 2 if gated else 1
     return RangeSizes(
@@ -178,7 +180,7 @@ def choose_parts(
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-tokens_in_ranges._dynamo_marked_constant = True
+tokens_in_ranges._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _whole_blocks(num_rows: int) -> int:

@@ -56,8 +56,8 @@ def _layer_limit(device_type: str, device_index: int | None, limit: int | None) 
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-_tokens_per_chunk._dynamo_marked_constant = True
-_layer_limit._dynamo_marked_constant = True
+_tokens_per_chunk._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_layer_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transient_bytes(D: int, F: int, K: int, dtype: torch.dtype, gated: bool) -> int:

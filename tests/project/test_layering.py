@@ -192,6 +192,32 @@ def test_private_names_stay_in_their_files():
     assert not {str(file): private for file, names in found.items() if (private := list(filter(is_private, names)))}
 
 
+def test_public_functions_are_typed():
+    """All but the bodies of kernels, whose arguments are no Python objects."""
+
+    def untyped(node: ast.FunctionDef) -> bool:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        missing = [a for a in arguments if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        return bool(missing) or (node.returns is None and node.name != "__init__")
+
+    def public(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from public(node)
+            elif isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
+                yield node
+
+    def is_body(node: ast.FunctionDef) -> bool:
+        return any(word in ast.unparse(decorator) for decorator in node.decorator_list for word in ("jit", "constexpr_function"))
+
+    assert not [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in all_files()
+        for node in public(ast.parse(file.read_text()))
+        if untyped(node) and not is_body(node)
+    ]
+
+
 def test_absolute_imports_by_their_installed_name():
     assert not offenders(all_files(), "kernels", "lowering")
 
