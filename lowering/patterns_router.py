@@ -17,7 +17,8 @@ from moeblaze_ops.lowering.matched import MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_choice import Choice, read_choice
 from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
-from moeblaze_ops.routing import MAX_TOP_K, SIGMOID_EPS
+from moeblaze_ops.routing import SIGMOID_EPS
+from moeblaze_ops.validation_calls import MAX_TOP_K
 
 _SHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "clone", "unsqueeze", "squeeze"))
 _CASTS = frozenset(("to", "float", "type_as", "long", "int", "bfloat16", "half", "type"))
