@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ops.activations import is_gated
+from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.validation_calls import check_module, check_module_input
+from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.functional import moe
-from moeblaze_ops.routing import route
-from moeblaze_ops.validation_calls import check_module, check_module_input
-from moeblaze_ops.validation_values import not_scriptable
+from moeblaze_ops.ops.route import route
 
 
 @not_scriptable
