@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from moeblaze_ops import cpu
-from moeblaze_ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
+from moeblaze_ops.expert_mlp import ARGUMENTS, expert_mlp_forward_mode, expert_mlp_gradient, mlp_flops, setup_context, split_groups
 from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.joining import num_joined
@@ -207,6 +207,7 @@ expert_mlp_ranged = register_op(
     launcher=forward_launcher,
     backward=_gradient,
     setup_context=_setup_context,
+    forward_mode=lambda *args: expert_mlp_forward_mode(*args[:-1]),
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,
 )
