@@ -5,13 +5,13 @@
 made here serves all of them. At each level of ``torch.func``'s transforms the dispatcher calls it once.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -79,7 +79,7 @@ def autograd_kernel(
         flat, structure = tree_flatten(list(args))
         call = _Call(keyset, structure)
         if torch._C._are_functorch_transforms_active():
-            with enable_single_level_autograd_function():
+            with _one_level():
                 results = of_one_level.apply(call, *flat)
         else:
             results = of_tensors.apply(call, *flat)
@@ -131,6 +131,18 @@ def _primal(leaf: Any) -> Any:
 
 def _tangent(leaf: Any) -> Tensor | None:
     return torch._VF._unpack_dual(leaf, level=_LEVEL)[1] if isinstance(leaf, Tensor) else None
+
+
+@contextlib.contextmanager
+def _one_level() -> Iterator[None]:
+    """A context in which a transform takes an ``autograd.Function`` for autograd of its own level."""
+    functorch = torch._C._functorch
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        functorch.set_single_level_autograd_function_allowed(before)
 
 
 def _no_forward_mode(name: str) -> NotImplementedError:

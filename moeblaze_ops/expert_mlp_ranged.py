@@ -10,7 +10,14 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from moeblaze_ops import cpu
-from moeblaze_ops.expert_mlp import ARGUMENTS, expert_mlp_forward_mode, expert_mlp_gradient, mlp_flops, setup_context, split_groups
+from moeblaze_ops.expert_mlp import (
+    ARGUMENTS,
+    expert_mlp_forward_mode,
+    expert_mlp_gradient,
+    mlp_flops,
+    setup_context,
+    split_groups,
+)
 from moeblaze_ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.experts_up import routing_gradient_like
 from moeblaze_ops.joining import num_joined
