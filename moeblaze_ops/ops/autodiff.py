@@ -43,12 +43,12 @@ def autograd_kernel(
     name = op.overloadpacket.__name__
 
     def forward(ctx, call, *flat):
-        args = tree_unflatten(list(flat), call.arguments)
+        args = tuple(tree_unflatten(list(flat), call.arguments))
         # Autograd switches both modes off here: what is for this level. Outer transforms are called from inside.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             results = _below_autograd(op, call.keyset, args)
         if setup_context is not None:
-            setup_context(ctx, _with_defaults(op, args), results)
+            setup_context(ctx, args, results)
         ctx.call = call
         flat_results, call.results = tree_flatten(results)
         return tuple(flat_results)
@@ -76,7 +76,7 @@ def autograd_kernel(
             return forward_mode(*_with_defaults(op, args))
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return _below_autograd(op, keyset, args)
-        flat, structure = tree_flatten(list(args))
+        flat, structure = tree_flatten(list(_with_defaults(op, args)))
         call = _Call(keyset, structure)
         if torch._C._are_functorch_transforms_active():
             with _one_level():

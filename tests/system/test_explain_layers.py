@@ -226,7 +226,8 @@ def test_report_of_a_real_compile():
 
 def test_logs_of_a_real_compile(tmp_path):
     program = (
-        "import torch\nfrom tests.tools.rewrite_harness import rewriting_backend\nfrom tests.system.test_explain_layers import Dense\n"
+        "import torch\nfrom tests.tools.rewrite_harness import rewriting_backend\n"
+        "from tests.system.test_explain_layers import Dense\n"
         "with rewriting_backend() as backend:\n"
         "    torch.compile(Dense(), backend=backend)(torch.randn(6, 16))\n"
     )
