@@ -16,6 +16,13 @@ check_expert_ids: bool = False
 hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""
 
+idle_expert_grads: Literal["zeros", "none"] = "zeros"
+"""What the parameters of an expert get that no token chose, where experts are modules of their own and the loop over them
+skips it (``if idx.numel() == 0: continue``). Plain PyTorch leaves ``.grad`` None; a compiled graph has the same outputs every
+time, and fills in zeros. AdamW skips a parameter whose gradient is None. With zeros it decays the weight, moves it on by the
+momentum that it has, and lets both moments shrink: see ``docs`` of ``explain``. ``none``: such loops are left as written, and
+``explain`` says so; experts stacked in one parameter have zeros there in plain PyTorch too, and are not concerned."""
+
 keep: Literal["preactivation", "input", "auto"] = "preactivation"
 """What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``."""
 
