@@ -2,7 +2,7 @@
 
 Hopper kernels need compute capability 9.0, bf16 or fp16, widths that are multiples of 8 and operands that TMA can
 describe. ``why_portable`` says which of that is missing; launchers ask it, and so can a person (``explain``, or the
-``moeblaze`` logger at debug level).
+``moeblaze_ops`` logger at debug level).
 """
 
 import logging
@@ -15,7 +15,7 @@ from torch import Tensor
 from moeblaze_ops.kernels.launch import IS_INTERPRETED, capability
 from moeblaze_ops.kernels.settings import settings
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
 _ALIGNMENT = 8
