@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 from moeblaze_ops import sources as _sources  # noqa: E402
 
-_sources.DIGEST = _sources.digest(__path__)  # before what it is a digest of
+_sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a digest of
 
 from moeblaze_ops.explain import explain, report  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
