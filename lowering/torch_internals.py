@@ -114,10 +114,13 @@ class Frame:
         return f"{self.code.co_name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
-def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) -> None:
+def install_frame_hook(
+    hook: Callable[[Callable[[CodeType], Any], Frame], Any], around: Callable[[Callable, Callable], Callable]
+) -> None:
     """Let ``hook(compile_frame, frame)`` compile every frame from now on, by calling ``compile_frame(frame.code)``.
 
-    It may pass other code with the same arguments and cells.
+    It may pass other code with the same arguments and cells. Graphs go to ``around(backend, asked_for)``: what compiles them,
+    and the backend that the user asked for.
 
     ``torch.compile`` has no public hook that runs before a frame is traced and knows its backend: a backend is called
     with finished graphs, attributes of a backend given by name are not looked at, and ``torch._dynamo.reset`` clears
@@ -131,6 +134,7 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
         backend = _asked_for(arguments["compiler_fn"])
+        arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
         code = arguments["code"]
         for seen in _frame_watchers:
             if not _debug_get_cache_entry_list(code):
@@ -143,6 +147,14 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         return hook(compile_code, Frame(code, arguments["globals"], backend, arguments.get("export", False)))
 
     convert_frame.compile_frame = compile_frame
+
+
+def _in_place_of(original: Callable, backend: Callable) -> Callable:
+    """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
+    if backend is not original:
+        vars(backend).update(getattr(original, "__dict__", {}))
+        backend._torchdynamo_orig_backend = original
+    return backend
 
 
 def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> None:

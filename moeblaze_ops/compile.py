@@ -106,7 +106,8 @@ class _Tried:
         return _Tried(None, self.broke, [replace(record, dropped=record.dropped or _BREAK) for record in self.records])
 
 
-_recent: deque[Record] = deque(maxlen=64)
+_recent: deque[Record] = deque(maxlen=1024)
+_is_dry: ContextVar[bool] = ContextVar("moeblaze_is_dry", default=False)
 _recordings: list[list[Record]] = []
 
 
@@ -183,7 +184,7 @@ def cache_key() -> str:
 
 
 def recent_records() -> list[Record]:
-    """Records of what was compiled most recently, oldest first."""
+    """Records of what was compiled most recently, oldest first; ``dry_run`` compiles nothing."""
     return list(_recent)
 
 
@@ -200,7 +201,7 @@ def recording() -> Iterator[list[Record]]:
 
 def dry_run(
     function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args, **kwargs
-) -> tuple[list[Record], list[str]]:
+) -> tuple[Any, list[Record], list[str]]:
     """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
 
     Args:
@@ -209,7 +210,8 @@ def dry_run(
         args, kwargs: of ``function``.
 
     Returns:
-        The records, and the graph breaks. What Dynamo learnt about code that it had not seen before is forgotten.
+        What ``function`` returns, the records, and the graph breaks. What Dynamo learnt about code that it had not seen
+        before is forgotten.
     """
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
@@ -217,12 +219,14 @@ def dry_run(
         return observe(captured, gm, _rewrite(gm))
 
     _rewriting_backends.append(backend)
+    token = _is_dry.set(True)
     try:
         with recording() as records, torch_internals.forgetting_frames(), torch_internals.counting_breaks() as breaks:
-            torch.compile(function, backend=backend)(*args, **kwargs)
+            output = torch.compile(function, backend=backend)(*args, **kwargs)
     finally:
+        _is_dry.reset(token)
         _rewriting_backends.remove(backend)
-    return records, breaks
+    return output, records, breaks
 
 
 def why_switch_has_no_effect() -> str | None:
@@ -232,7 +236,7 @@ def why_switch_has_no_effect() -> str | None:
 
 
 def _keep(record: Record) -> None:
-    for records in (_recent, *_recordings):
+    for records in _recordings if _is_dry.get() else (_recent, *_recordings):
         records.append(record)
 
 
@@ -265,6 +269,21 @@ def _with_pass(patches: dict[str, Any]) -> dict[str, Any]:
     key = torch_internals.FUSION_OPTIONS
     options = patches.get(key, getattr(torch_internals.inductor_config, key))
     return {**patches, key: {**options, NAME: _option()}}
+
+
+def _verifying(backend: Callable, asked_for: Callable) -> Callable:
+    """``backend``, or with ``config.verify`` one whose rewritten graphs are compared with what they were in their first run."""
+    if config.verify == "off" or _is_dry.get() or not _rewrites(asked_for):
+        return backend
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        from moeblaze_ops.verify import verified_at_first
+
+        captured, before = copy.deepcopy(gm), torch_internals.counters["moeblaze"]["rewritten"]
+        compiled = backend(gm, example_inputs)
+        return compiled if torch_internals.counters["moeblaze"]["rewritten"] == before else verified_at_first(captured, compiled)
+
+    return compile_graph
 
 
 def _follow_switch() -> None:
@@ -408,7 +427,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
-torch_internals.install_frame_hook(_compile_frame)
+torch_internals.install_frame_hook(_compile_frame, _verifying)
 torch_internals.install_code_hook(_substitute)
 torch_internals.install_effect_hook(_notice_effect)
 torch_internals.install_cut_hook(_rewrite_before_cut)

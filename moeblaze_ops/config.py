@@ -39,6 +39,11 @@ value changes no bit of a result, but for the gradient of routing weights on an 
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""
 
+verify: Literal["off", "first"] = "off"
+"""``first``: the first run of each graph with rewritten layers is compared with the graph as it was, outputs and gradients;
+results that differ raise ``verify.VerificationError``, and what is needed to repeat it is written to disk. The graph runs
+four times then, in three dtypes at most. What PyTorch's caches on disk hold was compared when it was compiled."""
+
 
 def snapshot() -> dict[str, object]:
     """The value of every knob, by name."""

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +60,15 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
 
     In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
+    model = getattr(model, "_orig_mod", model)
+    with unchanged(model):
+        return explained(model, inputs, keywords)[0]
+
+
+def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Explanation, Any]:
+    """What ``explain`` returns, and what the model returns where its layers are rewritten."""
     from moeblaze_ops import compile as switch
 
-    model = getattr(model, "_orig_mod", model)
     names = _Names(model)
     graphs: list[_Graph] = []
 
@@ -72,20 +78,23 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
         inserted = {name: path for name, path in after.items() if name not in before}
         graph = _Graph(report, removed, inserted)
         graphs.append(graph)
-        inputs = [node.name for node in captured.graph.find_nodes(op="placeholder")]
+        placeholders = [node.name for node in captured.graph.find_nodes(op="placeholder")]
 
         def run(*args: Any) -> Any:
-            before = _run_and_measure(captured, args)[1] if torch.is_grad_enabled() else {}
             output, after = _run_and_measure(rewritten, args)
-            graph.runs.append(_Run(names.of_parameters(dict(zip(inputs, args, strict=True))), before, after))
+            before = {}
+            if torch.is_grad_enabled():
+                with as_it_is(args):
+                    before = _run_and_measure(captured, args)[1]
+            graph.runs.append(_Run(names.of_parameters(dict(zip(placeholders, args, strict=True))), before, after))
             return output
 
         return run
 
-    with _one_at_a_time, _unchanged(model):
-        records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
+    with _one_at_a_time:
+        output, records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
-    return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes))
+    return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes)), output
 
 
 def report() -> Explanation:
@@ -279,19 +288,26 @@ def _fresh(model: Callable) -> Callable:
     return types.MethodType(copied, method.__self__) if hasattr(method, "__self__") else copied
 
 
-@contextlib.contextmanager
-def _unchanged(model: Callable) -> Iterator[None]:
+def unchanged(model: Callable) -> contextlib.AbstractContextManager:
     """A context after which the buffers of ``model`` and the random number generators are what they were."""
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-    copies = [buffer.detach().clone() for buffer in buffers]
+    return as_it_is(list(model.buffers()) if isinstance(model, nn.Module) else [])
+
+
+@contextlib.contextmanager
+def as_it_is(values: Sequence[Any]) -> Iterator[None]:
+    """A context after which the tensors without gradients among ``values`` and the random number generators are as before."""
+    tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, kept in zip(buffers, copies, strict=True):
-                    buffer.copy_(kept)
+                for tensor, copy in copies:
+                    # A write, even of the same numbers, would spoil a backward that needs the tensor.
+                    if not torch.equal(tensor, copy):
+                        tensor.copy_(copy)
 
 
 def _first_line(text: str) -> str:
