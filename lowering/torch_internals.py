@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from traceback import StackSummary
 from types import CodeType
@@ -43,7 +44,7 @@ FUSION_OPTIONS = "pre_grad_fusion_options"
 
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
-_frame_watchers: list[list[CodeType]] = []
+_seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 
 
 def register_pre_grad_pass(name: str, apply: Callable[[fx.GraphModule], int]) -> None:
@@ -136,9 +137,9 @@ def install_frame_hook(
         backend = _asked_for(arguments["compiler_fn"])
         arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
         code = arguments["code"]
-        for seen in _frame_watchers:
-            if not _debug_get_cache_entry_list(code):
-                seen.append(code)
+        seen = _seen_frames.get()
+        if seen is not None and not _debug_get_cache_entry_list(code):
+            seen.append(code)
 
         def compile_code(code: CodeType) -> Any:
             arguments["code"] = code
@@ -236,13 +237,13 @@ def resumes(compiled: Any) -> bool:
 
 @contextlib.contextmanager
 def forgetting_frames() -> Iterator[None]:
-    """A context after which Dynamo knows nothing about the frames that it saw inside for the first time."""
+    """A context after which Dynamo knows nothing about the frames that this thread showed it inside for the first time."""
     seen: list[CodeType] = []
-    _frame_watchers.append(seen)
+    token = _seen_frames.set(seen)
     try:
         yield
     finally:
-        _frame_watchers.remove(seen)
+        _seen_frames.reset(token)
         for code in seen:
             reset_code(code)
 

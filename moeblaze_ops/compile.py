@@ -107,7 +107,7 @@ class _Tried:
 
 
 _recent: deque[Record] = deque(maxlen=1024)
-_is_dry: ContextVar[bool] = ContextVar("moeblaze_is_dry", default=False)
+_dry_records: ContextVar[list[Record] | None] = ContextVar("moeblaze_dry_records", default=None)  # while a dry run goes on
 _recordings: list[list[Record]] = []
 
 
@@ -219,12 +219,13 @@ def dry_run(
         return observe(captured, gm, _rewrite(gm))
 
     _rewriting_backends.append(backend)
-    token = _is_dry.set(True)
+    records: list[Record] = []
+    token = _dry_records.set(records)
     try:
-        with recording() as records, torch_internals.forgetting_frames(), torch_internals.counting_breaks() as breaks:
+        with torch_internals.forgetting_frames(), torch_internals.counting_breaks() as breaks:
             output = torch.compile(function, backend=backend)(*args, **kwargs)
     finally:
-        _is_dry.reset(token)
+        _dry_records.reset(token)
         _rewriting_backends.remove(backend)
     return output, records, breaks
 
@@ -236,7 +237,8 @@ def why_switch_has_no_effect() -> str | None:
 
 
 def _keep(record: Record) -> None:
-    for records in _recordings if _is_dry.get() else (_recent, *_recordings):
+    dry_records = _dry_records.get()
+    for records in (_recent, *_recordings) if dry_records is None else (dry_records,):
         records.append(record)
 
 
@@ -273,7 +275,7 @@ def _with_pass(patches: dict[str, Any]) -> dict[str, Any]:
 
 def _verifying(backend: Callable, asked_for: Callable) -> Callable:
     """``backend``, or with ``config.verify`` one whose rewritten graphs are compared with what they were in their first run."""
-    if config.verify == "off" or _is_dry.get() or not _rewrites(asked_for):
+    if config.verify == "off" or _dry_records.get() is not None or not _rewrites(asked_for):
         return backend
 
     def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:

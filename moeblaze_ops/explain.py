@@ -61,7 +61,7 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
     In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
     model = getattr(model, "_orig_mod", model)
-    with unchanged(model):
+    with _one_at_a_time, unchanged(model):
         return explained(model, inputs, keywords)[0]
 
 
@@ -102,7 +102,7 @@ def report() -> Explanation:
 
     A layer is listed once for each graph that was compiled with it, also where that graph runs for several layers of
     equal code. What PyTorch's caches on disk held was not compiled, and is not listed. The logger ``moeblaze_ops`` says
-    the same while it happens: ``TORCH_LOGS=moeblaze_ops python train.py``.
+    the same while it happens, at info level: ``logging.basicConfig()``, ``logging.getLogger("moeblaze_ops").setLevel("INFO")``.
     """
     from moeblaze_ops import compile as switch
 
