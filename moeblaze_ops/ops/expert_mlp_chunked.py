@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.separate_experts import are_apart, num_joined, split_as_given
-from moeblaze_ops.arguments.validation import check_expert_mlp_chunked, check_expert_mlp_chunked_backward
+from moeblaze_ops.arguments.validation import check_expert_mlp_chunked, check_expert_mlp_chunked_backward, check_needs
 from moeblaze_ops.memory.token_chunks import token_ranges
 from moeblaze_ops.ops.accumulation import buffers_of
 from moeblaze_ops.ops.dispatch import dispatch
@@ -206,6 +206,7 @@ def _forward_mode(x_TD, w_up, b_up, w_down, b_down, weights_TK, experts_TK, num_
 def _expert_mlp_chunked_backward_fake(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, list[Tensor]]:
     *forward, needs = rest
     check_expert_mlp_chunked_backward("expert_mlp_chunked_backward", dout_TD, x_TD, *forward)
+    check_needs("expert_mlp_chunked_backward", needs)
     *parameters, weights_TK, experts_TK = forward[:6]
     needs_x, *needs_groups = needs
     dx_TD = x_TD.new_empty((x_TD.shape[0] if needs_x else 0, x_TD.shape[1]))
@@ -215,6 +216,7 @@ def _expert_mlp_chunked_backward_fake(dout_TD, x_TD, *rest) -> tuple[Tensor, Ten
 def _expert_mlp_chunked_backward(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, list[Tensor]]:
     *forward, needs = rest
     check_expert_mlp_chunked_backward("expert_mlp_chunked_backward", dout_TD, x_TD, *forward)
+    check_needs("expert_mlp_chunked_backward", needs)
     parameters, (weights_TK, experts_TK, *settings) = forward[:4], forward[4:]
     needs_x, *needs_groups = needs
     sums = GradientSums(parameters, needs_groups)

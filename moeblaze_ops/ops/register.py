@@ -19,6 +19,8 @@ from moeblaze_ops.arguments.separate_experts import (
     with_experts_joined,
     with_shapes_joined,
 )
+from moeblaze_ops.arguments.validation import require, require_dtype
+from moeblaze_ops.arguments.validation_values import check_tensor
 from moeblaze_ops.ops.autodiff import autograd_kernel, kernel_without_gradient
 
 NAMESPACE = "moeblaze"
@@ -34,6 +36,11 @@ OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _packaged = torch.library.Library(f"{NAMESPACE}_packaged", "FRAGMENT")
+_WITHOUT_STRIDES = ("Sparse", "SparseCsr", "NestedTensor", "Quantized")
+_OTHERS = ("MkldnnCPU", "MPS", "XPU", "XLA", "HPU", "PrivateUse1")
+_REFUSED = (*(kind + device for kind in _WITHOUT_STRIDES for device in ("CPU", "CUDA")), *_OTHERS)
+"""Dispatch keys of tensors that no op takes."""
+
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
@@ -83,6 +90,8 @@ def register_op(
     # What is not inlined is made of ops, and they take tensors.
     _library.impl(name, with_experts_joined(op, cpu, OneByOne if inline else joined), "CPU")
     _library.impl(name, _cuda_implementation(lambda: with_experts_joined(op, launcher(), joined)), "CUDA")
+    for key in _REFUSED:
+        _library.impl(name, _refusal(op), key)
     if inline:
         LAUNCHERS[op] = lambda: with_experts_joined(op, launcher(), copied)
     if overwriting is not None:
@@ -166,6 +175,23 @@ def _autocast_implementation(op: torch._ops.OpOverload, device: str, positions: 
             return op(*(tree_map(cast, arg) if i in positions else arg for i, arg in enumerate(args)))
 
     return run
+
+
+def _refusal(op: torch._ops.OpOverload) -> Callable:
+    """What runs for tensors that are not strided, or on a device without kernels: an error that names the argument."""
+    name = op.overloadpacket.__name__
+
+    def refuse(*args):
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    check_tensor(name, argument.name, tensor)
+                    require_dtype(not tensor.is_quantized, name, argument.name, "not be quantized (dequantize())", tensor.dtype)
+                    require(
+                        tensor.device.type in ("cpu", "cuda"), name, argument.name, "be on a CPU or a CUDA GPU", tensor.device
+                    )
+
+    return refuse
 
 
 def _no_double_backward(name: str) -> Callable:

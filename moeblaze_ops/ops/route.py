@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
+from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, SCORINGS, TOP_K_BOUNDS, check_route_call
+from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
 
-SCORINGS = ("softmax", "softmax_topk", "sigmoid")
-MAX_TOP_K = 32
 SIGMOID_EPS = 1e-20
 """Added to the sum that renormalizes sigmoid scores, as DeepSeek-V3 does; softmax scores are divided by their sum."""
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@not_scriptable
 def route(
     logits: Tensor,
     top_k: int,
@@ -59,7 +60,7 @@ def route(
         ValueError, TypeError: an argument breaks one of the rules above. Computes in fp32 (fp64 for fp64); two runs
         agree bit for bit.
     """
-    require(logits.dim() >= 1, "route", "logits", "have shape [..., E]", f"shape {list(logits.shape)}")
+    check_route_call(logits, top_k, bias, scoring, renormalize, scale, num_groups, top_groups)
     weights_TK, experts_TK = _route_op(
         logits.reshape(-1, logits.shape[-1]), bias, top_k, scoring, renormalize, scale, num_groups, top_groups
     )
@@ -82,7 +83,7 @@ def check_route(
     _check_scoring(op, scoring, scale)
     E = int(logits_TE.shape[1])
     largest = min(E, MAX_TOP_K)
-    require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest} (the experts, and at most {MAX_TOP_K})", top_k)
+    require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest}{TOP_K_BOUNDS}", top_k)
     if bias_E is not None:
         shape = list(bias_E.shape)
         require(shape == [E], op, "bias_E", f"have shape [{E}] (experts of logits_TE)", f"shape {shape}")
