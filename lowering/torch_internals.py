@@ -222,6 +222,13 @@ def says_no_ops(error: Exception) -> bool:
     return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
 
 
+def place_of(error: Exception) -> str:
+    """``file:line`` of the user's code that Dynamo could not trace, or nothing."""
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if not frame.filename.startswith(os.path.dirname(torch.__file__) + os.sep)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def ends_in_break(gm: fx.GraphModule) -> bool:
     """Whether a graph that Dynamo captured stops before the end of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -49,6 +49,7 @@ class _Attempt:
     broke: bool = False  # the frame is more than one graph
     idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
     left: str | None = None
+    failure: Exception | None = None  # of Dynamo, which could not trace the frame
     error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
 
     @property
@@ -83,11 +84,13 @@ class CaptureRecord:
 
 @dataclass(frozen=True)
 class FrameRecord:
-    """A frame that Dynamo gave up: where it starts, and why."""
+    """A frame that Dynamo gave up: where it starts, why, and the line (``file:number``) that stopped it, if it is known."""
 
     where: str
     reason: str
     without_ops: bool = False  # there was nothing to compile
+    line: str = ""
+    in_loop: bool = False  # which makes Dynamo give up the whole frame
 
 
 Record = GraphRecord | CaptureRecord | FrameRecord
@@ -100,10 +103,12 @@ class _Tried:
     compiled: Any | None
     broke: bool
     records: list[Record]
+    failure: Exception | None = None
 
     def given_up(self) -> "_Tried":
         """The same where another attempt took its place."""
-        return _Tried(None, self.broke, [replace(record, dropped=record.dropped or _BREAK) for record in self.records])
+        records = [replace(record, dropped=record.dropped or _BREAK) for record in self.records]
+        return replace(self, compiled=None, records=records)
 
 
 _recent: deque[Record] = deque(maxlen=1024)
@@ -299,6 +304,7 @@ def _follow_switch() -> None:
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     _follow_switch()
+    tries: list[_Tried] = []
     if _may_capture(frame):
         captures = Captures()
         tries = [_try(compile_frame, frame, captures)]
@@ -314,7 +320,10 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     try:
         return compile_frame(frame.code)
     except Exception as error:
-        _keep(FrameRecord(frame.where, str(error), torch_internals.says_no_ops(error)))
+        # What stops Dynamo where it may capture more is nearer to the cause than what it never captures.
+        cause = next((tried.failure for tried in tries if tried.failure is not None), error)
+        without_ops, in_loop = torch_internals.says_no_ops(error), "loop" in str(error).lower()
+        _keep(FrameRecord(frame.where, str(cause), without_ops, torch_internals.place_of(cause), in_loop))
         raise
 
 
@@ -338,6 +347,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     except Exception as error:
         if attempt.error is not None:
             raise
+        attempt.failure = None if attempt.left else error
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
@@ -350,7 +360,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
     if done or left:
         records.append(CaptureRecord(done, left, dropped))
-    return _Tried(compiled, attempt.broke, records)
+    return _Tried(compiled, attempt.broke, records, attempt.failure)
 
 
 def _substitute(code: CodeType, module_globals: dict[str, Any]) -> CodeType:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from moeblaze_ops.explanation import Candidate, Explanation, left_alone, short_place
+from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
 
 _one_at_a_time = threading.RLock()
 """Dynamo's lists of backends, counters and frames, which a dry run sets back, are those of all threads."""
@@ -133,7 +133,7 @@ def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: 
     where = f"{name} ({source})" if name else source
     spelling = entry.spelling or "unrecognised"
     if entry.reason is not None:
-        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, entry.detail)
+        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, _with_names(entry.detail, run.names))
     if record.dropped is not None:
         return Candidate(where, spelling, reason=f"its function was compiled as written: {_first_line(record.dropped)}")
     before, after = graph.kept_by(entry.module_path, run) if graph else (None, None)
@@ -157,8 +157,9 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
             if record.without_ops:
                 without_ops += 1
                 continue
-            loop = ", inside a loop, which makes Dynamo skip all of it" if "loop" in record.reason.lower() else ""
-            yield f"nothing of {_frame(record.where)} itself is compiled: {_first_line(record.reason)}{loop}"
+            loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
+            at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
+            yield f"nothing of {_frame(record.where)} itself is compiled: {_in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
         yield f"graph break: {_first_line(reason)}"
     if without_ops:
@@ -167,10 +168,30 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
         yield "no graph was captured, so there was nothing to rewrite"
 
 
+_PLAIN_WORDS = {
+    "Data-dependent branching": "a branch depends on the elements of a tensor",
+    "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
+    "Could not extract specialized": "a branch or a size depends on the elements of a tensor",
+    "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
+    "Unsupported Tensor.item()": "a number is read from a tensor",
+    "Unsupported Tensor.tolist()": "numbers are read from a tensor",
+}
+
+
+def _in_plain_words(reason: str) -> str:
+    """The first line of what Dynamo says, after what it means where that is known."""
+    first = _first_line(reason)
+    meaning = next((words for begin, words in _PLAIN_WORDS.items() if first.startswith(begin)), None)
+    return f"{meaning} ({first})" if meaning else first
+
+
 def _frame(where: str) -> str:
-    """``function (file:line)`` of a frame, where Dynamo has a function of its own for what follows a graph break."""
-    rest = r"torch_dynamo_resume_in_(\w+)_at_(\d+) \((.*):\d+\)"
-    return re.sub(rest, lambda found: f"{found[1]} ({short_place(found[3])}) from line {found[2]} on", where)
+    """``function (file:line)``; what follows a graph break is a function of Dynamo's own, with a name that says so."""
+    function, _, place = where.removesuffix(")").rpartition(" (")
+    rest = re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", function)
+    if rest is None:
+        return f"{function} ({short_place(place)})"
+    return f"{rest[1]} ({short_place(place).rpartition(':')[0]}) from line {rest[2]} on"
 
 
 class _Names:
@@ -212,6 +233,13 @@ def _without_sources(path: str) -> str:
     path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return ".".join(part for part in path.split(".") if part not in ("", "__self__", "func", "_orig_mod", "_modules"))
+
+
+def _with_names(text: str, names: dict[str, str]) -> str:
+    """``text`` with the names of parameters in place of what Dynamo calls them."""
+    for placeholder, name in names.items():
+        text = re.sub(rf"\b{placeholder}\b", name, text, flags=re.IGNORECASE)
+    return text
 
 
 def _unnamed(placeholder: str) -> str:

@@ -97,8 +97,10 @@ def test_readme_example(tmp_path):
         "import torch, moeblaze_ops\nfrom model import MoE\n"
         "torch.manual_seed(0)\nprint(moeblaze_ops.explain(MoE(), torch.randn(48, 32)))"
     )
+    text = run(program, tmp_path)
+    assert f"```text\n{text}```" in (ROOT / "README.md").read_text()
     assert_expected_inline(
-        run(program, tmp_path),
+        text,
         """\
 moeblaze: 1 of 1 MoE layers rewritten
   MoE (model.py:20): masked experts -> expert_up(swiglu) -> expert_down
@@ -218,6 +220,26 @@ def test_declined_layer_says_what_to_change():
     (candidate,) = moeblaze_ops.explain(Dense(activation=nn.Dropout()), torch.randn(6, 16)).candidates
     assert candidate.became is None and candidate.remedy and candidate.code.startswith("out = out + weight")
     assert "what would help: " in str(candidate) and "code: out = out + weight" in str(candidate)
+    assert "down.0.weight" in str(candidate), "the parameter's own name"
+
+
+class Branching(Guarded):
+    """Skips more than experts without tokens."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, slot = torch.where(chosen == e)
+            if token.numel() > 1:
+                out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * weights[token, slot, None])
+        return out
+
+
+def test_branch_on_data_is_named_with_its_line():
+    note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
+    assert "a branch depends on the elements of a tensor" in note and "(if token.numel() > 1:), inside a loop" in note
+    assert re.search(r"at \S*test_explain_layers.py:\d+ ", note)
 
 
 def test_functions_without_operations_are_one_note():
