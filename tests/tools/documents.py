@@ -1,0 +1,117 @@
+"""The code in README.md and docs/: run as a reader would type it, and compared with the output that the page shows.
+
+A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
+blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
+block before it prints. A block with ``.fragment`` in its first line is not run; one with ``.script`` is only written, for
+``torchrun`` to run it.
+
+    python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+RUN_PAGE = """
+import sys
+names = {"__name__": "__main__"}
+for file in sys.argv[1:]:
+    print("<<<", file, flush=True)
+    with open(file) as source:
+        exec(compile(source.read(), file, "exec"), names)
+    sys.stdout.flush()
+"""
+
+_BLOCK = re.compile(r"^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<content>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and where its content stands in the page's text."""
+
+    language: str
+    options: str
+    content: str
+    span: tuple[int, int]
+
+    @property
+    def title(self) -> str | None:
+        found = re.search(r'title="([^"]+)"', self.options)
+        return found[1] if found else None
+
+    @property
+    def runs(self) -> bool:
+        return self.language == "python" and ".fragment" not in self.options
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(m["language"], m["options"], m["content"], m.span("content")) for m in _BLOCK.finditer(page.read_text())]
+
+
+def shown_outputs(page: Path) -> list[tuple[Block, Block]]:
+    """Each block that runs, with the ``text`` block that shows its output."""
+    found, source = [], None
+    for block in blocks(page):
+        if block.runs or (block.language == "bash" and "torchrun" in block.content):
+            source = block
+        elif block.language == "text" and source is not None:
+            found.append((source, block))
+            source = None
+    return found
+
+
+def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
+    """Runs a page in ``folder``; returns what each block printed, by the block's place in the page."""
+    printed, files = {}, {}
+    for number, block in enumerate(block for block in blocks(page) if block.runs):
+        name = block.title or f"step_{number + 1}.py"
+        (folder / name).write_text(block.content)
+        if ".script" not in block.options:
+            files[name] = block
+    (folder / "run_page.py").write_text(RUN_PAGE)
+    parts = _run([sys.executable, "run_page.py", *files], folder).split("<<< ")[1:]
+    for part in parts:
+        name, _, output = part.partition("\n")
+        printed[files[name].span] = output.replace(f"{folder}/", "")
+    for block in blocks(page):
+        if block.language == "bash" and block.content.startswith("torchrun "):
+            words = block.content.split()
+            command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+            printed[block.span] = _run(command, folder).replace(f"{folder}/", "")
+    return printed
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_outputs(page: Path, folder: Path) -> None:
+    """Replaces the outputs that a page shows by the real ones."""
+    printed, text = run_page(page, folder), page.read_text()
+    for source, shown in reversed(shown_outputs(page)):
+        start, end = shown.span
+        text = text[:start] + printed[source.span] + text[end:]
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for name in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as temporary:
+            write_outputs(Path(name), Path(temporary))
+            print(name)
