@@ -122,9 +122,58 @@ def models_table() -> str:
     return markdown(["model", "compile", "compile + moeblaze", "faster", "kept by a MoE block", "with moeblaze"], lines)
 
 
+def tokens_table() -> str:
+    """The layer of MoEBlaze's scaling table (D 512, F 2048, 4 experts, top-1) over tokens."""
+    graphs, plain = measured("conf1_graphs_h200.json"), measured("conf1_h200.json")
+    lines = []
+    for tokens, shape in (
+        (8192, "conf1_8k"),
+        (32768, "conf1_32k"),
+        (131072, "conf1_128k"),
+        (524288, "conf1_512k"),
+        (2097152, "conf1_2m"),
+    ):
+        row = graphs.get((shape, "moeblaze-graphs")) or plain[shape, "moeblaze"]
+        mode = "with CUDA graphs" if row["contender"].endswith("graphs") else ""
+        lines.append(
+            [f"{tokens} {mode}".strip(), f"{row['step_ms']:.2f} ms", f"{row['kept_mib']:.0f} MiB", f"{row['peak_mib']:.0f} MiB"]
+        )
+    return markdown(["tokens", "step", "kept", "peak"], lines)
+
+
+def compile_table() -> str:
+    """Compile time of 24 layers with attention on two busy CPU cores, forward and backward, without any cache."""
+    rows = {
+        (row["style"], row["contender"]): row for row in json.loads((RESULTS / "compile_cpu.json").read_text())["measurements"]
+    }
+    lines = []
+    for style, label in (("dense", "all experts on all tokens"), ("grouped_mm", "grouped_mm"), ("loop", "loop over hit experts")):
+        plain, ours = rows[style, "plain"], rows[style, "rewritten"]
+        share = ours["ours_seconds"] / ours["seconds"]
+        graphs = f"{plain['graphs']}, {ours['graphs']}"
+        lines.append([label, f"{plain['seconds']:.0f} s", f"{ours['seconds']:.0f} s", f"{share:.1%}", graphs])
+    return markdown(["layers", "compile", "with rewriting", "of that our passes", "graphs before, after"], lines)
+
+
+def demo_table() -> str:
+    """What the example keeps for backward, parameters not counted."""
+    results = json.loads((RESULTS / "demo_cpu.json").read_text())["results"]
+    lines = [[result["label"], f"{result['kept_bytes'] / 2**20:.1f} MiB"] for result in results]
+    return markdown(["", "kept for backward"], lines)
+
+
 TABLES = {
     "README.md": (short_table,),
-    "docs/numbers.md": (layer_table, short_table, configuration_table, dial_table, models_table),
+    "docs/numbers.md": (
+        layer_table,
+        short_table,
+        configuration_table,
+        tokens_table,
+        dial_table,
+        models_table,
+        compile_table,
+        demo_table,
+    ),
 }
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def save_plot(results: list[Result], title: str, folder: Path) -> Path | str:
     for i, result in enumerate(results):
         # The curves coincide: the later ones are thinner, so that each can be seen.
         loss_axes.plot(result.losses, label=result.label, linewidth=7 / (1 + 2 * i), alpha=0.8)
-    loss_axes.set(xlabel="step", ylabel="loss (nats per byte)", title="training loss")
+    loss_axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    loss_axes.set_title("training loss", fontsize=10)
     loss_axes.legend()
 
     labels = [result.label.replace("torch.compile + ", "torch.compile\n+ ") for result in results]

@@ -3,7 +3,7 @@
 A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
 blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
 block before it prints. A block with ``.fragment`` in its first line is not run; one with ``.script`` is only written, for
-``torchrun`` to run it.
+``torchrun`` to run it. Files named ``cell_N.py`` run as cells of a notebook do, without a file.
 
     python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
 """
@@ -18,12 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 RUN_PAGE = """
-import sys
+import linecache, sys
 names = {"__name__": "__main__"}
 for file in sys.argv[1:]:
     print("<<<", file, flush=True)
-    with open(file) as source:
-        exec(compile(source.read(), file, "exec"), names)
+    with open(file) as opened:
+        source = opened.read()
+    if file.startswith("cell_"):
+        # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
+        file = f"<{file.removesuffix('.py')}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), names)
     sys.stdout.flush()
 """
 
@@ -74,21 +79,30 @@ def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
         if ".script" not in block.options:
             files[name] = block
     (folder / "run_page.py").write_text(RUN_PAGE)
-    parts = _run([sys.executable, "run_page.py", *files], folder).split("<<< ")[1:]
+    _install(folder)
+    parts = run(["run_page.py", *files], folder).split("<<< ")[1:]
     for part in parts:
         name, _, output = part.partition("\n")
         printed[files[name].span] = output.replace(f"{folder}/", "")
     for block in blocks(page):
         if block.language == "bash" and block.content.startswith("torchrun "):
             words = block.content.split()
-            command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-            printed[block.span] = _run(command, folder).replace(f"{folder}/", "")
+            printed[block.span] = run(["-m", "torch.distributed.run", *words[1:]], folder).replace(f"{folder}/", "")
     return printed
 
 
-def _run(command: list[str], folder: Path) -> str:
+def _install(folder: Path) -> None:
+    """Makes the package's entry points known to what runs in ``folder``, as an installation would."""
+    metadata = folder / "moeblaze-0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moeblaze\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[torch_dynamo_backends]\nmoeblaze = moeblaze_ops.compile:moeblaze_backend\n")
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """What Python prints with these arguments, in ``folder``."""
     done = subprocess.run(
-        command,
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
