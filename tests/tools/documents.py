@@ -2,8 +2,8 @@
 
 A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
 blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
-block before it prints. A block with ``.fragment`` in its first line is not run; one with ``.script`` is only written, for
-``torchrun`` to run it. Files named ``cell_N.py`` run as cells of a notebook do, without a file.
+block before it prints. A file that ``torchrun`` runs is only written before. Files named ``cell_N.py`` run as cells of a
+notebook do, without a file.
 
     python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
 """
@@ -50,8 +50,8 @@ class Block:
         return found[1] if found else None
 
     @property
-    def runs(self) -> bool:
-        return self.language == "python" and ".fragment" not in self.options
+    def is_launch(self) -> bool:
+        return self.language == "bash" and self.content.startswith("torchrun ")
 
 
 def blocks(page: Path) -> list[Block]:
@@ -62,7 +62,7 @@ def shown_outputs(page: Path) -> list[tuple[Block, Block]]:
     """Each block that runs, with the ``text`` block that shows its output."""
     found, source = [], None
     for block in blocks(page):
-        if block.runs or (block.language == "bash" and "torchrun" in block.content):
+        if block.language == "python" or block.is_launch:
             source = block
         elif block.language == "text" and source is not None:
             found.append((source, block))
@@ -73,10 +73,11 @@ def shown_outputs(page: Path) -> list[tuple[Block, Block]]:
 def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
     """Runs a page in ``folder``; returns what each block printed, by the block's place in the page."""
     printed, files = {}, {}
-    for number, block in enumerate(block for block in blocks(page) if block.runs):
+    launched = {block.content.split()[-1] for block in blocks(page) if block.is_launch}
+    for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         name = block.title or f"step_{number + 1}.py"
         (folder / name).write_text(block.content)
-        if ".script" not in block.options:
+        if name not in launched:
             files[name] = block
     (folder / "run_page.py").write_text(RUN_PAGE)
     _install(folder)
@@ -85,7 +86,7 @@ def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
         name, _, output = part.partition("\n")
         printed[files[name].span] = output.replace(f"{folder}/", "")
     for block in blocks(page):
-        if block.language == "bash" and block.content.startswith("torchrun "):
+        if block.is_launch:
             words = block.content.split()
             printed[block.span] = run(["-m", "torch.distributed.run", *words[1:]], folder).replace(f"{folder}/", "")
     return printed
