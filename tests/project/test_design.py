@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moeblaze_ops import compile as switch
-from tests.rewrite_harness import rewriting_backend, rewritten_in
 from tests.tools.documents import ROOT, blocks
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 DESIGN = ROOT / "DESIGN.md"
 

@@ -46,7 +46,7 @@ def test_every_operator_is_listed(tmp_path):
 
 
 def test_every_reason_is_explained():
-    from moeblaze_ops.lowering.reasons import Reason
+    from moeblaze_ops.lowering.match.reasons import Reason
 
     page = (ROOT / "docs" / "howto" / "declined.md").read_text()
     assert re.findall(r"^\| `([A-Z_]+)` \|", page, flags=re.MULTILINE) == [reason.name for reason in Reason]

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config, moe
-from tests.rewrite_harness import rewriting_backend, rewritten_in
 from tests.tools.documents import ROOT
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 D, H, E, K, T = 24, 40, 4, 2, 67
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
