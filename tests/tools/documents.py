@@ -32,6 +32,14 @@ for file in sys.argv[1:]:
     sys.stdout.flush()
 """
 
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    # A graph out of a cache was not compiled, and the page may be about what was.
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
+
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<content>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -105,7 +113,7 @@ def run(arguments: list[str], folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,
@@ -116,17 +124,21 @@ def run(arguments: list[str], folder: Path) -> str:
 
 def write_outputs(page: Path, folder: Path) -> None:
     """Replaces the outputs that a page shows by the real ones."""
-    printed, text = run_page(page, folder), page.read_text()
-    for source, shown in reversed(shown_outputs(page)):
+    pairs, text = shown_outputs(page), page.read_text()
+    printed = run_page(page, folder)
+    for source, shown in reversed(pairs):
         start, end = shown.span
         text = text[:start] + printed[source.span] + text[end:]
     page.write_text(text)
 
 
 if __name__ == "__main__":
+    import argparse
     import tempfile
 
-    for name in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description="Run pages, and write what their code prints into them.")
+    parser.add_argument("pages", nargs="+", type=Path)
+    for name in parser.parse_args().pages:
         with tempfile.TemporaryDirectory() as temporary:
-            write_outputs(Path(name), Path(temporary))
+            write_outputs(name, Path(temporary))
             print(name)
