@@ -56,7 +56,7 @@ lint: $(INSTALLED)
 
 # The sources of the API are read, not imported, so the tools are all that this needs.
 docs: $(DOCS_INSTALLED)
-	$(DOCS_RUN) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
 	@echo "build/site/index.html"
 
 clean:
