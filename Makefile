@@ -6,6 +6,7 @@
 # make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
 # make lint        ruff
 # make types       mypy
+# make docs        the site into build/site, API included; nothing is fetched once the tools are installed
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
 # ARGS goes to the example, or to pytest: options, no names of tests.
@@ -18,9 +19,13 @@ ARGS ?=
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 INSTALLED :=
+DOCS_RUN := $(PYTHON)
+DOCS_INSTALLED :=
 else
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DOCS_RUN := $(VENV)-docs/bin/python
+DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
 # The longest part first: two run at a time.
@@ -32,7 +37,7 @@ ELSEWHERE := --ignore=tests/hf --ignore=tests/interpreter --ignore=tests/rewrite
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
-.PHONY: check demo test $(PARTS) test-gpu sanitize lint types clean
+.PHONY: check demo test $(PARTS) test-gpu sanitize lint types docs clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -76,13 +81,22 @@ lint:
 
 types:
 	@.ci/types $(lastword $(RUN))
+# The sources of the API are read, not imported, so the tools are all that this needs.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf build dist outputs *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("moeblaze needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
-	@echo "installing into $(VENV): a few minutes the first time"
+	@echo "installing into $(VENV): a few minutes the first time, 2 GB with a CPU build of torch, more with CUDA"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,demo]" mypy ruff
+	@touch $@
+
+$(VENV)-docs/.installed: pyproject.toml constraints.txt
+	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material "mkdocstrings[python]" ruff
 	@touch $@

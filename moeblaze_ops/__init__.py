@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 from moeblaze_ops import sources as _sources  # noqa: E402
 
-_sources.DIGEST = _sources.digest(__path__)  # before what it is a digest of
+_sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a digest of
 
 from moeblaze_ops import config as _config  # noqa: E402
 from moeblaze_ops.explain import explain, report  # noqa: E402
@@ -44,10 +44,11 @@ from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
+from moeblaze_ops.verify import verify  # noqa: E402
 
 __all__ = [
     "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "report",
-    "route",
+    "route", "verify",
 ]  # fmt: skip
 
 

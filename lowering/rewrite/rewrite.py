@@ -77,7 +77,7 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
     Returns:
         Every candidate in graph order. Also counted in ``torch._dynamo.utils.counters["moeblaze"]`` (``rewritten``, and
-        ``declined_<reason>``) and logged at info level (``TORCH_LOGS=moeblaze_ops``). An error of our own leaves the graph,
+        ``declined_<reason>``) and logged at info level, below ``moeblaze_ops``. An error of our own leaves the graph,
         or the body, as it was; its layers are then declined as ``INTERNAL``.
 
     Raises:
