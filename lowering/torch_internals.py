@@ -154,7 +154,7 @@ def _in_place_of(original: Callable, backend: Callable) -> Callable:
     """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
     if backend is not original:
         vars(backend).update(getattr(original, "__dict__", {}))
-        backend._torchdynamo_orig_backend = original
+        backend._torchdynamo_orig_backend = original  # type: ignore[attr-defined]
     return backend
 
 

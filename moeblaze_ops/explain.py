@@ -3,7 +3,6 @@
 ``report`` says the same of what was compiled for real.
 """
 
-import contextlib
 import os
 import re
 import threading
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
+from moeblaze_ops.unchanged import as_it_is, unchanged
 
 _one_at_a_time = threading.RLock()
 """Dynamo's lists of backends, counters and frames, which a dry run sets back, are those of all threads."""
@@ -314,28 +314,6 @@ def _fresh(model: Callable) -> Callable:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return types.MethodType(copied, method.__self__) if hasattr(method, "__self__") else copied
-
-
-def unchanged(model: Callable) -> contextlib.AbstractContextManager:
-    """A context after which the buffers of ``model`` and the random number generators are what they were."""
-    return as_it_is(list(model.buffers()) if isinstance(model, nn.Module) else [])
-
-
-@contextlib.contextmanager
-def as_it_is(values: Sequence[Any]) -> Iterator[None]:
-    """A context after which the tensors without gradients among ``values`` and the random number generators are as before."""
-    tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
-    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, copy in copies:
-                    # A write, even of the same numbers, would spoil a backward that needs the tensor.
-                    if not torch.equal(tensor, copy):
-                        tensor.copy_(copy)
 
 
 def _first_line(text: str) -> str:

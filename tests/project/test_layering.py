@@ -33,13 +33,14 @@ FLOORS = {
         ["rewrite"],
     ],
     "moeblaze_ops": [
-        ["config", "sources", "arguments", "capture", "explanation"],
-        ["cpu", "memory", "packing"],
+        ["config", "sources", "arguments", "capture", "explanation", "unchanged"],
+        ["cpu", "memory", "packing", "comparison"],
         ["ops"],
         ["functional"],
         ["module", "distributed"],
         ["compile", "integrations"],
         ["explain"],
+        ["verify"],
         ["__init__"],
     ],
 }
