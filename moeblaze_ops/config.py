@@ -23,15 +23,16 @@ layers_in_flight: int = 1
 """Expert layers whose kept tensors exist at the same time, 1 or more: ``keep="auto"`` makes that many fit the free memory."""
 
 max_layer_transient_bytes: int | None = None
-"""Bytes, 1 or more, that a layer with ``keep="input"`` or without gradients may allocate besides its results, weight gradients
-among them. With more tokens than that allows, backward goes through ranges of rows, see ``row_ranges`` and ``range_plan``; if up to
-16 would not do, and without gradients, the layer goes through chunks of tokens (1024 at least), and sums weight gradients in fp32
-over them, which comes on top. None: a sixteenth of the memory of a GPU, no limit on CPU."""
+"""Bytes, 1 or more, that a layer with ``keep="input"`` or without gradients may allocate besides its results, weight
+gradients among them. With more tokens than that allows, backward goes through ranges of rows, see ``row_ranges`` and
+``range_plan``; if up to 16 would not do, and without gradients, the layer goes through chunks of tokens (1024 at least), and
+sums weight gradients in fp32 over them, which comes on top. None: a sixteenth of the memory of a GPU, no limit on CPU."""
 
 max_transient_bytes: int | None = 512 << 20
-"""Bytes, 1 or more, of the rows, one per routed slot, from which the output and the gradient of x are summed: they are computed
-for ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at once. The
-value changes no bit of a result, but for the gradient of routing weights on an expert's input: a sum over all columns."""
+"""Bytes, 1 or more, of the rows, one per routed slot, from which the output and the gradient of x are summed: they are
+computed for ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at
+once. The value changes no bit of a result, but for the gradient of routing weights on an expert's input: a sum over all
+columns."""
 
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""
