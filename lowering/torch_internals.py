@@ -22,7 +22,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
@@ -202,6 +202,11 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     """
     found = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
+
+
+def says_no_ops(error: Exception) -> bool:
+    """Whether Dynamo gave a frame up for having no tensor operations in it."""
+    return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:

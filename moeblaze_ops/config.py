@@ -16,6 +16,13 @@ check_expert_ids: bool = False
 hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""
 
+idle_expert_grads: Literal["zeros", "none"] = "zeros"
+"""What the parameters of an expert get that no token chose, where experts are modules of their own and the loop over them
+skips it (``if idx.numel() == 0: continue``). Plain PyTorch leaves ``.grad`` None; a compiled graph has the same outputs every
+time, and fills in zeros. AdamW skips a parameter whose gradient is None. With zeros it decays the weight, moves it on by the
+momentum that it has, and lets both moments shrink. ``none``: such loops are left as written, and
+``explain`` says so; experts stacked in one parameter have zeros there in plain PyTorch too, and are not concerned."""
+
 keep: Literal["preactivation", "input", "auto"] = "preactivation"
 """What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``."""
 
@@ -23,16 +30,17 @@ layers_in_flight: int = 1
 """Expert layers whose kept tensors exist at the same time, 1 or more: ``keep="auto"`` makes that many fit the free memory."""
 
 max_layer_transient_bytes: int | None = None
-"""Bytes, 1 or more, that a layer with ``keep="input"`` or without gradients may allocate besides its results, weight
-gradients among them. With more tokens than that allows, backward goes through ranges of rows, see ``row_ranges`` and
-``range_plan``; if up to 16 would not do, and without gradients, the layer goes through chunks of tokens (1024 at least), and
-sums weight gradients in fp32 over them, which comes on top. None: a sixteenth of the memory of a GPU, no limit on CPU."""
+"""Bytes, 1 or more, that a layer with ``keep="input"`` or without gradients may allocate besides its results.
+
+Its weight gradients count as well. With more tokens than that allows, backward goes through ranges of rows, see
+``row_ranges`` and ``range_plan``. If up to 16 ranges would not do, and without gradients, the layer goes through chunks of
+tokens (1024 at least), and sums weight gradients in fp32 over them, which comes on top. None: a sixteenth of the memory of
+a GPU, no limit on CPU."""
 
 max_transient_bytes: int | None = 512 << 20
-"""Bytes, 1 or more, of the rows, one per routed slot, from which the output and the gradient of x are summed: they are
-computed for ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at
-once. The value changes no bit of a result, but for the gradient of routing weights on an expert's input: a sum over all
-columns."""
+"""Bytes, 1 or more, of the rows, one per routed slot, from which the output and the gradient of x are summed: they are computed
+for ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at once. The
+value changes no bit of a result, but for the gradient of routing weights on an expert's input: a sum over all columns."""
 
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""

@@ -45,7 +45,9 @@ def moe(
     Args:
         x: tokens. Shape [..., D], bf16, fp16, fp32, or fp64 on CPU. May be empty.
         weights: routing weights. Shape [..., K], fp32 or the dtype of x.
-        experts: expert ids. Shape [..., K], int32 or int64; -1 marks an unused slot.
+        experts: expert ids. Shape [..., K], int32 or int64; -1 marks an unused slot. Other ids outside [0, E) raise on a CPU.
+            On CUDA, where the host would have to wait for the device, and in chunks of tokens they count as unused slots
+            unless ``config.check_expert_ids`` is set.
         w_up: up weights as ``nn.Linear`` stores them, [E, F, D]; with a gated activation and no ``w_gate``
             gate and up packed in one, [E, 2F, D].
         w_down: down weights, [E, D, F].
@@ -87,7 +89,7 @@ def moe(
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
     if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
-    routing = dispatch(experts_TK, num_experts)
+    routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
     out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
@@ -116,7 +118,7 @@ def _in_parts(
     parts, size = choose_parts(T, D, F, num_experts, K, x_TD.dtype, G == 2, x_TD.device)
     if parts == "chunks":
         return expert_mlp_chunked(x_TD, *parameters, weights_TK, experts_TK, num_experts, size, *settings)
-    routed = (x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts), *settings)
+    routed = (x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts, True), *settings)
     return expert_mlp(*routed) if parts == "whole" else expert_mlp_ranged(*routed, size)
 
 

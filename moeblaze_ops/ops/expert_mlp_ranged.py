@@ -15,7 +15,14 @@ from moeblaze_ops.arguments.validation_gradients import check_sums_like
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.memory.row_ranges import capped, range_sizes, routing_bytes
-from moeblaze_ops.ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
+from moeblaze_ops.ops.expert_mlp import (
+    ARGUMENTS,
+    expert_mlp_forward_mode,
+    expert_mlp_gradient,
+    mlp_flops,
+    setup_context,
+    split_groups,
+)
 from moeblaze_ops.ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.ops.expert_up import routing_gradient_like
 from moeblaze_ops.ops.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
@@ -217,6 +224,7 @@ expert_mlp_ranged = register_op(
     launcher=forward_launcher,
     backward=_gradient,
     setup_context=_setup_context,
+    forward_mode=lambda *args: expert_mlp_forward_mode(*args[:-1]),
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,
 )

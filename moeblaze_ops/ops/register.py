@@ -21,6 +21,7 @@ from moeblaze_ops.arguments.separate_experts import (
 )
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.arguments.validation_values import check_tensor
+from moeblaze_ops.ops.autodiff import autograd_kernel, kernel_without_gradient
 
 NAMESPACE = "moeblaze"
 
@@ -52,6 +53,7 @@ def register_op(
     launcher: Callable[[], Callable],
     backward: Callable | None = None,
     setup_context: Callable | None = None,
+    forward_mode: Callable | None = None,
     autocast: tuple[int, ...] = (),
     flops: Callable | None = None,
     inline: bool = True,
@@ -72,6 +74,8 @@ def register_op(
             this package does not import Triton.
         backward: gradient formula; without one the op raises on backward (the ``*_backward`` ops).
         setup_context: what ``backward`` keeps.
+        forward_mode: takes arguments that carry tangents of forward-mode AD, and returns results that do; without one
+            the op raises on tangents.
         autocast: positions of the arguments that autocast casts. Routing weights are never cast.
         flops: flop formula from the argument shapes.
         inline: let Inductor put what the launcher does in place of the op; otherwise generated code calls the op.
@@ -96,7 +100,10 @@ def register_op(
     if not op._schema.is_mutable:
         _define_packaged(name, schema, op)
         gradient = backward or _no_double_backward(name)
-        torch.library.register_autograd(qualname, gradient, setup_context=setup_context, lib=_library)
+        kernel = autograd_kernel(op, gradient, setup_context, forward_mode)
+    else:
+        kernel = kernel_without_gradient(op)
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
