@@ -12,6 +12,7 @@ from moeblaze_ops import config
 RIGHT = {
     "check_expert_ids": [True, False],
     "hopper": ["auto", "off"],
+    "idle_expert_grads": ["zeros", "none"],
     "keep": ["preactivation", "input", "auto"],
     "layers_in_flight": [1, 48],
     "max_layer_transient_bytes": [None, 1, 1 << 30],
@@ -23,6 +24,7 @@ WRONG = [
     ("check_expert_ids", None, TypeError, "True or False, got None"),
     ("hopper", "on", ValueError, "one of auto, off, got 'on'"),
     ("hopper", True, TypeError, "one of auto, off, got True"),
+    ("idle_expert_grads", None, TypeError, "one of zeros, none, got None"),
     ("keep", "all", ValueError, "one of preactivation, input, auto, got 'all'"),
     ("keep", None, TypeError, "one of preactivation, input, auto, got None"),
     ("keep", ["input"], TypeError, "one of preactivation, input, auto, got ['input']"),
