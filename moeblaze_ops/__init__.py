@@ -41,10 +41,12 @@ from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
+from moeblaze_ops.routing.record import record_routing  # noqa: E402
+from moeblaze_ops.routing.replay import replay_routing  # noqa: E402
 
 __all__ = [
-    "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "report",
-    "route",
+    "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe",
+    "pack_experts", "record_routing", "replay_routing", "report", "route",
 ]  # fmt: skip
 
 
