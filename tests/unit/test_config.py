@@ -18,6 +18,7 @@ RIGHT = {
     "max_layer_transient_bytes": [None, 1, 1 << 30],
     "max_transient_bytes": [None, 1, 1 << 30],
     "strict": [True, False],
+    "verify": ["off", "first"],
 }
 WRONG = [
     ("check_expert_ids", 1, TypeError, "True or False, got 1"),
@@ -25,6 +26,7 @@ WRONG = [
     ("hopper", "on", ValueError, "one of auto, off, got 'on'"),
     ("hopper", True, TypeError, "one of auto, off, got True"),
     ("idle_expert_grads", None, TypeError, "one of zeros, none, got None"),
+    ("verify", "always", ValueError, "one of off, first, got 'always'"),
     ("keep", "all", ValueError, "one of preactivation, input, auto, got 'all'"),
     ("keep", None, TypeError, "one of preactivation, input, auto, got None"),
     ("keep", ["input"], TypeError, "one of preactivation, input, auto, got ['input']"),
