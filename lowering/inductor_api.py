@@ -204,6 +204,23 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
 
 
+def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
+    """The method of a DTensor that a node calls, and its keywords: ``redistribute``, ``to_local``; None for another node.
+
+    torch 2.11 puts a function in the graph that closes over the arguments.
+    """
+    if node.op == "call_method":
+        return (node.target, dict(node.kwargs)) if len(node.args) == 1 else None
+    cells = getattr(node.target, "__closure__", None) if node.op == "call_function" else None
+    if not cells:
+        return None
+    closed = dict(zip(node.target.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    if closed.keys() != {"args_as_value", "kwargs_as_value"} or closed["args_as_value"]:
+        return None
+    name = next((name for name in ("redistribute", "to_local") if name in node.target.__qualname__), None)
+    return None if name is None else (name, dict(closed["kwargs_as_value"]))
+
+
 def ends_in_break(gm: fx.GraphModule) -> bool:
     """Whether a graph that Dynamo captured stops before the end of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.operands_scales import Scale
 from moeblaze_ops.lowering.patterns_activation import emit
 from moeblaze_ops.lowering.patterns_router import RouterMatch
+from moeblaze_ops.lowering.sharded import insert_moved_tokens, sharded_weights
 from moeblaze_ops.lowering.values import at_least_fp32, fake_of
 from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
 from moeblaze_ops.row_ranges import choose_parts
@@ -76,6 +77,9 @@ def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.N
 def _insert_layer(
     insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
 ) -> tuple[fx.Node, str]:
+    sharded = sharded_weights(match)
+    if sharded is not None and (moved := insert_moved_tokens(insert, match, sharded, x_TD, weights_TK, experts_TK)):
+        return moved
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])

@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.matched import Decline, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
+from moeblaze_ops.lowering.sharded import drop_unread_gathers
 from moeblaze_ops.lowering.split_sizes import sizes_of_splits
 from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
 from moeblaze_ops.validation import require
@@ -258,6 +259,7 @@ def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
     for node in reversed(dead):
         gm.graph.erase_node(node)
     if dead:
+        drop_unread_gathers(gm.graph)
         gm.recompile()
 
 
