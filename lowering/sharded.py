@@ -86,7 +86,7 @@ def insert_moved_tokens(
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
     )
-    first = insert.at(match.x.node) if _is_unwritten(match) else insert
+    first = insert.at(_behind_inputs(match.x.node)) if _is_unwritten(match) else insert
     early_TD = first.rows(match.x, match.D) if first is not insert else x_TD
     gathered = first.call(start_gather, early_TD, sharded.ranks, sharded.group)
     parameters = (w_up, b_up, w_down, b_down)
@@ -167,6 +167,11 @@ def _is_unwritten(match: MoEMatch) -> bool:
         if behind and node is not match.x.node and inplace_name(node) is not None and node not in match.region.nodes:
             return False
     return False
+
+
+def _behind_inputs(node: fx.Node) -> fx.Node:
+    """The node itself, or the last input of the graph for an input."""
+    return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
 
 
 def _size(num_bytes: int | torch.SymInt) -> str:
