@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ops.dispatch import dispatch
-from moeblaze_ops.distributed.collectives import same_tokens, start_gather, start_reduce_scatter, used_slots, wait
-from moeblaze_ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
-from moeblaze_ops.experts_down import expert_down, expert_down_backward
-from moeblaze_ops.experts_up import expert_up, expert_up_backward
-from moeblaze_ops.gradients import expert_bias_grad, expert_weight_grad, up_bias_gradients
+from moeblaze_ops.distributed.collectives import process_group, same_tokens, start_gather, start_reduce_scatter, used_slots, wait
+from moeblaze_ops.ops.dispatch import dispatch
+from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
+from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
+from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
+from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
 
 class Ranks(NamedTuple):
@@ -121,8 +121,6 @@ class _Experts(torch.autograd.Function):
 
 
 def first_of_rank(group: str, num_local: int) -> int:
-    from moeblaze_ops.distributed.collectives import process_group
-
     return process_group(group).rank() * num_local
 
 
