@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
-from moeblaze_ops.distributed.collectives import local_shard, start_gather
+from moeblaze_ops.distributed.collectives import local_shard, same_tokens, start_gather
 from moeblaze_ops.distributed.expert_parallel import experts_over_ranks
 from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
 from moeblaze_ops.lowering.match.match_result import MoEMatch
@@ -65,41 +65,71 @@ def sharded_weights(match: MoEMatch) -> ShardedWeights | None:
     return ShardedWeights(stored, mesh.get_group().group_name, mesh.size(), sum(sizes))
 
 
-def insert_moved_tokens(
-    insert: Inserter,
-    match: MoEMatch,
-    sharded: ShardedWeights,
-    x_TD: fx.Node,
-    weights_TK: fx.Node | None,
-    experts_TK: fx.Node,
-) -> tuple[fx.Node, str] | None:
-    """Insert the layer with tokens that move, and what it became; None where weights move."""
+@dataclass(frozen=True)
+class Moving:
+    """How a layer's tokens may move: ``first`` adds nodes before the router, ``experts_TK`` are ids that the ranks agreed on."""
+
+    sharded: ShardedWeights
+    first: Inserter
+    early_TD: fx.Node
+    experts_TK: fx.Node
+
+    @property
+    def bytes(self) -> tuple[int | torch.SymInt, int]:
+        """Received by a rank in forward and backward where tokens move, and where weights do."""
+        x = fake_of(self.early_TD)
+        return self.sharded.token_bytes(x.shape[0], x.shape[1], x.element_size()), self.sharded.moved_weight_bytes
+
+    def moves_tokens(self) -> bool:
+        """Whether that is fewer bytes, or asked for; a symbolic T gets a guard on its side."""
+        tokens, weights = self.bytes
+        return config.experts_move == "tokens" or bool(tokens <= weights)
+
+    def describe(self, moved: str, other: str) -> str:
+        sizes = dict(zip(("tokens", "weights"), map(_size, self.bytes), strict=True))
+        return f"{sizes[moved]} of {moved} move between {self.sharded.ranks} ranks, not {sizes[other]} of {other}"
+
+
+def may_move(insert: Inserter, match: MoEMatch, x_TD: fx.Node, experts_TK: fx.Node) -> Moving | None:
+    """How tokens may move to sharded experts; None where the layer has none, or weights have to move.
+
+    The ranks agree on the number of tokens before anything travels: each of them then comes to the same choice.
+    """
     choices = ("auto", "tokens", "weights")
     require(config.experts_move in choices, "rewrite", "config.experts_move", f"be one of {choices}", config.experts_move)
-    x = fake_of(x_TD)
-    if match.formula is not None or config.experts_move == "weights" or free_unbacked_symbols(x):
+    if config.experts_move == "weights" or match.formula is not None or free_unbacked_symbols(fake_of(x_TD)):
         return None
-    tokens, weights = sharded.token_bytes(x.shape[0], x.shape[1], x.element_size()), sharded.moved_weight_bytes
-    if config.experts_move == "auto" and tokens > weights:
+    sharded = sharded_weights(match)
+    if sharded is None:
         return None
+    early = _is_unwritten(match)
+    first = insert.at(_behind_inputs(match.x.node)) if early else insert
+    early_TD = first.rows(match.x, match.D) if early else x_TD
+    if config.check_tokens_per_rank:
+        zero = first.call(same_tokens, early_TD, sharded.group)
+        experts_TK = insert.call(torch.add, experts_TK, zero)
+    return Moving(sharded, first, early_TD, experts_TK)
+
+
+def insert_moved_tokens(
+    insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, weights_TK: fx.Node | None
+) -> tuple[fx.Node, str]:
+    """Insert the layer with tokens that move, and what it became. They leave before the router chooses."""
+    sharded, x = moving.sharded, fake_of(x_TD)
+    gathered = moving.first.call(start_gather, moving.early_TD, sharded.ranks, sharded.group)
     w_up, b_up, w_down, b_down = (
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
     )
-    first = insert.at(_behind_inputs(match.x.node)) if _is_unwritten(match) else insert
-    early_TD = first.rows(match.x, match.D) if first is not insert else x_TD
-    gathered = first.call(start_gather, early_TD, sharded.ranks, sharded.group)
-    parameters = (w_up, b_up, w_down, b_down)
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
     keep_h = learns and config.keep == "preactivation"
-    settings = (config.arrived_rows == "exact", keep_h, config.check_tokens_per_rank)
     with x.fake_mode:
         value = torch.empty_like(x, memory_format=torch.contiguous_format).requires_grad_(learns)
-    arguments = (*parameters, match.activation, match.weights_on_input, sharded.group, sharded.ranks, *settings)
-    out = insert.given(value, experts_over_ranks, x_TD, gathered, weights_TK, experts_TK, *arguments)
-    moved = f"{_size(tokens)} of tokens move between {sharded.ranks} ranks, not {_size(weights)} of weights"
-    return out, f"experts_over_ranks({match.activation}): {moved}"
+    settings = (match.activation, match.weights_on_input, sharded.group, sharded.ranks, config.arrived_rows == "exact", keep_h)
+    parameters = (w_up, b_up, w_down, b_down)
+    out = insert.given(value, experts_over_ranks, x_TD, gathered, weights_TK, moving.experts_TK, *parameters, *settings)
+    return out, f"experts_over_ranks({match.activation}): {moving.describe('tokens', 'weights')}"
 
 
 def drop_unread_gathers(graph: fx.Graph) -> None:

@@ -58,16 +58,19 @@ def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
     return slots_N.new_empty(count)
 
 
-def _same_tokens(experts_TK: Tensor, group: str) -> Tensor:
-    mine = experts_TK.shape[0]
+def _same_tokens(x_TD: Tensor, group: str) -> Tensor:
     host = _host_group(group)
     everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(host.size())]
-    dist.all_gather(everyone, torch.tensor([mine], dtype=torch.int64), group=host)
+    dist.all_gather(everyone, torch.tensor([x_TD.shape[0]], dtype=torch.int64), group=host)
     counts = [int(count) for count in everyone]
     if len(set(counts)) > 1:
         way = 'set config.experts_move = "weights", or pad tokens with expert ids of -1'
         raise ValueError(f"sharded experts: tokens must be as many on every rank for tokens to move ({way}), got {counts}")
-    return experts_TK.clone()
+    return x_TD.new_zeros(1, dtype=torch.int32)
+
+
+def _same_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
+    return x_TD.new_empty(1, dtype=torch.int32)
 
 
 def _register(name: str, schema: str, real, fake) -> torch._ops.OpOverload:
@@ -80,8 +83,8 @@ def _register(name: str, schema: str, real, fake) -> torch._ops.OpOverload:
 used_slots = _register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
 """The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""
 
-same_tokens = _register("same_tokens", "(Tensor experts_TK, str group) -> Tensor", _same_tokens, lambda ids, group: ids.clone())
-"""A copy of the ids, once all ranks of the group have said that they have as many tokens.
+same_tokens = _register("same_tokens", "(Tensor x_TD, str group) -> Tensor", _same_tokens, _same_tokens_fake)
+"""Zero, [1] int32, once all ranks of the group have told each other on the host that they have as many tokens.
 
 Raises:
     ValueError: they have not, on all ranks the same.

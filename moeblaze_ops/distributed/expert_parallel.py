@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ops.distributed.collectives import process_group, same_tokens, start_gather, start_reduce_scatter, used_slots, wait
+from moeblaze_ops import config
+from moeblaze_ops.distributed.collectives import process_group, start_gather, start_reduce_scatter, used_slots, wait
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
@@ -25,15 +26,13 @@ class Ranks(NamedTuple):
     """Where the experts are, and how the layer runs there.
 
     ``group`` names the process group of ``count`` ranks. ``exact``: the host reads how many rows arrived, and h is as long;
-    otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection. ``check``: the ranks
-    agree on the number of tokens first.
+    otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection.
     """
 
     group: str
     count: int
     exact: bool
     keep_h: bool
-    check: bool
 
 
 def experts_over_ranks(
@@ -51,7 +50,6 @@ def experts_over_ranks(
     count: int,
     exact: bool,
     keep_h: bool,
-    check: bool,
 ) -> Tensor:
     """``moe`` of the tokens of this rank, with experts ``[r * E_local, (r + 1) * E_local)`` given on rank r.
 
@@ -61,13 +59,13 @@ def experts_over_ranks(
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        group, count, exact, keep_h, check: see ``Ranks``.
+        group, count, exact, keep_h: see ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(group, count, exact, keep_h, check)
+    ranks = Ranks(group, count, exact, keep_h)
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
     return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
@@ -79,7 +77,6 @@ class _Experts(torch.autograd.Function):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
         group, count = ranks.group, ranks.count
-        experts_TK = same_tokens(experts_TK, group) if ranks.check else experts_TK
         started = [start_gather(experts_TK.to(torch.int32), count, group)]
         if weights_TK is not None:
             started.append(start_gather(weights_TK, count, group))
@@ -124,7 +121,14 @@ def first_of_rank(group: str, num_local: int) -> int:
     return process_group(group).rank() * num_local
 
 
-def _backward(
+def _backward(*args) -> list[Tensor]:
+    from moeblaze_ops.kernels.multiprocessors import leaving_free
+
+    with leaving_free(config.collective_multiprocessors):
+        return _gradients(*args)
+
+
+def _gradients(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
     weight_on_input, group, ranks, needs,
 ):  # fmt: skip
