@@ -148,7 +148,8 @@ def train(way: str, preset: Preset, batches: list, device: str) -> Result:
         peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
         kept_bytes = bytes_kept_for_backward(lambda: loss_function(tokens_BL, targets_BL), model.parameters())
     if way == "moeblaze":
-        explanation = moeblaze_ops.explain(model, tokens_BL, targets_BL)  # prints what became of each layer
+        explanation = moeblaze_ops.explain(model, tokens_BL, targets_BL)
+        print(explanation)
         rewritten = f"{sum(candidate.became is not None for candidate in explanation.candidates)} MoE layers"
     else:
         rewritten = "-"

@@ -2,7 +2,7 @@
 
 Hopper kernels need compute capability 9.0, bf16 or fp16, widths that are multiples of 8 and operands that TMA can
 describe. ``why_portable`` says which of that is missing; launchers ask it, and so can a person (``explain``, or the
-``moeblaze`` logger at debug level).
+``moeblaze_ops`` logger at debug level).
 """
 
 import logging
@@ -16,7 +16,7 @@ from moeblaze_ops import config
 from moeblaze_ops.kernels.launch import capability
 from moeblaze_ops.kernels.routing.dispatch import _count_kernel
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
 _ALIGNMENT = 8

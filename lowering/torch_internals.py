@@ -22,7 +22,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
@@ -219,6 +219,11 @@ def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
         return None
     name = next((name for name in ("redistribute", "to_local") if name in node.target.__qualname__), None)
     return None if name is None else (name, dict(closed["kwargs_as_value"]))
+
+
+def says_no_ops(error: Exception) -> bool:
+    """Whether Dynamo gave a frame up for having no tensor operations in it."""
+    return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
 
 
 def ends_in_break(gm: fx.GraphModule) -> bool:

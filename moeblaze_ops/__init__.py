@@ -30,7 +30,7 @@ from moeblaze_ops import sources as _sources  # noqa: E402
 
 _sources.DIGEST = _sources.digest(__path__)  # before what it is a digest of
 
-from moeblaze_ops.explain import explain  # noqa: E402
+from moeblaze_ops.explain import explain, report  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 
 # A graph from a compiler's cache calls these ops without anything having traced or lowered them.
@@ -43,7 +43,7 @@ from moeblaze_ops.ops.router_products import router_logits as _router_logits  # 
 from moeblaze_ops.packing import pack_experts  # noqa: E402
 
 __all__ = [
-    "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts",
+    "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "report",
     "route", "shard_experts",
 ]  # fmt: skip
 

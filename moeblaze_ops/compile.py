@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import repeat
 from traceback import StackSummary
 from types import CodeType
 from typing import Any
@@ -46,6 +47,7 @@ class _Attempt:
     captures: Captures | None = None
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
+    idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
     left: str | None = None
     error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
 
@@ -60,10 +62,14 @@ _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=N
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """What became of one graph: the report of its rewrite, and why the frame was compiled without it, if it was."""
+    """What became of one graph: the report of its rewrite, and why the frame was compiled without it, if it was.
+
+    ``idle`` are layers whose experts without tokens get gradients of zeros, where the program as written leaves None.
+    """
 
     report: Any
     dropped: str | None = None
+    idle: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class FrameRecord:
 
     where: str
     reason: str
+    without_ops: bool = False  # there was nothing to compile
 
 
 Record = GraphRecord | CaptureRecord | FrameRecord
@@ -286,7 +293,7 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     try:
         return compile_frame(frame.code)
     except Exception as error:
-        _keep(FrameRecord(frame.where, str(error)))
+        _keep(FrameRecord(frame.where, str(error), torch_internals.says_no_ops(error)))
         raise
 
 
@@ -316,7 +323,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
-    records: list[Record] = [GraphRecord(report, dropped) for report in attempt.reports]
+    records: list[Record] = [GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)]
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
@@ -361,9 +368,12 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering.obligations import check
+    from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
     attempt = _attempt.get()
+    regions = attempt.captures.regions if attempt is not None and attempt.captures else []
+    guarded = guarded_inputs(gm, regions)
     before = set(check.all_nodes(gm)) if attempt is not None else set()
     if attempt is not None and (reason := check.unproven(gm)) is not None:
         attempt.left = reason
@@ -380,6 +390,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _keep(GraphRecord(report))
         return report
     attempt.reports.append(report)
+    attempt.idle.append(tuple(idle_experts(gm, guarded)))
     attempt.broke |= torch_internals.ends_in_break(gm)
     if attempt.captures and attempt.captures.done and torch_internals.ends_in_break(gm):
         attempt.left = _BREAK
@@ -389,6 +400,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         raise NotJustified(attempt.left)
     if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
+        raise NotJustified(attempt.left)
+    if attempt.idle[-1] and config.idle_expert_grads == "none":
+        attempt.left = "config.idle_expert_grads is 'none', and experts without tokens would get gradients of zeros"
         raise NotJustified(attempt.left)
     return report
 

@@ -26,7 +26,7 @@ from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
     Returns:
         Every candidate in graph order. Also counted in ``torch._dynamo.utils.counters["moeblaze"]`` (``rewritten``, and
-        ``declined_<reason>``) and logged at debug level by the logger ``moeblaze``. An error of our own leaves the graph,
+        ``declined_<reason>``) and logged at info level (``TORCH_LOGS=moeblaze_ops``). An error of our own leaves the graph,
         or the body, as it was; its layers are then declined as ``INTERNAL``.
 
     Raises:
@@ -124,8 +124,9 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     for candidate in candidates:
         report.candidates.append(candidate)
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
-        outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
-        log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+        left = f"left alone, {candidate.reason}: {candidate.detail}"
+        outcome = left if candidate.reason else f"rewritten to {candidate.became}"
+        log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
 
 
 def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:

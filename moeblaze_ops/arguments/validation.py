@@ -4,6 +4,8 @@ Each check raises ``<op>: <argument> must <rule>, got <value>``: ``ValueError`` 
 ``TypeError`` for types and dtypes.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -111,7 +113,7 @@ def check_expert_down(
         check_like(op, "a_NF", a_NF, h_NGF)
     check_down_weights(op, w_down, b_down, h_NGF)
     require(w_down[0].shape[1] == F, op, "w_down", f"have size F={F} of h_NGF on axis 1", f"shape {shape_of(w_down[0])}")
-    T = positions_TK.shape[0]
+    T = _num_tokens(op, positions_TK)
     check_routing(op, h_NGF, w_down[0].shape[0], T, slots_N, offsets_E1, positions_TK, blocks_B2)
     require(slots_N.shape[0] == N, op, "h_NGF", f"have {slots_N.shape[0]} rows, one per slot", N)
     check_routing_weights(op, weights_TK, h_NGF, positions_TK)
@@ -225,8 +227,7 @@ def check_routing(
     for name, tensor in routing.items():
         require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
         check_device(op, name, tensor, like)
-    require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {shape_of(positions_TK)}")
-    T, K = positions_TK.shape
+    T, K = _num_tokens(op, positions_TK), positions_TK.shape[1]
     require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
     fits = slots_N.dim() == 1 and may_be(slots_N.shape[0] <= T * K)
     require(fits, op, "slots_N", f"have shape [{T * K}] (slots of positions_TK), or [used slots]", shape_of(slots_N))
@@ -248,6 +249,15 @@ def may_be(condition: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return guard_or_true(condition)
+
+
+def _num_tokens(op: str, positions_TK: Tensor) -> int:
+    require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {shape_of(positions_TK)}")
+    return positions_TK.shape[0]
+
+
+def check_needs(op: str, needs: Sequence[bool]) -> None:
+    require(len(needs) == 5, op, "needs", "hold 5 flags, for x, w_up, b_up, w_down and b_down", len(needs))
 
 
 def check_routing_weights(
@@ -292,14 +302,15 @@ def check_expert_up_backward(
     max_bytes: int | None = None,
 ) -> UpShape:
     shape = check_up_weights(op, w_up, [], dh_NGF)
+    T = _num_tokens(op, positions_TK)
+    check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
     expected = [slots_N.shape[0], shape.G, shape.F]
     require(list(dh_NGF.shape) == expected, op, "dh_NGF", f"have shape {expected}", f"shape {shape_of(dh_NGF)}")
-    T = positions_TK.shape[0]
-    check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
     check_routing_weights(op, weights_TK, dh_NGF, positions_TK)
     require((x_TD is None) == (weights_TK is None), op, "x_TD", "be given exactly when weights_TK is", x_TD)
     if x_TD is not None:
         require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {shape_of(x_TD)}")
+        check_like(op, "x_TD", x_TD, dh_NGF)
     require((dlogits_TE is None) == (w_router_ED is None), op, "dlogits_TE", "be given exactly when w_router_ED is", dlogits_TE)
     if dlogits_TE is not None:
         fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T

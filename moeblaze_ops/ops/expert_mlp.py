@@ -6,10 +6,12 @@ repeats the up projection, never the down projection, and writes the gradient of
 
 from torch import Tensor
 
+from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward
 from moeblaze_ops.cpu import experts as cpu
-from moeblaze_ops.ops.expert_up import expert_up_backward, routing_gradient_like
+from moeblaze_ops.ops.expert_down import expert_down
+from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, routing_gradient_like
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, up_bias_gradients, weight_gradients
 
@@ -82,6 +84,14 @@ def expert_mlp_gradient(ctx, dout_TD, max_bytes: int | None = None):
     gradients = zip((dw_up, db_up, dw_down, db_down), ctx.counts, strict=True)
     dw_up, db_up, dw_down, db_down = (split_as_given(joined, count) for joined, count in gradients)
     return dx_TD, dw_up, db_up, dw_down, db_down, dweights_TK, None, None, None, None, None, None
+
+
+def expert_mlp_forward_mode(x_TD, w_up, b_up, w_down, b_down, weights_TK, *rest) -> Tensor:
+    """The two projections as ops of their own, which have rules for tangents."""
+    *routing, activation, weight_on_input = rest
+    on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
+    h_NGF, a_NF = expert_up(x_TD, w_up, b_up, on_input, *routing, activation)
+    return expert_down(h_NGF, None if activation == IDENTITY else a_NF, w_down, b_down, on_output, *routing, activation)
 
 
 def split_groups(tensors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
@@ -162,6 +172,7 @@ expert_mlp = register_op(
     launcher=_expert_mlp_launcher,
     backward=expert_mlp_gradient,
     setup_context=setup_context,
+    forward_mode=expert_mlp_forward_mode,
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,
 )

@@ -10,11 +10,19 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from moeblaze_ops.arguments.separate_experts import num_joined
-from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward, require
+from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward, check_needs, require
+from moeblaze_ops.arguments.validation_gradients import check_sums_like
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.memory.row_ranges import capped, range_sizes, routing_bytes
-from moeblaze_ops.ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
+from moeblaze_ops.ops.expert_mlp import (
+    ARGUMENTS,
+    expert_mlp_forward_mode,
+    expert_mlp_gradient,
+    mlp_flops,
+    setup_context,
+    split_groups,
+)
 from moeblaze_ops.ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.ops.expert_up import routing_gradient_like
 from moeblaze_ops.ops.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
@@ -99,9 +107,18 @@ def _traced_column_bytes(
     return None if left is None else capped(left)
 
 
+def _check_backward(op: str, arguments: Sequence, max_bytes: int, needs: Sequence[bool], buffers: Sequence[list[Tensor]]) -> None:
+    check_expert_mlp_backward(op, *arguments)
+    require(max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
+    check_needs(op, needs)
+    _, x_TD, w_up, _, w_down, *_ = arguments
+    for name, sums, weights in (("dw_up", buffers[0], w_up), ("dw_down", buffers[1], w_down)):
+        check_sums_like(op, name, sums, weights, x_TD)
+
+
 def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
     *arguments, max_bytes, needs = args
-    check_expert_mlp_backward(op, *arguments)
+    _check_backward(op, arguments, max_bytes, needs, buffers)
     dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
     settings = (activation, weight_on_input, needs, buffers, max_bytes)
     backward = Backward(device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
@@ -133,8 +150,8 @@ def _backward_add_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def _fake_gradients(op: str, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *arguments, _, needs = args
-    check_expert_mlp_backward(op, *arguments)
+    *arguments, max_bytes, needs = args
+    _check_backward(op, arguments, max_bytes, needs, buffers)
     _, x_TD, w_up, b_up, w_down, b_down, weights_TK, _, _, positions_TK, *_ = arguments
     needs_x, *needs_groups = needs
     added_up, added_down = map(bool, buffers)
@@ -207,6 +224,7 @@ expert_mlp_ranged = register_op(
     launcher=forward_launcher,
     backward=_gradient,
     setup_context=_setup_context,
+    forward_mode=lambda *args: expert_mlp_forward_mode(*args[:-1]),
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,
 )

@@ -3,6 +3,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
+import moeblaze_ops
 import moeblaze_ops.kernels.configs as kernel_configs
 from moeblaze_ops import config
 from moeblaze_ops.arguments import validation
@@ -60,6 +61,21 @@ def test_dispatch_treats_any_id_outside_the_experts_as_unused():
     ids = torch.tensor([[0, E], [-5, 1]])
     expected = torch.tensor([[0, -1], [-1, 1]])
     assert torch.equal(dispatch(ids, E)[0], dispatch(expected, E)[0])
+
+
+@pytest.mark.parametrize(("bad", "value"), [(E, str(E)), (-2, "-2")])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("keep", ["preactivation", "input"])
+def test_moe_rejects_ids_out_of_range(bad, value, backend, keep):
+    """Plain PyTorch raises, too; the op alone does not, since a rewritten layer may have ids that are no expert's."""
+
+    def run(ids):
+        return moeblaze_ops.moe(torch.ones(1, 4), torch.ones(1, 2), ids, torch.ones(E, 6, 4), torch.ones(E, 4, 3), keep=keep)
+
+    run = run if backend is None else torch.compile(run, backend=backend)
+    run(torch.tensor([[0, -1]]))
+    with pytest.raises(ValueError, match=f"must hold expert ids below num_experts={E}, or -1 for an unused slot, got {value}"):
+        run(torch.tensor([[0, bad]]))
 
 
 @pytest.mark.parametrize(("bad", "value"), [(E, str(E)), (-2, "-2")])

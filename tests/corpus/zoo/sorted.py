@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeblaze_ops.lowering.graph import operators
 from tests.corpus.zoo.modules import FF, flat
+
+operators.OTHERS.add("moe_zoo::grouped_mm_fallback")
 
 
 @torch.library.custom_op("moe_zoo::grouped_mm_fallback", mutates_args=())
