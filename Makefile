@@ -1,4 +1,5 @@
 # make demo        install into .venv and run the example (the GPU is used when there is one)
+# make demo-distributed  the same model with its experts spread over two processes, or over PROCESSES
 # make test        every test that needs no GPU
 # make test-gpu    the tests that need one
 # make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
@@ -11,6 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TOOL ?= memcheck
 ARGS ?=
+PROCESSES ?= 2
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -20,10 +22,13 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-rewriting test-kernels test-rest test-gpu sanitize lint clean
+.PHONY: demo demo-distributed test test-rewriting test-kernels test-rest test-gpu sanitize lint clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/train_moe_lm.py $(ARGS)
+
+demo-distributed: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) examples/train_multi_gpu.py $(ARGS)
 
 # Three parts, two at a time, the longest first.
 test: $(INSTALLED)

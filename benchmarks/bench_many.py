@@ -61,7 +61,7 @@ class Layer(nn.Module):
         weights, experts = self.route(x)
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        offsets = torch.histc(flat.int(), bins=self.E, min=0, max=self.E - 1).cumsum(0, dtype=torch.int32)
+        offsets = torch.histc(flat.float(), bins=self.E, min=0, max=self.E - 1).cumsum(0, dtype=torch.int32)
         h = torch._grouped_mm(x[order // self.K], self.w_up.transpose(1, 2), offs=offsets)
         gate, up = h.chunk(2, dim=-1)
         y = torch._grouped_mm(F.silu(gate) * up, self.w_down.transpose(1, 2), offs=offsets)
@@ -196,14 +196,14 @@ class Bench:
         kept, peak = self.memory(model, run)
         variants = self.arguments.free if name == "ours" else [0]
         for free in variants:
-            config.collective_multiprocessors = free
+            config.collective_multiprocessors = free or None
             self.step(model, run)
             both = self.time(lambda: self.step(model, run))
             with torch.no_grad():
                 run(self.x)
                 forward = self.time(lambda: run(self.x))
             self.record(side=name, free=free, both=both, forward=forward, kept=kept, peak=peak, compile_s=compile_s)
-        config.collective_multiprocessors = 0
+        config.collective_multiprocessors = None
         return results
 
     def record(self, side: str, free: int, both: float, forward: float, kept: float, peak: float, compile_s: float) -> None:

@@ -21,9 +21,9 @@ check_tokens_per_rank: bool = True
 """Before tokens move, the ranks tell each other on the host how many they have, and raise where they differ. False: the caller
 promises that they are as many on every rank."""
 
-collective_multiprocessors: int = 0
+collective_multiprocessors: int | None = None
 """Multiprocessors that our persistent kernels leave to a collective that runs beside them, in backward of a layer whose tokens
-move: as many as NCCL takes (``NCCL_MAX_CTAS``). 0: none, and such a kernel ends with its last program, which waits for one."""
+move: as many as NCCL takes (``NCCL_MAX_CTAS``). None: not one; programs of such a kernel may have to wait for theirs then."""
 
 experts_move: Literal["auto", "tokens", "weights"] = "auto"
 """What moves between ranks that share the experts of a proven layer (``shard_experts``): its tokens, its weights, or of the two

@@ -16,7 +16,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops import config
-from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.distributed.collectives import local_shard, same_tokens, start_gather
 from moeblaze_ops.distributed.expert_parallel import experts_over_ranks
 from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
@@ -95,8 +94,6 @@ def may_move(insert: Inserter, match: MoEMatch, x_TD: fx.Node, experts_TK: fx.No
 
     The ranks agree on the number of tokens before anything travels: each of them then comes to the same choice.
     """
-    choices = ("auto", "tokens", "weights")
-    require(config.experts_move in choices, "rewrite", "config.experts_move", f"be one of {choices}", config.experts_move)
     if config.experts_move == "weights" or match.formula is not None or free_unbacked_symbols(fake_of(x_TD)):
         return None
     sharded = sharded_weights(match)

@@ -124,7 +124,7 @@ def first_of_rank(group: str, num_local: int) -> int:
 def _backward(*args) -> list[Tensor]:
     from moeblaze_ops.kernels.multiprocessors import leaving_free
 
-    with leaving_free(config.collective_multiprocessors):
+    with leaving_free(config.collective_multiprocessors or 0):
         return _gradients(*args)
 
 
