@@ -53,8 +53,13 @@ def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    most = slots_N.shape[0]
-    count = torch.library.get_ctx().new_dynamic_size(min=0, max=most if isinstance(most, int) else None)
+    context = torch.library.get_ctx()
+    if context._shape_env is None:
+        return slots_N.new_empty(context.new_dynamic_size(min=0))
+    # Not `new_dynamic_size`: frames may be captured without ops whose output shape depends on data, and this one is ours.
+    count = context._shape_env.create_unbacked_symint()
+    torch._check(count >= 0)
+    torch._check(count <= slots_N.shape[0])
     return slots_N.new_empty(count)
 
 

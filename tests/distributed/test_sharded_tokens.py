@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
-from tests.distributed.test_shard_experts import LISTED, layer, sharded
+from tests.distributed.test_shard_experts import LISTED, layer, raised_everywhere, sharded
 from tests.tools.ranks import run_checks
 
 pytestmark = pytest.mark.skipif(
@@ -68,10 +68,121 @@ def check_tokens(name: str, **settings) -> None:
         assert torch.equal(value, results[1][key]), key
 
 
+class Redistributed(nn.Module):
+    """A layer whose user wrote the redistribution."""
+
+    def __init__(self, mesh, grad_placements) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+        self.layer, self.grad_placements = layer("dense_einsum"), grad_placements
+        for name in ("w1", "w2", "w3"):
+            parameter = getattr(self.layer, name)
+            self.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+            delattr(self.layer, name)
+
+    def forward(self, x):
+        from torch.distributed.tensor import Replicate
+
+        for name in ("w1", "w2", "w3"):
+            whole = self._parameters[name].redistribute(placements=[Replicate()])
+            setattr(self.layer, name, whole.to_local(grad_placements=self.grad_placements))
+        return self.layer(x)
+
+
+def became(run, graphs, reports, x) -> str:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(x)
+    (candidate,) = reports[0].candidates
+    return candidate.became
+
+
+def check_redistribution_of_the_user() -> None:
+    from torch.distributed.tensor import Partial
+
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.experts_move = "tokens"
+    try:
+        inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+        wanted = harness.in_one_process(layer("dense_einsum"), inputs)[dist.get_rank()]
+        wanted = {name: value for name, value in wanted.items() if "router" not in name}
+        for placements, moves in (([Partial()], True), (None, False)):
+            model = Redistributed(harness.axis(), placements)
+            run, graphs, reports = compiled(model)
+            got = harness.train(model, run, inputs[dist.get_rank()])
+            assert ("experts_over_ranks" in names_in(graphs)) is moves, reports
+            if moves:
+                harness.assert_close({name: got[name] for name in wanted}, wanted)
+            else:
+                eager = harness.train(model, model, inputs[dist.get_rank()])
+                harness.assert_close(got, eager)
+    finally:
+        config.experts_move = "auto"
+
+
+def check_choice() -> None:
+    """What is fewer bytes moves, and the report says both."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.experts_move = "auto"
+    D, FF, E, item = zoo.D, zoo.FF, zoo.E, 8
+    for count, moves in ((24, "tokens"), (2000, "weights")):
+        text = became(*compiled(sharded("dense_einsum")), harness.tokens_of(dist.get_rank(), D, count))
+        sizes = {"tokens": 5 * count * D * item / 2**20, "weights": 3 * 3 * E * D * FF * item // 2 / 2**20}
+        other = "weights" if moves == "tokens" else "tokens"
+        assert f"{sizes[moves]:.1f} MiB of {moves} move between 2 ranks, not {sizes[other]:.1f} MiB of {other}" in text, text
+
+
+def check_numbers_of_tokens() -> None:
+    """Different numbers of tokens raise the same on all ranks; weights move for any."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    rank = dist.get_rank()
+    x = harness.tokens_of(rank, zoo.D, count=8 * rank)
+    config.experts_move = "auto"
+    run, _, _ = compiled(sharded("dense_einsum"))
+    raised_everywhere(lambda: run(x), "tokens must be as many on every rank for tokens to move")
+    config.experts_move = "weights"
+    try:
+        model = sharded("dense_einsum")
+        run, graphs, _ = compiled(model)
+        got = harness.train(model, run, x)
+        assert "experts_over_ranks" not in names_in(graphs)
+        harness.assert_close(got, harness.train(model, model, x))
+    finally:
+        config.experts_move = "auto"
+
+
+def check_checkpointing() -> None:
+    """A checkpointed layer runs again in backward: the same numbers, and no rank waits for another."""
+    from torch.utils.checkpoint import checkpoint
+
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.experts_move = "tokens"
+    try:
+        x = harness.tokens_of(dist.get_rank(), zoo.D)
+        model = sharded("dense_einsum")
+        wanted = harness.train(model, model, x)
+        run, graphs, _ = compiled(lambda x: checkpoint(model, x, use_reentrant=False))
+        harness.assert_close(harness.train(model, run, x), wanted)
+    finally:
+        config.experts_move = "auto"
+
+
 CHECKS = {
     **{name: functools.partial(check_tokens, name) for name in SPELLINGS},
     "room for all rows": functools.partial(check_tokens, "dense_bmm", arrived_rows="bound"),
     "keeps the input": functools.partial(check_tokens, "gpt_oss_loop", keep="input"),
+    "redistribution of the user": check_redistribution_of_the_user,
+    "choice": check_choice,
+    "numbers of tokens": check_numbers_of_tokens,
+    "checkpointing": check_checkpointing,
 }
 RANKS = {2: tuple(CHECKS), 4: ("loop_mixtral", "stacked_loop")}
 
