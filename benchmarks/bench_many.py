@@ -131,7 +131,7 @@ class Bench:
         return Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype)
 
     def side(self, name: str) -> tuple[nn.Module, Callable]:
-        compiled = {"backend": "moeblaze" if self.arguments.device == "cuda" else "inductor", "dynamic": False}
+        compiled = {"backend": "moeblaze", "dynamic": False}
         torch._dynamo.reset()
         config.arrived_rows = "bound" if name == "bound" else "exact"
         config.experts_move = "weights" if name == "weights" else "tokens"

@@ -11,7 +11,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.torch_internals import dtensor_call
 
 
-@form("redistribute", "prim_redistribute", "to_local", "prim_to_local")
+@form("DTensor.redistribute", "DTensor.to_local")
 def _of_parameter(view: GraphView, x: Value, *args: Any, **kwargs: Any) -> Value:
     require(tensor(x).op == "input", "a parameter")
     call = dtensor_call(view._node)

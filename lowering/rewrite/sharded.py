@@ -142,7 +142,7 @@ def _views(match: MoEMatch) -> list[WeightView]:
 
 def _is_call(node: fx.Node, method: str) -> bool:
     call = dtensor_call(node)
-    return call is not None and call[0] == method and hasattr(fake_of(node.args[0]), "placements")
+    return call is not None and call[0] == method
 
 
 def _gathered_from(node: fx.Node) -> fx.Node | None:
