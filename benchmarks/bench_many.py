@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import moeblaze_ops.compile  # noqa: F401  (registers the backend where the package is not installed)
+from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.distributed import shard_experts
 
@@ -189,8 +189,11 @@ class Bench:
         """Measure a side; returns the output and gradient of x to compare."""
         model, run = self.side(name)
         start = time.perf_counter()
-        for _ in range(3):
-            out = self.step(model, run)
+        with switch.recording() as records:
+            for _ in range(3):
+                out = self.step(model, run)
+        reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+        became = [candidate.became or candidate.reason for report in reports for candidate in report.candidates]
         results = {"output": out, "gradient of x": self.x.grad.clone(), "router": model.router.grad.clone()}
         compile_s = time.perf_counter() - start
         kept, peak = self.memory(model, run)
@@ -202,11 +205,11 @@ class Bench:
             with torch.no_grad():
                 run(self.x)
                 forward = self.time(lambda: run(self.x))
-            self.record(side=name, free=free, both=both, forward=forward, kept=kept, peak=peak, compile_s=compile_s)
+            self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became})
         config.collective_multiprocessors = None
         return results
 
-    def record(self, side: str, free: int, both: float, forward: float, kept: float, peak: float, compile_s: float) -> None:
+    def record(self, side: str, free: int, both: float, forward: float, kept: float, peak: float, rest: dict) -> None:
         a = self.arguments
         flops = 6 * self.T * a.choices * a.width * a.hidden
         numbers = torch.tensor([both, forward, kept, peak], device=self.device, dtype=torch.float64)
@@ -216,7 +219,7 @@ class Bench:
         row = {
             "ep": self.ep, "T": self.T, "side": side, "free": free, "step_ms": round(both, 3), "forward_ms": round(forward, 3),
             "tflops": round(3 * flops / both / 1e9, 1), "forward_tflops": round(flops / forward / 1e9, 1),
-            "kept_mib": round(kept), "peak_mib": round(peak), "first_steps_s": round(compile_s, 1),
+            "kept_mib": round(kept), "peak_mib": round(peak), **rest,
         }  # fmt: skip
         local = [r["step_ms"] for r in self.rows if (r.get("ep"), r.get("T"), r.get("side")) == (self.ep, self.T, "local")]
         if local and side != "local":
