@@ -36,11 +36,12 @@ bench() { # name, seconds, GPUs, arguments
 }
 
 nvidia-smi topo -m >"$OUT/topology.txt" 2>&1
-step tests 150 "$PYTHON" -m pytest -q -m multigpu tests/distributed/test_multigpu.py
+step tests2 90 "$PYTHON" -m pytest -q -m multigpu -k "[2-" tests/distributed/test_multigpu.py
+[ "$GPUS" -ge 4 ] && step tests4 90 "$PYTHON" -m pytest -q -m multigpu -k "[4-" tests/distributed/test_multigpu.py
 EP="2 4"
 [ "$GPUS" -lt 4 ] && EP="2"
 # shellcheck disable=SC2086
-bench main 270 "$GPUS" --ep $EP --tokens 8192 32768 --sides local ours titan bound
+bench main 240 "$GPUS" --ep $EP --tokens 8192 32768 --sides local ours titan bound
 NCCL_MAX_CTAS=16 bench ctas16 90 "$GPUS" --ep $EP --tokens 8192 --sides local ours --free 0 16
 NCCL_MAX_CTAS=8 bench ctas8 60 "$GPUS" --ep $EP --tokens 8192 --sides local ours --free 0 8
 bench weights 60 "$GPUS" --ep $EP --tokens 8192 --sides local weights

@@ -142,7 +142,7 @@ def check_numbers_of_tokens() -> None:
     from tests.tools import sharded_layers as harness
 
     rank = dist.get_rank()
-    x = harness.tokens_of(rank, zoo.D, count=8 * rank)
+    x = harness.tokens_of(rank, zoo.D, count=8 * (rank + 1))
     config.experts_move = "auto"
     run, _, _ = compiled(sharded("dense_einsum"))
     raised_everywhere(lambda: run(x), "tokens must be as many on every rank for tokens to move")

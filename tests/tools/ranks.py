@@ -3,9 +3,11 @@
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException
 
 
 def run_checks(
@@ -15,9 +17,13 @@ def run_checks(
 
     Checks are functions of a module, and run with a seed: on the CPU with fp64 and one thread, or each on a GPU of its own.
     """
-    torch.multiprocessing.spawn(_work, (ranks, checks, str(folder), device), nprocs=ranks)
-    outcomes = [torch.load(f"{folder}/{rank}") for rank in range(ranks)]
-    return {name: [of_rank[name] for of_rank in outcomes] for name in checks}
+    died = ""
+    try:
+        torch.multiprocessing.spawn(_work, (ranks, checks, str(folder), device), nprocs=ranks)
+    except ProcessExitedException as error:
+        died = f"not run, or cut off: {error}"
+    outcomes = [torch.load(file) if (file := Path(folder, str(rank))).exists() else {} for rank in range(ranks)]
+    return {name: [of_rank.get(name, died) for of_rank in outcomes] for name in checks}
 
 
 def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: str, device: str) -> None:
@@ -38,5 +44,5 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
             outcomes[name] = "passed"
         except Exception:
             outcomes[name] = traceback.format_exc()
-    torch.save(outcomes, f"{folder}/{rank}")
+        torch.save(outcomes, f"{folder}/{rank}")
     dist.destroy_process_group()
