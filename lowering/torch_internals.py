@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from traceback import StackSummary
 from types import CodeType
@@ -43,7 +44,7 @@ FUSION_OPTIONS = "pre_grad_fusion_options"
 
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
-_frame_watchers: list[list[CodeType]] = []
+_seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 
 
 def register_pre_grad_pass(name: str, apply: Callable[[fx.GraphModule], int]) -> None:
@@ -114,10 +115,13 @@ class Frame:
         return f"{self.code.co_name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
-def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) -> None:
+def install_frame_hook(
+    hook: Callable[[Callable[[CodeType], Any], Frame], Any], around: Callable[[Callable, Callable], Callable]
+) -> None:
     """Let ``hook(compile_frame, frame)`` compile every frame from now on, by calling ``compile_frame(frame.code)``.
 
-    It may pass other code with the same arguments and cells.
+    It may pass other code with the same arguments and cells. Graphs go to ``around(backend, asked_for)``: what compiles them,
+    and the backend that the user asked for.
 
     ``torch.compile`` has no public hook that runs before a frame is traced and knows its backend: a backend is called
     with finished graphs, attributes of a backend given by name are not looked at, and ``torch._dynamo.reset`` clears
@@ -131,10 +135,11 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
         backend = _asked_for(arguments["compiler_fn"])
+        arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
         code = arguments["code"]
-        for seen in _frame_watchers:
-            if not _debug_get_cache_entry_list(code):
-                seen.append(code)
+        seen = _seen_frames.get()
+        if seen is not None and not _debug_get_cache_entry_list(code):
+            seen.append(code)
 
         def compile_code(code: CodeType) -> Any:
             arguments["code"] = code
@@ -143,6 +148,14 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         return hook(compile_code, Frame(code, arguments["globals"], backend, arguments.get("export", False)))
 
     convert_frame.compile_frame = compile_frame
+
+
+def _in_place_of(original: Callable, backend: Callable) -> Callable:
+    """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
+    if backend is not original:
+        vars(backend).update(getattr(original, "__dict__", {}))
+        backend._torchdynamo_orig_backend = original
+    return backend
 
 
 def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> None:
@@ -157,7 +170,7 @@ def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> Non
         prepare(gm, innermost_backend(self.backend_compile_fn))
         return original(self, gm, *args, **kwargs)
 
-    DDPOptimizer.compile_fn = compile_fn
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
 
 
 def _asked_for(backend: Callable) -> Callable:
@@ -175,7 +188,7 @@ def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]
     def get_code(self):
         return substitute(original(self), self.get_globals())
 
-    UserFunctionVariable.get_code = get_code
+    UserFunctionVariable.get_code = get_code  # type: ignore[method-assign]
 
 
 def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
@@ -230,6 +243,13 @@ def says_no_ops(error: Exception) -> bool:
     return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
 
 
+def place_of(error: Exception) -> str:
+    """``file:line`` of the user's code that Dynamo could not trace, or nothing."""
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if not frame.filename.startswith(os.path.dirname(torch.__file__) + os.sep)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def ends_in_break(gm: fx.GraphModule) -> bool:
     """Whether a graph that Dynamo captured stops before the end of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -245,13 +265,13 @@ def resumes(compiled: Any) -> bool:
 
 @contextlib.contextmanager
 def forgetting_frames() -> Iterator[None]:
-    """A context after which Dynamo knows nothing about the frames that it saw inside for the first time."""
+    """A context after which Dynamo knows nothing about the frames that this thread showed it inside for the first time."""
     seen: list[CodeType] = []
-    _frame_watchers.append(seen)
+    token = _seen_frames.set(seen)
     try:
         yield
     finally:
-        _frame_watchers.remove(seen)
+        _seen_frames.reset(token)
         for code in seen:
             reset_code(code)
 
@@ -275,7 +295,7 @@ def captures_dynamic_shapes() -> bool:
     return dynamo_config.capture_dynamic_output_shape_ops
 
 
-def capturing_dynamic_shapes():
+def capturing_dynamic_shapes() -> contextlib.AbstractContextManager:
     """A context in which frames are traced with such ops in the graph."""
     return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
 
@@ -296,12 +316,12 @@ def capturing_numbers() -> Iterator[None]:
             raise ValueError(f"a list of {numel} numbers")
         return original(self, tx, name, *args, **kwargs)
 
-    TensorVariable.call_method = call_method
+    TensorVariable.call_method = call_method  # type: ignore[method-assign]
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             yield
     finally:
-        TensorVariable.call_method = original
+        TensorVariable.call_method = original  # type: ignore[method-assign]
 
 
 def register_backend(backend: Callable, name: str) -> None:
@@ -322,7 +342,7 @@ def inductor_patches(backend: Callable) -> dict[str, Any] | None:
     return {} if backend is registry._COMPILER_FNS.get("inductor") else None
 
 
-def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords) -> Callable:
+def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords: Any) -> Callable:
     """Inductor as ``torch.compile(mode=mode, options=options)`` would make it; ``config`` holds its patches."""
     return torch._TorchCompileInductorWrapper(mode, options, None, **keywords)
 

@@ -33,11 +33,16 @@ hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""
 
 idle_expert_grads: Literal["zeros", "none"] = "zeros"
-"""What the parameters of an expert get that no token chose, where experts are modules of their own and the loop over them
-skips it (``if idx.numel() == 0: continue``). Plain PyTorch leaves ``.grad`` None; a compiled graph has the same outputs every
-time, and fills in zeros. AdamW skips a parameter whose gradient is None. With zeros it decays the weight, moves it on by the
-momentum that it has, and lets both moments shrink: see ``docs`` of ``explain``. ``none``: such loops are left as written, and
-``explain`` says so; experts stacked in one parameter have zeros there in plain PyTorch too, and are not concerned."""
+"""What compiled layers give the parameters of an expert that no token chose, where the program as written leaves ``.grad``
+None: experts are modules of their own, and the loop skips those without tokens (``if idx.numel() == 0: continue``).
+
+``zeros``: a gradient of zeros, since a compiled graph has the same outputs in every step; hooks on the gradient run. An
+optimizer steps on zeros and skips None. In 10 idle steps at lr 1e-3 and weight decay 0.1, after 100 steps with gradients,
+AdamW decays the weight by 0.1%, moves each element by 2.2 lr on average with the momentum that is left, shrinks the momentum to
+35% and the second moment to 99%; with None all of that stays as it is. An expert that never had a token only decays.
+
+``none``: such loops are left as written, and ``explain`` says so. Experts stacked in one parameter have zeros there in plain
+PyTorch too, and are rewritten either way."""
 
 keep: Literal["preactivation", "input", "auto"] = "preactivation"
 """What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``."""
@@ -46,10 +51,12 @@ layers_in_flight: int = 1
 """Expert layers whose kept tensors exist at the same time, 1 or more: ``keep="auto"`` makes that many fit the free memory."""
 
 max_layer_transient_bytes: int | None = None
-"""Bytes, 1 or more, that a layer with ``keep="input"`` or without gradients may allocate besides its results, weight gradients
-among them. With more tokens than that allows, backward goes through ranges of rows, see ``row_ranges`` and ``range_plan``; if up to
-16 would not do, and without gradients, the layer goes through chunks of tokens (1024 at least), and sums weight gradients in fp32
-over them, which comes on top. None: a sixteenth of the memory of a GPU, no limit on CPU."""
+"""Bytes, 1 or more, that a layer with ``keep="input"`` or without gradients may allocate besides its results.
+
+Its weight gradients count as well. With more tokens than that allows, backward goes through ranges of rows, see
+``row_ranges`` and ``range_plan``. If up to 16 ranges would not do, and without gradients, the layer goes through chunks of
+tokens (1024 at least), and sums weight gradients in fp32 over them, which comes on top. None: a sixteenth of the memory of
+a GPU, no limit on CPU."""
 
 max_transient_bytes: int | None = 512 << 20
 """Bytes, 1 or more, of the rows, one per routed slot, from which the output and the gradient of x are summed: they are computed
@@ -58,6 +65,11 @@ value changes no bit of a result, but for the gradient of routing weights on an 
 
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""
+
+verify: Literal["off", "first"] = "off"
+"""``first``: the first run of each graph with rewritten layers is compared with the graph as it was, outputs and gradients;
+results that differ raise ``verify.VerificationError``, and what is needed to repeat it is written to disk. The graph runs
+four times then, in three dtypes at most. What PyTorch's caches on disk hold was compared when it was compiled."""
 
 
 def snapshot() -> dict[str, object]:

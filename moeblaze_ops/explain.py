@@ -8,14 +8,14 @@ import os
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from moeblaze_ops.explanation import Candidate, Explanation, left_alone, short_place
+from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
 
 _one_at_a_time = threading.RLock()
 """Dynamo's lists of backends, counters and frames, which a dry run sets back, are those of all threads."""
@@ -60,9 +60,15 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
 
     In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
+    model = getattr(model, "_orig_mod", model)
+    with _one_at_a_time, unchanged(model):
+        return explained(model, inputs, keywords)[0]
+
+
+def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Explanation, Any]:
+    """What ``explain`` returns, and what the model returns where its layers are rewritten."""
     from moeblaze_ops import compile as switch
 
-    model = getattr(model, "_orig_mod", model)
     names = _Names(model)
     graphs: list[_Graph] = []
 
@@ -72,20 +78,23 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
         inserted = {name: path for name, path in after.items() if name not in before}
         graph = _Graph(report, removed, inserted)
         graphs.append(graph)
-        inputs = [node.name for node in captured.graph.find_nodes(op="placeholder")]
+        placeholders = [node.name for node in captured.graph.find_nodes(op="placeholder")]
 
         def run(*args: Any) -> Any:
-            before = _run_and_measure(captured, args)[1] if torch.is_grad_enabled() else {}
             output, after = _run_and_measure(rewritten, args)
-            graph.runs.append(_Run(names.of_parameters(dict(zip(inputs, args, strict=True))), before, after))
+            before = {}
+            if torch.is_grad_enabled():
+                with as_it_is(args):
+                    before = _run_and_measure(captured, args)[1]
+            graph.runs.append(_Run(names.of_parameters(dict(zip(placeholders, args, strict=True))), before, after))
             return output
 
         return run
 
-    with _one_at_a_time, _unchanged(model):
-        records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
+    with _one_at_a_time:
+        output, records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
-    return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes))
+    return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes)), output
 
 
 def report() -> Explanation:
@@ -93,7 +102,7 @@ def report() -> Explanation:
 
     A layer is listed once for each graph that was compiled with it, also where that graph runs for several layers of
     equal code. What PyTorch's caches on disk held was not compiled, and is not listed. The logger ``moeblaze_ops`` says
-    the same while it happens: ``TORCH_LOGS=moeblaze_ops python train.py``.
+    the same while it happens, at info level: ``logging.basicConfig()``, ``logging.getLogger("moeblaze_ops").setLevel("INFO")``.
     """
     from moeblaze_ops import compile as switch
 
@@ -124,7 +133,7 @@ def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: 
     where = f"{name} ({source})" if name else source
     spelling = entry.spelling or "unrecognised"
     if entry.reason is not None:
-        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, entry.detail)
+        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, _with_names(entry.detail, run.names))
     if record.dropped is not None:
         return Candidate(where, spelling, reason=f"its function was compiled as written: {_first_line(record.dropped)}")
     before, after = graph.kept_by(entry.module_path, run) if graph else (None, None)
@@ -148,8 +157,9 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
             if record.without_ops:
                 without_ops += 1
                 continue
-            loop = ", inside a loop, which makes Dynamo skip all of it" if "loop" in record.reason.lower() else ""
-            yield f"nothing of {_frame(record.where)} itself is compiled: {_first_line(record.reason)}{loop}"
+            loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
+            at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
+            yield f"nothing of {_frame(record.where)} itself is compiled: {_in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
         yield f"graph break: {_first_line(reason)}"
     if without_ops:
@@ -158,10 +168,30 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
         yield "no graph was captured, so there was nothing to rewrite"
 
 
+_PLAIN_WORDS = {
+    "Data-dependent branching": "a branch depends on the elements of a tensor",
+    "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
+    "Could not extract specialized": "a branch or a size depends on the elements of a tensor",
+    "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
+    "Unsupported Tensor.item()": "a number is read from a tensor",
+    "Unsupported Tensor.tolist()": "numbers are read from a tensor",
+}
+
+
+def _in_plain_words(reason: str) -> str:
+    """The first line of what Dynamo says, after what it means where that is known."""
+    first = _first_line(reason)
+    meaning = next((words for begin, words in _PLAIN_WORDS.items() if first.startswith(begin)), None)
+    return f"{meaning} ({first})" if meaning else first
+
+
 def _frame(where: str) -> str:
-    """``function (file:line)`` of a frame, where Dynamo has a function of its own for what follows a graph break."""
-    rest = r"torch_dynamo_resume_in_(\w+)_at_(\d+) \((.*):\d+\)"
-    return re.sub(rest, lambda found: f"{found[1]} ({short_place(found[3])}) from line {found[2]} on", where)
+    """``function (file:line)``; what follows a graph break is a function of Dynamo's own, with a name that says so."""
+    function, _, place = where.removesuffix(")").rpartition(" (")
+    rest = re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", function)
+    if rest is None:
+        return f"{function} ({short_place(place)})"
+    return f"{rest[1]} ({short_place(place).rpartition(':')[0]}) from line {rest[2]} on"
 
 
 class _Names:
@@ -203,6 +233,13 @@ def _without_sources(path: str) -> str:
     path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return ".".join(part for part in path.split(".") if part not in ("", "__self__", "func", "_orig_mod", "_modules"))
+
+
+def _with_names(text: str, names: dict[str, str]) -> str:
+    """``text`` with the names of parameters in place of what Dynamo calls them."""
+    for placeholder, name in names.items():
+        text = re.sub(rf"\b{placeholder}\b", name, text, flags=re.IGNORECASE)
+    return text
 
 
 def _unnamed(placeholder: str) -> str:
@@ -279,19 +316,26 @@ def _fresh(model: Callable) -> Callable:
     return types.MethodType(copied, method.__self__) if hasattr(method, "__self__") else copied
 
 
-@contextlib.contextmanager
-def _unchanged(model: Callable) -> Iterator[None]:
+def unchanged(model: Callable) -> contextlib.AbstractContextManager:
     """A context after which the buffers of ``model`` and the random number generators are what they were."""
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-    copies = [buffer.detach().clone() for buffer in buffers]
+    return as_it_is(list(model.buffers()) if isinstance(model, nn.Module) else [])
+
+
+@contextlib.contextmanager
+def as_it_is(values: Sequence[Any]) -> Iterator[None]:
+    """A context after which the tensors without gradients among ``values`` and the random number generators are as before."""
+    tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, kept in zip(buffers, copies, strict=True):
-                    buffer.copy_(kept)
+                for tensor, copy in copies:
+                    # A write, even of the same numbers, would spoil a backward that needs the tensor.
+                    if not torch.equal(tensor, copy):
+                        tensor.copy_(copy)
 
 
 def _first_line(text: str) -> str:

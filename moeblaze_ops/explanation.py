@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sysconfig
 from collections import Counter
 from dataclasses import dataclass
@@ -59,11 +60,11 @@ class Candidate:
             return "\n    ".join(lines)
         lines = [f"{self.where}: {self.spelling} -> {self.became}"]
         if self.kept_before is not None and self.kept_after is not None:
-            lines.append(f"kept for backward: {_size(self.kept_before)} before, {_size(self.kept_after)} after")
+            lines.append(f"kept for backward: {size_text(self.kept_before)} before, {size_text(self.kept_after)} after")
         if self.copied:
-            lines.append(f"separate weights joined by a copy in each pass: {_size(self.copied)}")
+            lines.append(f"separate weights joined by a copy in each pass: {size_text(self.copied)}")
         if self.zeros:
-            lines.append(f"gradients of zeros instead of None for experts without tokens: {', '.join(self.zeros)}")
+            lines.append(f"gradients of zeros instead of None for experts without tokens: {_folded(self.zeros)}")
         return "\n    ".join(lines)
 
 
@@ -106,5 +107,11 @@ def short_place(source: str) -> str:
     return source
 
 
-def _size(num_bytes: int) -> str:
+def _folded(names: tuple[str, ...]) -> str:
+    """Names that differ in their last number as one: ``up.*.weight``."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.[^\d]*$|$)", ".*", name) for name in names))
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in KiB or MiB."""
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"

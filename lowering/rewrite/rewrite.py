@@ -78,7 +78,7 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
     Returns:
         Every candidate in graph order. Also counted in ``torch._dynamo.utils.counters["moeblaze"]`` (``rewritten``, and
-        ``declined_<reason>``) and logged at info level (``TORCH_LOGS=moeblaze_ops``). An error of our own leaves the graph,
+        ``declined_<reason>``) and logged at info level, below ``moeblaze_ops``. An error of our own leaves the graph,
         or the body, as it was; its layers are then declined as ``INTERNAL``.
 
     Raises:
@@ -114,7 +114,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
-        dead = _dead(gm.graph, [result for result, c in zip(results, candidates, strict=True) if c.reason is None])
+        rewritten = [r for r, c in zip(results, candidates, strict=True) if isinstance(r, MoEMatch) and c.reason is None]
+        dead = _dead(gm.graph, rewritten)
     except Exception as error:
         edits.undo()
         detail = tolerate(error)

@@ -26,6 +26,7 @@ class _Call:
 
     keyset: torch._C.DispatchKeySet
     arguments: TreeSpec
+    in_transform: bool
     results: TreeSpec | None = None
 
 
@@ -44,8 +45,7 @@ def autograd_kernel(
 
     def forward(ctx, call, *flat):
         args = tuple(tree_unflatten(list(flat), call.arguments))
-        # Autograd switches both modes off here: what is for this level. Outer transforms are called from inside.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        with _outer_levels() if call.in_transform else contextlib.nullcontext():
             results = _below_autograd(op, call.keyset, args)
         if setup_context is not None:
             setup_context(ctx, args, results)
@@ -77,12 +77,12 @@ def autograd_kernel(
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return _below_autograd(op, keyset, args)
         flat, structure = tree_flatten(list(_with_defaults(op, args)))
-        call = _Call(keyset, structure)
-        if torch._C._are_functorch_transforms_active():
+        call = _Call(keyset, structure, torch._C._are_functorch_transforms_active())
+        if call.in_transform:
             with _one_level():
-                results = of_one_level.apply(call, *flat)
+                results = of_one_level.apply(call, *flat)  # type: ignore[attr-defined]
         else:
-            results = of_tensors.apply(call, *flat)
+            results = of_tensors.apply(call, *flat)  # type: ignore[attr-defined]
         return tree_unflatten(list(results), call.results)
 
     return run
@@ -143,6 +143,13 @@ def _one_level() -> Iterator[None]:
         yield
     finally:
         functorch.set_single_level_autograd_function_allowed(before)
+
+
+@contextlib.contextmanager
+def _outer_levels() -> Iterator[None]:
+    """A context for what a transform calls at the levels around it: autograd has switched itself off for this level."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
 
 
 def _no_forward_mode(name: str) -> NotImplementedError:

@@ -1,5 +1,6 @@
 """``explain`` and ``report`` on real layers: names, bytes, counts, threads, and the text of README's example."""
 
+import logging
 import os
 import re
 import subprocess
@@ -18,14 +19,14 @@ from tests.tools.rewrite_harness import rewriting_backend
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(program: str, folder: Path, **environment: str) -> str:
+def run(program: str, folder: Path) -> str:
     """What a program prints, in a process of its own in ``folder``."""
     file = folder / "program.py"
     file.write_text(program)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, file.name], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr if "TORCH_LOGS" in environment else done.stdout
+    return done.stdout
 
 
 class Dense(nn.Module):
@@ -96,9 +97,14 @@ def test_readme_example(tmp_path):
         "import torch, moeblaze_ops\nfrom model import MoE\n"
         "torch.manual_seed(0)\nprint(moeblaze_ops.explain(MoE(), torch.randn(48, 32)))"
     )
+    text = run(program, tmp_path)
+    assert f"```text\n{text}```" in (ROOT / "README.md").read_text()
     assert_expected_inline(
-        run(program, tmp_path),
+        text,
         """\
+moeblaze: 1 of 1 MoE layers rewritten
+  MoE (model.py:20): masked experts -> expert_up(swiglu) -> expert_down
+    kept for backward: 217.1 KiB before, 49.2 KiB after
 """,
     )
 
@@ -156,7 +162,7 @@ def test_layer_that_is_called_twice_counts_twice():
         return layer(layer(x))
 
     text = str(moeblaze_ops.explain(model, torch.randn(6, 16)))
-    assert text.startswith("moeblaze: 2 of 2") and "2 times tests.system.test_explain_layers.py" in text.replace("\\", "/")
+    assert text.startswith("moeblaze: 2 of 2 MoE layers rewritten\n  2 times ") and text.count("test_explain_layers.py:") == 1
 
 
 def test_names_in_a_function_are_its_own():
@@ -178,6 +184,23 @@ def test_hooks_of_the_model_run():
     assert called and candidate.became
 
 
+def test_fsdp2(tmp_path):
+    """Parameters are sharded until the hooks of each module gather them."""
+    program = (
+        "import torch, torch.distributed as dist, moeblaze_ops\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from tests.system.test_explain_layers import Blocks\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meeting', rank=0, world_size=1)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 16), Blocks(count=2))\n"
+        "[fully_shard(layer) for layer in model[1].layers]\n"
+        "fully_shard(model)\n"
+        "print(moeblaze_ops.explain(model, torch.randn(6, 16)))\n"
+        "dist.destroy_process_group()\n"
+    )
+    out = run(program, tmp_path)
+    assert out.startswith("moeblaze: 2 of 2 MoE layers rewritten\n  1.layers.0 (") and "\n  1.layers.1 (" in out
+
+
 def test_four_threads(tmp_path):
     """Each gets its own right answer; without the lock Dynamo crashed the process."""
     program = (
@@ -197,22 +220,45 @@ def test_declined_layer_says_what_to_change():
     (candidate,) = moeblaze_ops.explain(Dense(activation=nn.Dropout()), torch.randn(6, 16)).candidates
     assert candidate.became is None and candidate.remedy and candidate.code.startswith("out = out + weight")
     assert "what would help: " in str(candidate) and "code: out = out + weight" in str(candidate)
+    assert "down.0.weight" in str(candidate), "the parameter's own name"
+
+
+class Branching(Guarded):
+    """Skips more than experts without tokens."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, slot = torch.where(chosen == e)
+            if token.numel() > 1:
+                out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * weights[token, slot, None])
+        return out
+
+
+def test_branch_on_data_is_named_with_its_line():
+    note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
+    assert "a branch depends on the elements of a tensor" in note and "(if token.numel() > 1:), inside a loop" in note
+    assert re.search(r"at \S*test_explain_layers.py:\d+ ", note)
 
 
 def test_functions_without_operations_are_one_note():
-    model = Blocks(breaks=True)
-    names = [lambda: [str(i) for i in range(3)] for _ in range(4)]
+    """Dynamo's names for what follows a break are not shown, nor each function that it had nothing to compile of."""
+
+    def label(x, name):
+        torch._dynamo.graph_break()
+        return f"{name} of {len(x)}"
 
     def step(x):
+        labels = [label(x, "first")]
         torch._dynamo.graph_break()
-        for name in names:
-            name()
-            torch._dynamo.graph_break()
-        return model(x)
+        labels.append(label(x, "second"))
+        torch._dynamo.graph_break()
+        return labels
 
-    notes = moeblaze_ops.explain(step, torch.randn(6, 16)).notes
-    assert sum("No ops traced" in note for note in notes) == 0
-    assert not any("torch_dynamo_resume" in note for note in notes)
+    explanation = moeblaze_ops.explain(step, torch.randn(6, 16))
+    assert not any("No ops traced" in note or "torch_dynamo_resume" in note for note in explanation.notes)
+    assert sum("without tensor operations" in note for note in explanation.notes) == 1
 
 
 def test_report_of_a_real_compile():
@@ -224,15 +270,11 @@ def test_report_of_a_real_compile():
     assert all(c.became for c in explanation.candidates[-3:])
 
 
-def test_logs_of_a_real_compile(tmp_path):
-    program = (
-        "import torch\nfrom tests.tools.rewrite_harness import rewriting_backend\n"
-        "from tests.system.test_explain_layers import Dense\n"
-        "with rewriting_backend() as backend:\n"
-        "    torch.compile(Dense(), backend=backend)(torch.randn(6, 16))\n"
-    )
-    logged = run(program, tmp_path, TORCH_LOGS="moeblaze_ops")
-    assert re.search(r"test_explain_layers.py:\d+\): rewritten to expert_up\(silu\) -> expert_down", logged)
+def test_logs_of_a_real_compile(caplog):
+    with caplog.at_level(logging.INFO, logger="moeblaze_ops"), rewriting_backend() as backend:
+        torch.compile(Dense(), backend=backend)(torch.randn(6, 16))
+    (message,) = (record.getMessage() for record in caplog.records if record.name.startswith("moeblaze_ops"))
+    assert re.search(r"test_explain_layers.py:\d+\): rewritten to expert_up\(silu\) -> expert_down", message)
 
 
 def test_idle_experts_are_named():
