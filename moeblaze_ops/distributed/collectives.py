@@ -53,6 +53,8 @@ def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
 
 
 def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    if isinstance(slots_N.shape[0], int) and slots_N.shape[0] == 0:
+        return torch.empty_like(slots_N)
     context = torch.library.get_ctx()
     if context._shape_env is None:
         return slots_N.new_empty(context.new_dynamic_size(min=0))
