@@ -11,7 +11,8 @@ import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 check_expert_ids: bool = False
-"""Raise for expert ids other than -1 outside [0, E), at the price of a host sync in ``dispatch``."""
+"""Raise for expert ids other than -1 outside [0, E) on every device, at the price of a host sync in ``dispatch``; ``moe`` does on
+a CPU either way."""
 
 hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""
