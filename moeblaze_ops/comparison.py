@@ -22,9 +22,6 @@ _FACTOR = 4
 _SMALL = 64 << 20
 """Bytes of inputs, parameters among them, that a reproduction holds."""
 
-UNABLE = (RuntimeError, TypeError, ValueError, NotImplementedError)
-"""What a program raises that asks for a dtype by name, or for a product that a device has not in this one."""
-
 
 class VerificationError(RuntimeError):
     """What was compiled gives other results than the program as written."""
@@ -88,15 +85,16 @@ def _compare_graph(
         written = results_of(captured(*args), (), {}, wanted)
     with as_it_is(args):
         rewritten = results_of(compiled(*args), (), {}, wanted)
+    rounding = rounding_of(tree_leaves([node.meta.get("example_value") for node in captured.graph.nodes]))
     for dtype in wider(args):
         wide = [widened(arg, dtype) for arg in args]
         try:
             with as_it_is([]):
                 leaves = {name: wide[names.index(name)] for name in wanted}
-                return compare(written, rewritten, results_of(captured(*wide), (), {}, leaves)), dtype
-        except UNABLE:
+                return compare(written, rewritten, results_of(captured(*wide), (), {}, leaves), rounding), dtype
+        except Exception:  # as in ``verify``; what differs is seen without a precise run, too
             continue
-    return compare(written, rewritten, None), None
+    return compare(written, rewritten, None, rounding), None
 
 
 def _write_reproduction(
@@ -118,16 +116,23 @@ def compare(
     written: dict[str, Tensor | None],
     rewritten: dict[str, Tensor | None],
     precise: dict[str, Tensor | None] | None,
+    rounding: float,
     tolerance: float | None = None,
 ) -> tuple[Comparison, ...]:
-    """Each result of two runs, and how far they are from a third."""
+    """Each result of two runs, and how far they are from a third; ``rounding`` is that of the coarsest dtype in them."""
     return tuple(
-        _comparison(name, written[name], rewritten[name], precise[name] if precise else None, tolerance) for name in written
+        _comparison(name, written[name], rewritten[name], precise[name] if precise else None, rounding, tolerance)
+        for name in written
     )
 
 
 def _comparison(
-    name: str, written: Tensor | None, rewritten: Tensor | None, precise: Tensor | None, tolerance: float | None
+    name: str,
+    written: Tensor | None,
+    rewritten: Tensor | None,
+    precise: Tensor | None,
+    rounding: float,
+    tolerance: float | None,
 ) -> Comparison:
     present = [result for result in (written, rewritten) if result is not None]
     if not present:
@@ -137,7 +142,6 @@ def _comparison(
         note = "None as written" if written is None else "None where it was rewritten"
         written, rewritten = (torch.zeros_like(present[0]) if result is None else result for result in (written, rewritten))
     num_bytes = rewritten.numel() * rewritten.element_size()
-    rounding = torch.finfo(rewritten.dtype).eps
     if precise is None:
         distance = _relative(rewritten, written)
         return Comparison(name, num_bytes, None, distance, 32 * rounding if tolerance is None else tolerance, note)
@@ -185,6 +189,13 @@ def wider(values: Sequence[Any]) -> Iterator[torch.dtype]:
         needed = sum(3 * tensor.numel() * dtype.itemsize for tensor in held)
         if any(tensor.dtype.itemsize < dtype.itemsize for tensor in held) and needed <= _free_bytes(held):
             yield dtype
+
+
+def rounding_of(values: Sequence[Any]) -> float:
+    """That of the coarsest dtype among tensors, or of autocast where that is on."""
+    dtypes = {value.dtype for value in values if _is_floating(value)}
+    dtypes |= {torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def widened(leaf: Any, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moeblaze_ops.comparison import UNABLE, Comparison, compare, results_of, widened, wider
+from moeblaze_ops.comparison import Comparison, compare, results_of, rounding_of, widened, wider
 from moeblaze_ops.explain import explained
 from moeblaze_ops.explanation import Explanation
 from moeblaze_ops.unchanged import unchanged
@@ -16,11 +16,15 @@ from moeblaze_ops.unchanged import unchanged
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What came of ``verify``; its text says it. ``reference`` is the dtype of the precise run, None where there was none."""
+    """What came of ``verify``; its text says it.
+
+    ``reference`` is the dtype of the precise run, None where there was none, and ``no_reference`` says why then.
+    """
 
     explanation: Explanation
     comparisons: tuple[Comparison, ...]
     reference: torch.dtype | None
+    no_reference: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -30,7 +34,8 @@ class Verification:
     def __str__(self) -> str:
         wrong = sum(not comparison.agrees for comparison in self.comparisons)
         verdict = f"{wrong} of {len(self.comparisons)} results differ" if wrong else f"{len(self.comparisons)} results agree"
-        against = f"relative errors against {self.reference}" if self.reference else "relative distances, no precise run"
+        without = f"relative distances, no precise run: {self.no_reference}"
+        against = f"relative errors against {self.reference}" if self.reference else without
         return "\n".join([str(self.explanation), f"{verdict}; {against}:", *(f"  {line}" for line in self.comparisons)])
 
     __repr__ = __str__
@@ -51,7 +56,7 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
         model: a module, or a function (of which the parameters are not known).
         inputs, keywords: what it is called with.
         tolerance: the relative error that the rewritten results may have; None: four times that of the model as written,
-            and four roundings of the result's dtype (32 where there is no precise run).
+            and four roundings of the coarsest dtype in it (32 where there is no precise run).
 
     Returns:
         A report: print it, or ask for ``agrees``.
@@ -64,16 +69,18 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
     with unchanged(model):
         explanation, outputs = explained(model, inputs, keywords)
         rewritten = results_of(outputs, inputs, keywords, wanted)
-    dtype, precise = _precise_results(model, inputs, keywords, list(wanted))
-    return Verification(explanation, compare(written, rewritten, precise, tolerance), dtype)
+    dtype, precise, reason = _precise_results(model, inputs, keywords, list(wanted))
+    rounding = rounding_of([*parameters.values(), *tree_leaves((inputs, keywords)), *written.values()])
+    return Verification(explanation, compare(written, rewritten, precise, rounding, tolerance), dtype, reason)
 
 
 def _precise_results(
     model: Callable, inputs: Sequence[Any], keywords: dict[str, Any], names: list[str]
-) -> tuple[torch.dtype | None, dict[str, Tensor | None] | None]:
-    """The results of the model in the most precise dtype that there is memory for and that it runs in."""
+) -> tuple[torch.dtype | None, dict[str, Tensor | None] | None, str]:
+    """The results of the model in the most precise dtype that there is memory for and that it runs in, or why there are none."""
     if not isinstance(model, nn.Module):
-        return None, None
+        return None, None, "the parameters of a function are not known"
+    reason = "no dtype is more precise, or there is no memory for one"
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for dtype in wider([*tensors.values(), *tree_leaves((inputs, keywords))]):
         wide = {name: widened(tensor, dtype) for name, tensor in tensors.items()}
@@ -81,7 +88,7 @@ def _precise_results(
         try:
             with unchanged(model), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
                 output = torch.func.functional_call(model, wide, wide_inputs, wide_keywords)
-                return dtype, results_of(output, wide_inputs, wide_keywords, {name: wide[name] for name in names})
-        except UNABLE:
-            continue
-    return None, None
+                return dtype, results_of(output, wide_inputs, wide_keywords, {name: wide[name] for name in names}), ""
+        except Exception as error:  # the model asks for a dtype by name, or its layers are no plain tensors
+            reason = f"in {dtype} the model raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None, None, reason

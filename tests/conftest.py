@@ -22,6 +22,8 @@ TIERS = {
     "ops/test_route.py": "fast",
     "ops/test_separate_experts.py": "fast",
     "project/test_demo.py": "slow",
+    "project/test_design.py": "slow",
+    "project/test_docs.py": "slow",
     "project/test_packaging.py": "slow",
     "project/test_readme.py": "slow",
     "rewrite": "rewrite",
@@ -63,6 +65,10 @@ def fused_routers(monkeypatch):
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(tier_of(item.path))
+    few = pytest.mark.skip(reason="needs several CUDA devices")
+    for item in items:
+        if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
+            item.add_marker(few)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
