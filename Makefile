@@ -7,6 +7,7 @@
 # make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
 # make lint        ruff
 # make types       mypy
+# make format      ruff format
 # make docs        the site into build/site, API included; nothing is fetched once the tools are installed
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
@@ -70,6 +71,9 @@ sanitize: $(INSTALLED)
 
 lint:
 	$(RUN) -m ruff check .
+
+format: $(INSTALLED)
+	$(RUN) -m ruff format .
 
 types:
 	@.ci/types $(lastword $(RUN))
