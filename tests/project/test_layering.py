@@ -173,6 +173,24 @@ def test_importing_ops_imports_neither_triton_nor_the_switch():
     assert not offenders(files("moeblaze_ops"), "moeblaze_ops.compile", but={"compile"}, at_top_only=True)
 
 
+def test_kernels_that_ops_name_exist():
+    named = [
+        keyword.value.value
+        for file in files("moeblaze_ops")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "register_op"
+        for keyword in node.keywords
+        if keyword.arg == "kernel"
+    ]
+    assert named
+
+    def functions(module: str) -> set[str]:
+        tree = ast.parse((ROOT / "kernels" / f"{module.replace('.', '/')}.py").read_text())
+        return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+    assert not [kernel for kernel in named if kernel.partition(":")[2] not in functions(kernel.partition(":")[0])]
+
+
 def test_one_reader_of_private_compiler_parts():
     private = "torch._inductor", "torch._dynamo", "torch._functorch"
     others = [file for file in all_files() if file.name != "torch_internals.py"]
