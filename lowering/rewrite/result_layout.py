@@ -13,15 +13,15 @@ from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import fake_of
 from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
-from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 
 
 def has_strides_of(node: fx.Node, written: fx.Node) -> bool:
     """Whether elements stand where they stood, apart from axes of one element, which have no next one."""
     fakes = fake_of(node), fake_of(written)
-    sizes, strides = map(size_of, fakes[1].shape), (map(size_of, fake.stride()) for fake in fakes)
-    return all(same_size(size, 1) or same_size(a, b) for size, a, b in zip(sizes, *strides, strict=True))
+    axes = zip(fakes[1].shape, *(fake.stride() for fake in fakes), strict=True)
+    return all(same_size(size_of(size), 1) or same_size(size_of(a), size_of(b)) for size, a, b in axes)
 
 
 def laid_out(insert: Inserter, node: fx.Node, written: fx.Node) -> fx.Node:
@@ -31,7 +31,8 @@ def laid_out(insert: Inserter, node: fx.Node, written: fx.Node) -> fx.Node:
     if has_strides_of(node, written):
         return node
     order = dense_order(fake)
-    prove(order is not None, Reason.LAYOUT, f"its strides are {tuple(fake.stride())}", written)
+    if order is None:
+        raise Declined(Reason.LAYOUT, f"its strides are {tuple(fake.stride())}", written)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return insert.call("permute", insert.call("contiguous", insert.call("permute", node, order)), inverse)
 

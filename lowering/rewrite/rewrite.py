@@ -217,7 +217,8 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
     order = {node: i for i, node in enumerate(edits.graph.nodes)}
     after = order[match.root]
     inserted = set(insert.nodes)
-    result, copied = None, False
+    result: fx.Node | None = None
+    copied = False
     for carrier in match.region.carriers:
         readers = [u for u in carrier.users if order[u] > after and u not in inserted]
         if not readers:
