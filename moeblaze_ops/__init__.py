@@ -52,7 +52,8 @@ from moeblaze_ops.verify import verify  # noqa: E402
 
 __all__ = [
     "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "load_balancing_loss", "memory_estimate", "moe",
-    "pack_experts", "record_routing", "replay_routing", "report", "route", "router_z_loss", "routing_stats", "verify",
+    "pack_experts", "record_routing", "replay_routing", "report", "route", "router_z_loss", "routing_stats", "shard_experts",
+    "verify",
 ]  # fmt: skip
 
 
@@ -66,4 +67,6 @@ def __getattr__(name: str):
     # The switch imports torch.compile, which a program that only calls the ops does not pay for.
     if name in ("disable", "enable", "enabled"):
         return getattr(import_module("moeblaze_ops.compile"), name)
+    if name == "shard_experts":
+        return import_module("moeblaze_ops.distributed").shard_experts
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

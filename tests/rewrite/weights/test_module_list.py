@@ -157,8 +157,8 @@ def test_autocast_keeps_one_cast_copy_like_stacked_parameters():
 
 def test_explain_says_what_is_copied():
     plain = Candidate("moe", "masked experts", "expert_up", None, 2048, 1024)
-    assert str(plain) == "moe: masked experts -> expert_up; kept for backward: 2.0 KiB before, 1.0 KiB after"
-    assert str(replace(plain, copied=3 << 20)) == f"{plain}; separate weights joined by a copy in each pass: 3.0 MiB"
+    assert str(plain) == "moe: masked experts -> expert_up\n    kept for backward: 2.0 KiB before, 1.0 KiB after"
+    assert str(replace(plain, copied=3 << 20)) == f"{plain}\n    separate weights joined by a copy in each pass: 3.0 MiB"
     assert [candidate.copied for candidate in moeblaze_ops.explain(ModuleListMoE(), torch.randn(T, D)).candidates] == [0]
 
 
