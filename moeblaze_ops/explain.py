@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
 
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
 """Dynamo's lists of backends, counters and frames, which a dry run sets back, are those of all threads."""
 
 
@@ -61,7 +61,7 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
     In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
     model = getattr(model, "_orig_mod", model)
-    with _one_at_a_time, unchanged(model):
+    with one_at_a_time, unchanged(model):
         return explained(model, inputs, keywords)[0]
 
 
@@ -91,8 +91,8 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
 
         return run
 
-    with _one_at_a_time:
-        output, records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
+    with one_at_a_time:
+        output, records, breaks = switch.dry_run(fresh(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
     return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes)), output
 
@@ -297,7 +297,7 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def _fresh(model: Callable) -> Callable:
+def fresh(model: Callable) -> Callable:
     """``model`` as a function that Dynamo has not seen: what it knows about the model, it keeps by code object."""
     if isinstance(model, nn.Module) and (model._forward_hooks or model._forward_pre_hooks):
         # Hooks gather what forward reads (FSDP2), and are a part of what is compiled.
