@@ -170,7 +170,7 @@ def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> Non
         prepare(gm, innermost_backend(self.backend_compile_fn))
         return original(self, gm, *args, **kwargs)
 
-    DDPOptimizer.compile_fn = compile_fn
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
 
 
 def _asked_for(backend: Callable) -> Callable:
@@ -188,7 +188,7 @@ def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]
     def get_code(self):
         return substitute(original(self), self.get_globals())
 
-    UserFunctionVariable.get_code = get_code
+    UserFunctionVariable.get_code = get_code  # type: ignore[method-assign]
 
 
 def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
@@ -274,7 +274,7 @@ def captures_dynamic_shapes() -> bool:
     return dynamo_config.capture_dynamic_output_shape_ops
 
 
-def capturing_dynamic_shapes():
+def capturing_dynamic_shapes() -> contextlib.AbstractContextManager:
     """A context in which frames are traced with such ops in the graph."""
     return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
 
@@ -295,12 +295,12 @@ def capturing_numbers() -> Iterator[None]:
             raise ValueError(f"a list of {numel} numbers")
         return original(self, tx, name, *args, **kwargs)
 
-    TensorVariable.call_method = call_method
+    TensorVariable.call_method = call_method  # type: ignore[method-assign]
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             yield
     finally:
-        TensorVariable.call_method = original
+        TensorVariable.call_method = original  # type: ignore[method-assign]
 
 
 def register_backend(backend: Callable, name: str) -> None:
@@ -321,7 +321,7 @@ def inductor_patches(backend: Callable) -> dict[str, Any] | None:
     return {} if backend is registry._COMPILER_FNS.get("inductor") else None
 
 
-def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords) -> Callable:
+def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords: Any) -> Callable:
     """Inductor as ``torch.compile(mode=mode, options=options)`` would make it; ``config`` holds its patches."""
     return torch._TorchCompileInductorWrapper(mode, options, None, **keywords)
 

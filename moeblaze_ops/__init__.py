@@ -30,13 +30,16 @@ from moeblaze_ops import sources as _sources  # noqa: E402
 
 _sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a digest of
 
+from moeblaze_ops import config as _config  # noqa: E402
 from moeblaze_ops.explain import explain, report  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 
 # A graph from a compiler's cache calls these ops without anything having traced or lowered them.
 from moeblaze_ops.kernels.hopper import ops as _hopper_ops  # noqa: E402, F401
+from moeblaze_ops.kernels.settings import set_settings as _set_settings  # noqa: E402
 from moeblaze_ops.memory.estimate import memory_estimate  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
+from moeblaze_ops.ops import register as _register  # noqa: E402
 from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
@@ -47,6 +50,12 @@ __all__ = [
     "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "report",
     "route", "verify",
 ]  # fmt: skip
+
+
+_set_settings(_config)
+
+# Ops called without the switch, too, need its cache key and its lowerings.
+_register.on_trace(lambda: import_module("moeblaze_ops.compile").on_trace())
 
 
 def __getattr__(name: str):

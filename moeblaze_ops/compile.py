@@ -102,7 +102,7 @@ class _Tried:
 
     compiled: Any | None
     broke: bool
-    records: list[Record]
+    records: list[GraphRecord | CaptureRecord]
     failure: Exception | None = None
 
     def given_up(self) -> "_Tried":
@@ -151,7 +151,7 @@ def enabled() -> Iterator[None]:
 
 
 def moeblaze_backend(
-    gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **keywords
+    gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **keywords: Any
 ) -> Callable:
     """Inductor with rewriting, whether or not ``enable()`` was called: ``torch.compile(model, backend="moeblaze")``.
 
@@ -162,7 +162,7 @@ def moeblaze_backend(
     Raises:
         ValueError: a setting keeps the rewriting pass from running.
     """
-    backend = torch_internals.inductor_backend(mode, options, **keywords)
+    backend: Any = torch_internals.inductor_backend(mode, options, **keywords)
     _install_pass()
     backend.config = _with_pass(backend.config)
     if reason := torch_internals.why_passes_do_not_run(NAME, backend.config):
@@ -205,7 +205,7 @@ def recording() -> Iterator[list[Record]]:
 
 
 def dry_run(
-    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args, **kwargs
+    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args: Any, **kwargs: Any
 ) -> tuple[Any, list[Record], list[str]]:
     """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
 
@@ -354,7 +354,9 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
-    records: list[Record] = [GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)]
+    records: list[GraphRecord | CaptureRecord] = [
+        GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)
+    ]
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()

@@ -1,6 +1,7 @@
 """``MoE``: a plain module, router and experts, over ``moe``."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_module(D, F, E, K, activation, bias, renormalize, keep, device, dtype)
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         outputs = 2 * F if is_gated(activation) else F
         self.K = K
         self.activation = activation

@@ -9,7 +9,7 @@ Off CUDA, where an argument asks for a check on the host, and where experts stor
 one after another in memory, the generated code calls the op.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def register_traced_lowering(
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         fakes = [leaves[i].meta["val"] for i in positions]
 
-        def arguments(values: list) -> list:
+        def arguments(values: Sequence) -> list:
             filled = list(leaves)
             for i, value in zip(positions, values, strict=True):
                 filled[i] = value

@@ -113,7 +113,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
-        dead = _dead(gm.graph, [result for result, c in zip(results, candidates, strict=True) if c.reason is None])
+        rewritten = [r for r, c in zip(results, candidates, strict=True) if isinstance(r, MoEMatch) and c.reason is None]
+        dead = _dead(gm.graph, rewritten)
     except Exception as error:
         edits.undo()
         detail = tolerate(error)

@@ -5,15 +5,16 @@ Each check raises ``<op>: <argument> must <rule>, got <value>``: ``ValueError`` 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS, IDENTITY, is_gated
 from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
+from moeblaze_ops.kernels.configs import ROW_BLOCK
 
 MAX_EXPERTS = 4096
-ROW_BLOCK = 128
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -192,14 +193,14 @@ def check_expert_mlp_chunked(
     return shape
 
 
-def check_expert_mlp_chunked_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+def check_expert_mlp_chunked_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest: Any) -> UpShape:
     """``rest``: the arguments of ``expert_mlp_chunked`` after x."""
     shape = check_expert_mlp_chunked(op, x_TD, *rest)
     _check_dout(op, dout_TD, x_TD, rest[2])
     return shape
 
 
-def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest: Any) -> UpShape:
     """``rest``: the arguments of ``expert_mlp`` after x."""
     shape = check_expert_mlp(op, x_TD, *rest)
     _check_dout(op, dout_TD, x_TD, rest[2])

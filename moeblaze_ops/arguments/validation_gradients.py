@@ -1,5 +1,7 @@
 """Argument checks of the gradients of weights and biases, with the messages of ``validation``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,14 +34,14 @@ def check_weight_grad(
     _check_weights(op, weights_TK, N, gathered_TD)
 
 
-def check_weight_grad_like(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, like: list[Tensor], *rest) -> None:
+def check_weight_grad_like(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, like: list[Tensor], *rest: Any) -> None:
     """The arguments of ``expert_weight_grad``, which has results of the dtype of ``like``; its device is that of the results."""
     check_weight_grad(op, gathered_TD, grouped_NGF, like, *rest)
     for w in like:
         require_dtype(w.dtype == gathered_TD.dtype, op, "like", f"have the dtype {gathered_TD.dtype} of gathered_TD", w.dtype)
 
 
-def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest) -> None:
+def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest: Any) -> None:
     """``rest``: the arguments of ``expert_weight_grad`` after ``like``."""
     check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
     for gradient in dw:
@@ -64,7 +66,15 @@ def check_bias_grad(
     _check_weights(op, weights_TK, N, rows_NC)
 
 
-def check_bias_grad_add(op: str, rows_NC: Tensor, db_EC: Tensor, weights_TK: Tensor | None, slots_N, offsets_E1, *rest) -> None:
+def check_bias_grad_add(
+    op: str,
+    rows_NC: Tensor,
+    db_EC: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    *rest: Any,
+) -> None:
     """``rest``: the arguments of ``expert_bias_grad`` after ``offsets_E1``."""
     check_bias_grad(op, rows_NC, weights_TK, slots_N, offsets_E1, *rest)
     expected = [offsets_E1.shape[0] - 1, rows_NC.shape[1]]

@@ -109,5 +109,6 @@ def not_scriptable(function: Callable) -> Callable:
     def refuse_script() -> NoReturn:
         raise NotImplementedError(f"{function.__name__}: torch.jit.script is not supported, use torch.compile or torch.export")
 
-    function.__prepare_scriptable__ = staticmethod(refuse_script) if isinstance(function, type) else refuse_script
+    hook: Any = staticmethod(refuse_script) if isinstance(function, type) else refuse_script
+    function.__prepare_scriptable__ = hook  # type: ignore[attr-defined]
     return function

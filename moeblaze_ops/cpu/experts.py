@@ -5,6 +5,7 @@ fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,7 +200,7 @@ def _up_backward_sums(
     dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=sum_dtype(dh_NGF))
     halves = up_halves(w_up)
     for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        dx_rows = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
+        dx_rows: Any = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
         tokens = slots_N[rows] // K
         if weights_TK is not None:
             dscale = (dx_rows * x_TD.index_select(0, tokens)).sum(1)

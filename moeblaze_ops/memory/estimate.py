@@ -29,13 +29,11 @@ from moeblaze_ops.arguments.validation import schedule_rows
 from moeblaze_ops.arguments.validation_calls import check_memory_estimate
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, FEW_CHANNELS, choose_column_ranges
 from moeblaze_ops.memory.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
-from moeblaze_ops.memory.token_chunks import token_ranges
+from moeblaze_ops.memory.token_chunks import PARTIAL_COLUMNS, token_ranges
 
 log = logging.getLogger(__name__)
 
 _INDEX = 4
-_PARTIAL_COLUMNS = 128
-"""Columns of F behind one partial sum of the routing weights' gradient."""
 _USABLE = 0.9
 """Part of the free memory that ``auto`` plans with: the rest is lost to fragmentation and to other libraries."""
 _LARGEST_T = 2**40
@@ -203,7 +201,7 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
     N = T * K
     number = sizes.dtype.itemsize
     weight = max(number, 4)
-    partials = -(-F // _PARTIAL_COLUMNS) + sizes.bias
+    partials = -(-F // PARTIAL_COLUMNS) + sizes.bias
     return {
         "x": number * T * D,
         "routing": _INDEX * (2 * N + E + 1 + 2 * schedule_rows(N, E)),
@@ -360,7 +358,7 @@ def _token_limit(
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-_token_limit._dynamo_marked_constant = True
+_token_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

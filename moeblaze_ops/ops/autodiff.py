@@ -80,9 +80,9 @@ def autograd_kernel(
         call = _Call(keyset, structure, torch._C._are_functorch_transforms_active())
         if call.in_transform:
             with _one_level():
-                results = of_one_level.apply(call, *flat)
+                results = of_one_level.apply(call, *flat)  # type: ignore[attr-defined]
         else:
-            results = of_tensors.apply(call, *flat)
+            results = of_tensors.apply(call, *flat)  # type: ignore[attr-defined]
         return tree_unflatten(list(results), call.results)
 
     return run

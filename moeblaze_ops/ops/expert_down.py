@@ -55,7 +55,8 @@ def _expert_down_gradient(ctx, dout_TD):
     dh_NGF, dweights_TK, wa_NF = expert_down_backward(
         dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, ctx.activation
     )
-    dw_down, db_down = [None] * ctx.num_w_down, b_none
+    dw_down: list = [None] * ctx.num_w_down
+    db_down: list = b_none
     if any(ctx.needs_input_grad[2]):
         dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if any(ctx.needs_input_grad[3]):
@@ -74,7 +75,7 @@ def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) ->
     _, _, dw_down, db_down, dweights_TK = tangents
     out_TD = expert_down(*primals, *rest)
     (a_rows,), (da_rows,) = parted([a_and_tangent])
-    terms = []
+    terms: list[tuple] = []
     if da_rows is not None:
         terms.append((da_rows, w_down, [], weights_TK))
     if any(tangent is not None for tangent in (*dw_down, *db_down)):
@@ -109,7 +110,7 @@ def _expert_down_backward_launcher(overwrite_h: bool = False):
         check_expert_down_backward("expert_down_backward", dout_TD, h_NGF, *args)
         _, G, F = h_NGF.shape
         dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
-        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=overwrite_h and dense)
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h and dense)  # type: ignore[call-arg]
 
     return launch
 

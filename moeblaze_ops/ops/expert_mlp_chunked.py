@@ -64,7 +64,7 @@ def _gradient(ctx, dout_TD):
     if any(buffers):
         sums = GradientSums(groups, needs[1:], buffers)
         routed = (dout_TD, x_TD, groups, weights_TK, experts_TK, *ctx.settings)
-        dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)
+        dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)  # type: ignore[call-arg]
         gradients = sums.rounded()
     else:
         dx_TD, dweights_TK, gradients = expert_mlp_chunked_backward(
@@ -122,7 +122,8 @@ class GradientSums:
     def rounded(self) -> list[Tensor]:
         """The gradients that are in no buffer, one group after another; each sum is freed before the next one is rounded."""
         sums = [s for group in self.own for s in group]
-        self.own = self.w_up = self.b_up = self.w_down = self.b_down = ()
+        self.own = []
+        self.w_up = self.b_up = self.w_down = self.b_down = []
         for i in range(len(sums)):
             sums[i] = sums[i].to(self.dtype)
         return sums
@@ -220,7 +221,8 @@ def _expert_mlp_chunked_backward(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, 
     parameters, (weights_TK, experts_TK, *settings) = forward[:4], forward[4:]
     needs_x, *needs_groups = needs
     sums = GradientSums(parameters, needs_groups)
-    dx_TD, dweights_TK = backward_in_chunks(sums, dout_TD, x_TD, parameters, weights_TK, experts_TK, *settings, needs_x)
+    routed = (dout_TD, x_TD, parameters, weights_TK, experts_TK, *settings)
+    dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)  # type: ignore[call-arg]
     return dx_TD, dweights_TK, sums.rounded()
 
 

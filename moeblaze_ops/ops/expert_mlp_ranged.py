@@ -3,7 +3,7 @@
 What backward allocates beside its results is that of one range, see ``row_ranges`` and ``ranged_backward``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def _forward_cpu(*args) -> Tensor:
     return cpu.expert_mlp(*args[:-1])
 
 
-def forward_launcher():
+def forward_launcher() -> Callable:
     from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp
     from moeblaze_ops.kernels.launch import size_hint
 
@@ -56,8 +56,8 @@ def forward_launcher():
         x_TD, w_up, *rest, max_bytes = args
         E, G, F, D = up_shape(w_up)
         sizes = range_sizes(D, F, E, x_TD.dtype, G == 2)
-        num_rows = size_hint(args[6].shape[0])
-        return launch_expert_mlp(x_TD, w_up, *rest, capped(sizes.forward_column_bytes(max_bytes, num_rows)))
+        column_bytes = capped(sizes.forward_column_bytes(max_bytes, size_hint(args[6].shape[0])))
+        return launch_expert_mlp(x_TD, w_up, *rest, column_bytes)  # type: ignore[call-arg]
 
     return launch
 
@@ -71,7 +71,8 @@ def _gradient(ctx, dout_TD):
     none_for_the_rest = (None,) * 7
     if dout_TD is None:
         return None, *([None] * count for count in ctx.counts), None, *none_for_the_rest
-    x_TD, weights_TK, *routing, parameters = *ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    x_TD, weights_TK, *routing = ctx.saved_tensors[:6]
+    parameters = ctx.saved_tensors[6:]
     groups = split_groups(parameters, ctx.counts)
     needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
     needs = [needs_x, *(any(group) for group in needs_groups)]
@@ -129,7 +130,7 @@ def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
     return _run("expert_mlp_ranged_backward", cpu_device(), args, ([], []))
 
 
-def backward_launcher():
+def backward_launcher() -> Callable:
     return lambda *args: _run("expert_mlp_ranged_backward", gpu_device(), args, ([], []))
 
 

@@ -56,7 +56,9 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up = ctx.saved_tensors
     top_k = positions_TK.shape[1]
     dh_NGF = dh_NGF.contiguous()
-    dx_TD, dweights_TK, dw_up, db_up = None, None, [None] * ctx.num_w_up, [None] * ctx.num_b_up
+    dx_TD, dweights_TK = None, None
+    dw_up: list = [None] * ctx.num_w_up
+    db_up: list = [None] * ctx.num_b_up
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
         x_or_none = None if weights_TK is None else x_TD
         dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
@@ -75,7 +77,7 @@ def _expert_up_forward_mode(*args) -> tuple[Tensor, Tensor]:
     primals, tangents = parted(args)
     (x_TD, w_up, b_up, weights_TK, *routing, _), (dx_TD, dw_up, db_up, dweights_TK, *_) = primals, tangents
     h_NGF, a_NF = expert_up(*primals)
-    terms = []
+    terms: list[tuple] = []
     if dx_TD is not None:
         terms.append((dx_TD, w_up, [], weights_TK))
     if any(tangent is not None for tangent in (*dw_up, *db_up)):

@@ -34,6 +34,8 @@ PACKAGED: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {}
 """Of an op that can write a result over an argument: the argument's position, and a launcher that does so."""
 
+_on_trace: list[Callable[[], None]] = []
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _packaged = torch.library.Library(f"{NAMESPACE}_packaged", "FRAGMENT")
 _WITHOUT_STRIDES = ("Sparse", "SparseCsr", "NestedTensor", "Quantized")
@@ -42,6 +44,11 @@ _REFUSED = (*(kind + device for kind in _WITHOUT_STRIDES for device in ("CPU", "
 """Dispatch keys of tensors that no op takes."""
 
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+
+def on_trace(call: Callable[[], None]) -> None:
+    """Have ``call`` called whenever a compiler traces an op: before it looks up a cache or lowers anything."""
+    _on_trace.append(call)
 
 
 def register_op(
@@ -132,15 +139,14 @@ def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
 
 
 def _announced(fake: Callable) -> Callable:
-    """``fake``, after telling ``compile`` that a compiler traces: before it looks up a cache or lowers anything."""
+    """``fake``, after the calls that are asked for by ``on_trace``."""
 
     @functools.wraps(fake)
     def run(*args, **kwargs):
         # AOTInductor traces an exported program without a context.
         if TracingContext.try_get() is not None or "torch._inductor.lowering" in sys.modules:
-            from moeblaze_ops.compile import on_trace
-
-            on_trace()
+            for call in _on_trace:
+                call()
         return fake(*args, **kwargs)
 
     return run

@@ -8,11 +8,9 @@ from torch import Tensor
 from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, SCORINGS, TOP_K_BOUNDS, check_route_call
 from moeblaze_ops.arguments.validation_values import not_scriptable
+from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
-
-SIGMOID_EPS = 1e-20
-"""Added to the sum that renormalizes sigmoid scores, as DeepSeek-V3 does; softmax scores are divided by their sum."""
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -4,9 +4,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import moeblaze_ops
-import moeblaze_ops.kernels.configs as kernel_configs
 from moeblaze_ops import config
-from moeblaze_ops.arguments import validation
 from moeblaze_ops.ops import reference
 from tests.corpus.layers import ROUTINGS, E, K, routing
 
@@ -109,7 +107,3 @@ def test_dispatch_rejects_a_wrong_number_of_dimensions():
 def test_dispatch_rejects_too_many_experts():
     with pytest.raises(ValueError, match="dispatch: num_experts must be between 1 and 4096, got 5000"):
         dispatch(torch.zeros(2, 2, dtype=torch.int64), 5000)
-
-
-def test_ops_and_kernels_agree_on_the_row_block():
-    assert validation.ROW_BLOCK == kernel_configs.ROW_BLOCK
