@@ -153,8 +153,7 @@ def install_frame_hook(
 def _in_place_of(original: Callable, backend: Callable) -> Callable:
     """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
     if backend is not original:
-        vars(backend).update(getattr(original, "__dict__", {}))
-        backend._torchdynamo_orig_backend = original
+        vars(backend).update(getattr(original, "__dict__", {}), _torchdynamo_orig_backend=original)
     return backend
 
 

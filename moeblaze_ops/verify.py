@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,20 +142,20 @@ def _compare_graph(
 ) -> tuple[tuple[Comparison, ...], torch.dtype | None]:
     names = [node.name for node in captured.graph.find_nodes(op="placeholder")]
     wanted = {name: arg for name, arg in zip(names, args, strict=True) if _is_floating(arg) and arg.requires_grad}
-    runs = []
-    for run in (captured, compiled):
-        with as_it_is(args):
-            runs.append(_results(run(*args), (), {}, wanted))
+    with as_it_is(args):
+        written = _results(captured(*args), (), {}, wanted)
+    with as_it_is(args):
+        rewritten = _results(compiled(*args), (), {}, wanted)
     rounding = _rounding(tree_leaves([node.meta.get("example_value") for node in captured.graph.nodes]))
     for dtype in _wider(args):
         wide = [_widened(arg, dtype) for arg in args]
         try:
             with as_it_is([]):
                 leaves = {name: wide[names.index(name)] for name in wanted}
-                return compare(*runs, _results(captured(*wide), (), {}, leaves), rounding), dtype
+                return compare(written, rewritten, _results(captured(*wide), (), {}, leaves), rounding), dtype
         except Exception:  # as in ``_precise_results``; what differs is seen without a precise run, too
             continue
-    return compare(*runs, None, rounding), None
+    return compare(written, rewritten, None, rounding), None
 
 
 def _write_reproduction(
@@ -220,12 +220,12 @@ def _relative(result: Tensor, expected: Tensor) -> float:
 
 
 def _results(
-    output: Any, inputs: Sequence[Any], keywords: dict[str, Any], parameters: dict[str, Tensor]
+    output: Any, inputs: Sequence[Any], keywords: dict[str, Any], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """The floating outputs of a run and the gradients of their random weighting, each by a name."""
     outputs = [leaf for leaf in tree_leaves(output) if _is_floating(leaf)]
     leaves = [leaf for leaf in tree_leaves((inputs, keywords)) if _is_floating(leaf) and leaf.requires_grad]
-    named = {f"input {i}": leaf for i, leaf in enumerate(leaves)} | parameters
+    named = {**{f"input {i}": leaf for i, leaf in enumerate(leaves)}, **parameters}
     labels = [f"output {i}" for i in range(len(outputs))] if len(outputs) > 1 else ["output"]
     results: dict[str, Tensor | None] = {label: output.detach() for label, output in zip(labels, outputs, strict=False)}
     differentiable = [output for output in outputs if output.requires_grad]
