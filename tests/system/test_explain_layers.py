@@ -199,6 +199,9 @@ def test_fsdp2(tmp_path):
     assert out.startswith("moeblaze: 2 of 2 MoE layers rewritten\n  1.layers.0 (") and "\n  1.layers.1 (" in out
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="Dynamo of torch 2.11 crashes in a second thread if no other compiled first"
+)
 def test_four_threads(tmp_path):
     """Each gets its own right answer; without the lock Dynamo crashed the process."""
     program = (
