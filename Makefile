@@ -3,6 +3,7 @@
 #                  test-fast test-rewrite test-slow test-export test-hf test-offline test-interpreter
 # make test-gpu    the tests that need a GPU
 # make demo        install into .venv and run the example (the GPU is used when there is one)
+# make demo-distributed  the same model with its experts spread over two processes, or over PROCESSES
 # make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
 # make lint        ruff
 # make types       mypy
@@ -15,6 +16,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TOOL ?= memcheck
 ARGS ?=
+PROCESSES ?= 2
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -37,11 +39,14 @@ ELSEWHERE := --ignore=tests/hf --ignore=tests/interpreter --ignore=tests/rewrite
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
-.PHONY: check demo test $(PARTS) test-gpu sanitize lint types docs clean
+.PHONY: check demo demo-distributed test $(PARTS) test-gpu sanitize lint types docs clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
 	$(RUN) examples/train_moe_lm.py $(ARGS)
+
+demo-distributed: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) examples/train_multi_gpu.py $(ARGS)
 
 $(PARTS) types lint: $(INSTALLED)
 

@@ -33,6 +33,7 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "counters",
@@ -216,6 +217,27 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
 
 
+def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
+    """Which of ``redistribute`` and ``to_local`` of a DTensor a node calls, and its keywords; None for another node.
+
+    torch 2.11 puts a function in the graph that closes over the arguments.
+    """
+    source = node.args[0] if len(node.args) == 1 else None
+    if not isinstance(source, fx.Node) or not hasattr(source.meta.get("example_value"), "placements"):
+        return None
+    methods = ("redistribute", "to_local")
+    if node.op == "call_method":
+        return (node.target, dict(node.kwargs)) if node.target in methods else None
+    cells = getattr(node.target, "__closure__", None) if node.op == "call_function" else None
+    if not cells:
+        return None
+    closed = dict(zip(node.target.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    if closed.keys() != {"args_as_value", "kwargs_as_value"} or closed["args_as_value"]:
+        return None
+    name = next((name for name in methods if f".method_{name}." in node.target.__qualname__), None)
+    return None if name is None else (name, dict(closed["kwargs_as_value"]))
+
+
 def says_no_ops(error: Exception) -> bool:
     """Whether Dynamo gave a frame up for having no tensor operations in it."""
     return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
@@ -344,6 +366,25 @@ def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], boo
 
     of_two = CallFunction(op, Arg(), Arg())
     register_graph_pattern(of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
+
+
+def register_joint_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
+    """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
+    from torch._inductor.fx_passes.joint_graph import patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=patterns)(lambda match, *_, **__: visit(match.output_node()))
+
+
+def may_be_repeated(node: fx.Node) -> bool:
+    """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
+    settings = torch._functorch.config
+    return node.meta.get("recompute") is not None or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
+
+
+def keep_for_backward(node: fx.Node) -> None:
+    """Let the partitioner save what backward needs of a node, and never compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def fallback(op: torch._ops.OpOverload) -> Callable:

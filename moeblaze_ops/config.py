@@ -10,9 +10,25 @@ import sys
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+arrived_rows: Literal["exact", "bound"] = "exact"
+"""How long h is where tokens move to sharded experts. ``exact``: as many rows as arrived, which the host reads once a layer.
+``bound``: room for every slot of every rank, and no host sync."""
+
 check_expert_ids: bool = False
 """Raise for expert ids other than -1 outside [0, E) on every device, at the price of a host sync in ``dispatch``; ``moe`` does on
 a CPU either way."""
+
+check_tokens_per_rank: bool = True
+"""Before tokens move, the ranks tell each other on the host how many they have, and raise where they differ. False: the caller
+promises that they are as many on every rank."""
+
+collective_multiprocessors: int | None = None
+"""Multiprocessors that our persistent kernels leave to a collective that runs beside them, in backward of a layer whose tokens
+move: as many as NCCL takes (``NCCL_MAX_CTAS``). None: not one; programs of such a kernel may have to wait for theirs then."""
+
+experts_move: Literal["auto", "tokens", "weights"] = "auto"
+"""What moves between ranks that share the experts of a proven layer (``shard_experts``): its tokens, its weights, or of the two
+what is fewer bytes. Tokens must be as many on every rank to move; weights move for any number."""
 
 hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""

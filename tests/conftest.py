@@ -16,6 +16,8 @@ TIERS = {
     "interpreter": "interpreter",
     "kernels": "offline",
     "project/test_demo.py": "slow",
+    "project/test_design.py": "slow",
+    "project/test_docs.py": "slow",
     "project/test_packaging.py": "slow",
     "project/test_readme.py": "slow",
     "rewrite": "rewrite",
@@ -56,6 +58,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if tier := tier_of(item.path):
             item.add_marker(tier)
+    few = pytest.mark.skip(reason="needs several CUDA devices")
+    for item in items:
+        if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
+            item.add_marker(few)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

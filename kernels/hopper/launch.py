@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
+from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -69,9 +70,13 @@ def needs_wide_offsets(tensor: Tensor) -> bool:
 
 
 @cache
-def num_programs(device: torch.device) -> int:
-    """One persistent program for each multiprocessor."""
+def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_programs(device: torch.device) -> int:
+    """One persistent program for each multiprocessor that is not left to others."""
+    return max(1, _num_multiprocessors(device) - left_free())
 
 
 def launch_persistent(kernel: Any, device: torch.device, *args: Any, registers: int = REGISTERS) -> None:

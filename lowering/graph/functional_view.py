@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.torch_internals import dtensor_call
 
 
 class NotCanonical(Exception):
@@ -128,7 +129,13 @@ def _has_unknown_writes(node: fx.Node) -> bool:
         bodies = [operand for operand in node.all_input_nodes if _body(operand) is not None]
         return "mutation" in node.target.name() or not bodies or any(map(_body_writes, bodies))
     calls = node.op in ("call_function", "call_method", "call_module")
-    return calls and not operator_name(node) and not overloads_of(node)
+    return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
+
+
+def _dtensor_method(node: fx.Node) -> str:
+    """The name of a form for a method of DTensor, "" for another node."""
+    call = dtensor_call(node)
+    return "" if call is None else f"DTensor.{call[0]}"
 
 
 def _body(node: fx.Node) -> fx.GraphModule | None:
@@ -275,7 +282,7 @@ class GraphView:
         self._history.setdefault(node, []).append((self.position[self._node], value))
 
     def _compute(self, name: str, node: fx.Node) -> Any:
-        form = self.table.get(name) if is_on_plain_tensors(node) else None
+        form = self.table.get(name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
         if form is None or "out" in node.kwargs or self.is_without_gradient(node):
             return self.opaque(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])

@@ -20,6 +20,7 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.terms.activation import emit
+from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
@@ -75,6 +76,19 @@ def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.N
 def _insert_layer(
     insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
 ) -> tuple[fx.Node, str]:
+    moving = may_move(insert, match, x_TD, experts_TK)
+    if moving is None:
+        return _insert_whole(insert, match, x_TD, weights_TK, experts_TK)
+    if moving.moves_tokens():
+        return insert_moved_tokens(insert, match, moving, x_TD, weights_TK)
+    out, became = _insert_whole(insert, match, x_TD, weights_TK, moving.experts_TK)
+    return out, f"{became}: {moving.describe('weights', 'tokens')}"
+
+
+def _insert_whole(
+    insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
+) -> tuple[fx.Node, str]:
+    """Insert a layer whose experts are all here."""
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])

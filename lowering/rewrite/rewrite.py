@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
+from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers
 from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
@@ -260,6 +261,7 @@ def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
     for node in reversed(dead):
         gm.graph.erase_node(node)
     if dead:
+        drop_unread_gathers(gm.graph)
         gm.recompile()
 
 

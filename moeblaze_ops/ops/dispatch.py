@@ -77,5 +77,5 @@ Returns:
     All int32. Two runs agree bit for bit.
 
 Raises:
-    ValueError: wrong shape, K > E, or an id that is to be checked and wrong. TypeError: ids are not int32 or int64.
+    ValueError: wrong shape, or an id that is to be checked and wrong. TypeError: ids are not int32 or int64.
 """

@@ -89,9 +89,17 @@ def test_dispatch_rejects_ids_out_of_range_in_debug_mode(monkeypatch, bad, value
         torch.compile(lambda ids: dispatch(ids, E), backend="aot_eager")(ids)
 
 
-def test_dispatch_rejects_more_choices_than_experts():
-    with pytest.raises(ValueError, match=r"dispatch: experts_TK must have 1 to num_experts=3 columns, got 4"):
-        dispatch(torch.zeros(2, 4, dtype=torch.int64), 3)
+def test_dispatch_takes_more_slots_than_experts():
+    """As where a rank has few experts, and other ranks the others."""
+    slots, offsets, positions, _ = dispatch(torch.tensor([[-1, 1, -1, 0], [-1, -1, 1, -1]]), 2)
+    assert slots[:3].tolist() == [3, 1, 6]
+    assert offsets.tolist() == [0, 1, 3]
+    assert positions.tolist() == [[-1, 1, -1, 0], [-1, -1, 2, -1]]
+
+
+def test_dispatch_rejects_no_choices():
+    with pytest.raises(ValueError, match=r"dispatch: experts_TK must have 1 column or more, got 0"):
+        dispatch(torch.zeros(2, 0, dtype=torch.int64), 3)
 
 
 def test_dispatch_rejects_float_ids():

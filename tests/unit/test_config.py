@@ -10,7 +10,11 @@ import torch
 from moeblaze_ops import config
 
 RIGHT = {
+    "arrived_rows": ["exact", "bound"],
     "check_expert_ids": [True, False],
+    "check_tokens_per_rank": [True, False],
+    "collective_multiprocessors": [None, 1, 16],
+    "experts_move": ["auto", "tokens", "weights"],
     "hopper": ["auto", "off"],
     "idle_expert_grads": ["zeros", "none"],
     "keep": ["preactivation", "input", "auto"],
@@ -39,8 +43,8 @@ WRONG = [
     ("max_transient_bytes", 0, ValueError, "an int of 1 or more, or None, got 0"),
     ("max_transient_bytes", 512e6, TypeError, "an int of 1 or more, or None, got 512000000.0"),
     ("strict", "yes", TypeError, "True or False, got 'yes'"),
-    ("kept", "input", AttributeError, "one of the knobs check_expert_ids, "),
-    ("snapshot", None, AttributeError, "one of the knobs check_expert_ids, "),
+    ("kept", "input", AttributeError, "one of the knobs arrived_rows, "),
+    ("snapshot", None, AttributeError, "one of the knobs arrived_rows, "),
 ]
 
 
