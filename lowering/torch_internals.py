@@ -228,13 +228,14 @@ def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
     methods = ("redistribute", "to_local")
     if node.op == "call_method":
         return (node.target, dict(node.kwargs)) if node.target in methods else None
-    cells = getattr(node.target, "__closure__", None) if node.op == "call_function" else None
+    function: Any = node.target
+    cells = getattr(function, "__closure__", None) if node.op == "call_function" else None
     if not cells:
         return None
-    closed = dict(zip(node.target.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    closed = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
     if closed.keys() != {"args_as_value", "kwargs_as_value"} or closed["args_as_value"]:
         return None
-    name = next((name for name in methods if f".method_{name}." in node.target.__qualname__), None)
+    name = next((name for name in methods if f".method_{name}." in function.__qualname__), None)
     return None if name is None else (name, dict(closed["kwargs_as_value"]))
 
 
