@@ -7,8 +7,8 @@
 from typing import Any
 
 from moeblaze_ops.lowering.forms.views import form, output_dtype, output_shape, require, tensor
+from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.torch_internals import dtensor_call
 
 
 @form("DTensor.redistribute", "DTensor.to_local")

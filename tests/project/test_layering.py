@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # inside functions. A new room gets its place here.
 FLOORS = {
     "kernels": [
-        ["configs", "activations", "tracing", "settings"],
+        ["configs", "activations", "multiprocessors", "tracing", "settings"],
         ["launch", "tiles"],
         ["hopper", "routing", "rows"],
         ["select"],
