@@ -33,6 +33,7 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "counters",
@@ -345,6 +346,25 @@ def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], boo
 
     of_two = CallFunction(op, Arg(), Arg())
     register_graph_pattern(of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
+
+
+def register_joint_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
+    """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
+    from torch._inductor.fx_passes.joint_graph import patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=patterns)(lambda match, *_, **__: visit(match.output_node()))
+
+
+def may_be_repeated(node: fx.Node) -> bool:
+    """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
+    settings = torch._functorch.config
+    return node.meta.get("recompute") is not None or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
+
+
+def keep_for_backward(node: fx.Node) -> None:
+    """Let the partitioner save what backward needs of a node, and never compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def fallback(op: torch._ops.OpOverload) -> Callable:

@@ -15,7 +15,8 @@ arrived_rows: Literal["exact", "bound"] = "exact"
 ``bound``: room for every slot of every rank, and no host sync."""
 
 check_expert_ids: bool = False
-"""Raise for expert ids other than -1 outside [0, E), at the price of a host sync in ``dispatch``."""
+"""Raise for expert ids other than -1 outside [0, E) on every device, at the price of a host sync in ``dispatch``; ``moe`` does on
+a CPU either way."""
 
 check_tokens_per_rank: bool = True
 """Before tokens move, the ranks tell each other on the host how many they have, and raise where they differ. False: the caller

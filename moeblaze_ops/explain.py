@@ -323,8 +323,11 @@ def unchanged(model: Callable) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def as_it_is(values: Sequence[Any]) -> Iterator[None]:
-    """A context after which the tensors without gradients among ``values`` and the random number generators are as before."""
-    tensors = [value for value in values if isinstance(value, Tensor) and not value.requires_grad]
+    """A context after which the random number generators, and buffers and inputs among ``values``, are as before.
+
+    A forward that writes to its parameters, or to what has a gradient, is not supported by autograd either.
+    """
+    tensors = [v for v in values if isinstance(v, Tensor) and not (v.requires_grad or isinstance(v, nn.Parameter))]
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):

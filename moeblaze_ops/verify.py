@@ -23,9 +23,6 @@ _FACTOR = 4
 _SMALL = 64 << 20
 """Bytes of inputs, parameters among them, that a reproduction holds."""
 
-_UNABLE = (RuntimeError, TypeError, ValueError, NotImplementedError)
-"""What a program raises that asks for a dtype by name, or for a product that a device has not in this one."""
-
 
 class VerificationError(RuntimeError):
     """What was compiled gives other results than the program as written."""
@@ -59,11 +56,15 @@ class Comparison:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What came of ``verify``; its text says it. ``reference`` is the dtype of the precise run, None where there was none."""
+    """What came of ``verify``; its text says it.
+
+    ``reference`` is the dtype of the precise run, None where there was none, and ``no_reference`` says why then.
+    """
 
     explanation: Explanation
     comparisons: tuple[Comparison, ...]
     reference: torch.dtype | None
+    no_reference: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -73,7 +74,8 @@ class Verification:
     def __str__(self) -> str:
         wrong = sum(not comparison.agrees for comparison in self.comparisons)
         verdict = f"{wrong} of {len(self.comparisons)} results differ" if wrong else f"{len(self.comparisons)} results agree"
-        against = f"relative errors against {self.reference}" if self.reference else "relative distances, no precise run"
+        without = f"relative distances, no precise run: {self.no_reference}"
+        against = f"relative errors against {self.reference}" if self.reference else without
         return "\n".join([str(self.explanation), f"{verdict}; {against}:", *(f"  {line}" for line in self.comparisons)])
 
     __repr__ = __str__
@@ -94,7 +96,7 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
         model: a module, or a function (of which the parameters are not known).
         inputs, keywords: what it is called with.
         tolerance: the relative error that the rewritten results may have; None: four times that of the model as written,
-            and four roundings of the result's dtype (32 where there is no precise run).
+            and four roundings of the coarsest dtype in it (32 where there is no precise run).
 
     Returns:
         A report: print it, or ask for ``agrees``.
@@ -107,8 +109,9 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
     with unchanged(model):
         explanation, outputs = explained(model, inputs, keywords)
         rewritten = _results(outputs, inputs, keywords, wanted)
-    dtype, precise = _precise_results(model, inputs, keywords, list(wanted))
-    return Verification(explanation, compare(written, rewritten, precise, tolerance), dtype)
+    dtype, precise, reason = _precise_results(model, inputs, keywords, list(wanted))
+    rounding = _rounding([*parameters.values(), *tree_leaves((inputs, keywords)), *written.values()])
+    return Verification(explanation, compare(written, rewritten, precise, rounding, tolerance), dtype, reason)
 
 
 def verified_at_first(captured: fx.GraphModule, compiled: Callable) -> Callable:
@@ -143,15 +146,16 @@ def _compare_graph(
     for run in (captured, compiled):
         with as_it_is(args):
             runs.append(_results(run(*args), (), {}, wanted))
+    rounding = _rounding(tree_leaves([node.meta.get("example_value") for node in captured.graph.nodes]))
     for dtype in _wider(args):
         wide = [_widened(arg, dtype) for arg in args]
         try:
             with as_it_is([]):
                 leaves = {name: wide[names.index(name)] for name in wanted}
-                return compare(*runs, _results(captured(*wide), (), {}, leaves)), dtype
-        except _UNABLE:
+                return compare(*runs, _results(captured(*wide), (), {}, leaves), rounding), dtype
+        except Exception:  # as in ``_precise_results``; what differs is seen without a precise run, too
             continue
-    return compare(*runs, None), None
+    return compare(*runs, None, rounding), None
 
 
 def _write_reproduction(
@@ -173,16 +177,23 @@ def compare(
     written: dict[str, Tensor | None],
     rewritten: dict[str, Tensor | None],
     precise: dict[str, Tensor | None] | None,
+    rounding: float,
     tolerance: float | None = None,
 ) -> tuple[Comparison, ...]:
-    """Each result of two runs, and how far they are from a third."""
+    """Each result of two runs, and how far they are from a third; ``rounding`` is that of the coarsest dtype in them."""
     return tuple(
-        _comparison(name, written[name], rewritten[name], precise[name] if precise else None, tolerance) for name in written
+        _comparison(name, written[name], rewritten[name], precise[name] if precise else None, rounding, tolerance)
+        for name in written
     )
 
 
 def _comparison(
-    name: str, written: Tensor | None, rewritten: Tensor | None, precise: Tensor | None, tolerance: float | None
+    name: str,
+    written: Tensor | None,
+    rewritten: Tensor | None,
+    precise: Tensor | None,
+    rounding: float,
+    tolerance: float | None,
 ) -> Comparison:
     present = [result for result in (written, rewritten) if result is not None]
     if not present:
@@ -192,7 +203,6 @@ def _comparison(
         note = "None as written" if written is None else "None where it was rewritten"
         written, rewritten = (torch.zeros_like(present[0]) if result is None else result for result in (written, rewritten))
     num_bytes = rewritten.numel() * rewritten.element_size()
-    rounding = torch.finfo(rewritten.dtype).eps
     if precise is None:
         distance = _relative(rewritten, written)
         return Comparison(name, num_bytes, None, distance, 32 * rounding if tolerance is None else tolerance, note)
@@ -234,10 +244,11 @@ def _weighting(output: Tensor, seed: int) -> Tensor:
 
 def _precise_results(
     model: Callable, inputs: Sequence[Any], keywords: dict[str, Any], names: list[str]
-) -> tuple[torch.dtype | None, dict[str, Tensor | None] | None]:
-    """The results of the model in the most precise dtype that there is memory for and that it runs in."""
+) -> tuple[torch.dtype | None, dict[str, Tensor | None] | None, str]:
+    """The results of the model in the most precise dtype that there is memory for and that it runs in, or why there are none."""
     if not isinstance(model, nn.Module):
-        return None, None
+        return None, None, "the parameters of a function are not known"
+    reason = "no dtype is more precise, or there is no memory for one"
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for dtype in _wider([*tensors.values(), *tree_leaves((inputs, keywords))]):
         wide = {name: _widened(tensor, dtype) for name, tensor in tensors.items()}
@@ -245,10 +256,10 @@ def _precise_results(
         try:
             with unchanged(model), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
                 output = torch.func.functional_call(model, wide, wide_inputs, wide_keywords)
-                return dtype, _results(output, wide_inputs, wide_keywords, {name: wide[name] for name in names})
-        except _UNABLE:
-            continue
-    return None, None
+                return dtype, _results(output, wide_inputs, wide_keywords, {name: wide[name] for name in names}), ""
+        except Exception as error:  # the model asks for a dtype by name, or its layers are no plain tensors
+            reason = f"in {dtype} the model raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None, None, reason
 
 
 def _wider(values: Sequence[Any]) -> Iterator[torch.dtype]:
@@ -259,6 +270,13 @@ def _wider(values: Sequence[Any]) -> Iterator[torch.dtype]:
         needed = sum(3 * tensor.numel() * dtype.itemsize for tensor in held)
         if any(tensor.dtype.itemsize < dtype.itemsize for tensor in held) and needed <= _free_bytes(held):
             yield dtype
+
+
+def _rounding(values: Sequence[Any]) -> float:
+    """That of the coarsest dtype among tensors, or of autocast where that is on."""
+    dtypes = {value.dtype for value in values if _is_floating(value)}
+    dtypes |= {torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _widened(leaf: Any, dtype: torch.dtype) -> Any:

@@ -16,6 +16,8 @@ TIERS = {
     "interpreter": "interpreter",
     "kernels": "offline",
     "project/test_demo.py": "slow",
+    "project/test_design.py": "slow",
+    "project/test_docs.py": "slow",
     "project/test_packaging.py": "slow",
     "project/test_readme.py": "slow",
     "rewrite": "rewrite",

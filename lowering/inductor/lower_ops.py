@@ -19,15 +19,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, OVERWRITING, PACKAGED
 
 
 def register_lowerings() -> None:
-    """Register a lowering for every op that has a launcher or lists of tensors, and what joins an op after autograd."""
+    """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what keeps routing."""
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
+    for op in ROUTED:
+        torch_internals.register_joint_visit(op, pin_routing)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     for op in PACKAGED.keys() - LAUNCHERS.keys():

@@ -86,13 +86,17 @@ def with_shapes_joined(op: torch._ops.OpOverload, flops: Callable) -> Callable:
     return run
 
 
-def reads_in_place(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether ``op`` reads experts that are apart and lie one after another in memory, as far as storages of fakes tell."""
+def separate_weights(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[list[Sequence[Tensor]]]:
+    """Weights and biases that a call of ``op`` has expert by expert: of each such argument one group of E, or gates and ups."""
     names, lists = _lists(op)
     read = [args[i] for i in lists if names[i] != "like"]
     num_experts = _num_experts(op.overloadpacket.__name__, names, args) if read else 0
-    groups = (_groups(tensors, num_experts) for tensors in read if are_apart(tensors, num_experts))
-    return any(all(map(are_in_a_row, pieces)) for pieces in groups)
+    return [_groups(tensors, num_experts) for tensors in read if are_apart(tensors, num_experts)]
+
+
+def reads_in_place(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether ``op`` reads experts that are apart and lie one after another in memory, as far as storages of fakes tell."""
+    return any(all(map(are_in_a_row, groups)) for groups in separate_weights(op, args))
 
 
 def _num_experts(op: str, names: Sequence[str], args: Sequence[Any]) -> int:

@@ -1,6 +1,8 @@
 """``moeblaze::route`` and its backward: router logits to the ids and weights of each token's experts, in one kernel."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
+
+WATCHERS: list[Callable[[Tensor, dict[str, Any], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = []
+"""Called with logits, what the weights depend on, and the result of every ``route``; what the last one returns is the result."""
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -63,7 +68,10 @@ def route(
         logits.reshape(-1, logits.shape[-1]), bias, top_k, scoring, renormalize, scale, num_groups, top_groups
     )
     shape = (*logits.shape[:-1], top_k)
-    return weights_TK.view(shape), experts_TK.view(shape)
+    result = weights_TK.view(shape), experts_TK.view(shape)
+    for watch in WATCHERS:
+        result = watch(logits, {"scoring": scoring, "renormalize": renormalize, "scale": scale}, result)
+    return result
 
 
 def check_route(

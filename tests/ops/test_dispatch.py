@@ -41,6 +41,7 @@ def test_dispatch_reads_strided_ids():
 def test_dispatch_opcheck(case):
     torch.manual_seed(0)
     opcheck(dispatch.default, (routing(case), E))
+    opcheck(dispatch.default, (routing(case), E, True))
 
 
 def test_dispatch_compiles_once_for_several_token_counts():

@@ -34,12 +34,13 @@ FLOORS = {
     ],
     "moeblaze_ops": [
         ["config", "sources", "arguments", "capture", "explanation"],
-        ["cpu", "memory", "packing"],
+        ["cpu", "memory"],
         ["ops"],
-        ["functional"],
+        ["functional", "routing"],
         ["module", "distributed"],
         ["compile", "integrations"],
         ["explain"],
+        ["packing", "verify"],
         ["__init__"],
     ],
 }

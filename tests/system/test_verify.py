@@ -88,6 +88,17 @@ def test_function_without_parameters_of_its_own():
     verification = moeblaze_ops.verify(lambda x: layer(x).tanh(), x)
     assert [comparison.name for comparison in verification.comparisons] == ["output", "gradient of input 0"]
     assert verification.agrees and verification.reference is None
+    assert "no precise run: the parameters of a function are not known" in str(verification)
+
+
+def test_model_that_runs_in_its_own_dtype_alone():
+    class Casting(Dense):
+        def forward(self, x):
+            return super().forward(x.to(torch.bfloat16)).float()
+
+    verification = moeblaze_ops.verify(Casting().bfloat16(), torch.randn(24, 16))
+    assert verification.reference is None and verification.agrees
+    assert "no precise run: in torch.float32 the model raises RuntimeError" in str(verification)
 
 
 def test_without_gradients():
