@@ -17,9 +17,9 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
-from moeblaze_ops.lowering.torch_internals import dtensor_call
 
 
 class NotCanonical(Exception):

@@ -1,7 +1,6 @@
 """Losses that keep a router balanced and its logits small, from counts and one pass over the logits of each layer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
