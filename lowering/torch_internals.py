@@ -218,27 +218,6 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
 
 
-def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
-    """Which of ``redistribute`` and ``to_local`` of a DTensor a node calls, and its keywords; None for another node.
-
-    torch 2.11 puts a function in the graph that closes over the arguments.
-    """
-    source = node.args[0] if len(node.args) == 1 else None
-    if not isinstance(source, fx.Node) or not hasattr(source.meta.get("example_value"), "placements"):
-        return None
-    methods = ("redistribute", "to_local")
-    if node.op == "call_method":
-        return (node.target, dict(node.kwargs)) if node.target in methods else None
-    cells = getattr(node.target, "__closure__", None) if node.op == "call_function" else None
-    if not cells:
-        return None
-    closed = dict(zip(node.target.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))  # type: ignore[union-attr]
-    if closed.keys() != {"args_as_value", "kwargs_as_value"} or closed["args_as_value"]:
-        return None
-    name = next((name for name in methods if f".method_{name}." in node.target.__qualname__), None)  # type: ignore[union-attr]
-    return None if name is None else (name, dict(closed["kwargs_as_value"]))
-
-
 def says_no_ops(error: Exception) -> bool:
     """Whether Dynamo gave a frame up for having no tensor operations in it."""
     return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
