@@ -74,8 +74,6 @@ def launchers_on_cpu(monkeypatch):
             if name == "dispatch":  # whether ids are checked is no matter of the kernel
                 launcher = lambda experts_TK, num_experts, check_ids=False, launch=launcher: launch(experts_TK, num_experts)  # noqa: E731
             library.impl(name, launcher, "CPU", allow_override=True)
-        launch_dispatch = importlib.import_module("moeblaze_ops.kernels.routing.dispatch").launch_dispatch
-        library.impl("dispatch", lambda experts_TK, E, check_ids=False: launch_dispatch(experts_TK, E), "CPU", allow_override=True)
         for name, launcher in RANGED_LAUNCHERS.items():
             library.impl(name, launcher(), "CPU", allow_override=True)
         yield
