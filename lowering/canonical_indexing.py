@@ -30,6 +30,7 @@ from moeblaze_ops.lowering.canonical import (
     tensor,
 )
 from moeblaze_ops.lowering.canonical_pointwise import pointwise, times
+from moeblaze_ops.lowering.canonical_splits import is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.expressions import Size, same_size, size_of
 from moeblaze_ops.lowering.fading import is_fading
 from moeblaze_ops.lowering.values import GraphView, Value, fake_of, target_name
@@ -68,6 +69,10 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
                 dim += len(item.shape)
                 continue
             require(item.dtype in (torch.int64, torch.int32), "an integer index")
+        elif is_between_numbers(item):
+            require(all(isinstance(other, slice) for other in items[:dim]), "an axis that stays where it is")
+            x = slice_between(view, x, dim, item, output_shape(view)[dim])
+            item = None
         elif isinstance(item, slice):
             x = _slice(view, x, dim, item)
             item = None
@@ -136,6 +141,8 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         return _put_at_number(view, x, items, values)
     while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
         items = items[:-1]
+    if is_between_numbers(items[0]):
+        items = (positions_between(view, x, items[0], values), *items[1:])
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
     indices: list[Value | None] = []
     for item in items:

@@ -13,7 +13,7 @@ import torch
 from moeblaze_ops.lowering.algebra import Algebra
 from moeblaze_ops.lowering.axes import common_groups
 from moeblaze_ops.lowering.counts import LARGEST_EXACT, holds_count, is_count, is_indicator
-from moeblaze_ops.lowering.elements_groups import GroupRules
+from moeblaze_ops.lowering.elements_groups import GroupRules, Run
 from moeblaze_ops.lowering.elements_indexing import IndexingRules
 from moeblaze_ops.lowering.elements_runs import RunRules
 from moeblaze_ops.lowering.expressions import IDEMPOTENT, Expr, Size, TooLarge, same_size, subexpressions
@@ -49,6 +49,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._starts: dict[Value, tuple[Size, ...]] = {}
+        self._runs: dict[Value, Run | None] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }
@@ -284,6 +285,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_sum(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
+        if x.op == "between" and (selected := self.selected(x)) is not None:
+            return selected
 
         def body(bound: Indices) -> Expr:
             return self.element(x, self._reduced_indices(value, indices, bound), depth)

@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.matched import Decline, MoEMatch
 from moeblaze_ops.lowering.operands import Operand
 from moeblaze_ops.lowering.patterns_router import RouterMatch, match_router
 from moeblaze_ops.lowering.reasons import Reason
-from moeblaze_ops.lowering.split_sizes import sizes_of_splits
+from moeblaze_ops.lowering.split_sizes import known_sizes
 from moeblaze_ops.lowering.values import GraphView, fake_of, target_name
 from moeblaze_ops.validation import require
 
@@ -106,7 +106,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
-        with settling(sizes_of_splits(gm.graph)):
+        with settling(known_sizes(gm.graph)):
             results, views = _matches(gm.graph)
             matched = [result for result in results if isinstance(result, MoEMatch)]
             routers = {match.root: match_router(views[match.root], match) for match in matched}

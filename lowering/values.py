@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
@@ -164,7 +165,7 @@ class GraphView:
     position: dict[fx.Node, int] = field(default_factory=dict)
     context: dict[fx.Node, tuple] = field(default_factory=dict)
     writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
-    items: dict[Size, tuple[Value, int]] = field(default_factory=dict)  # sizes that are elements of a tensor of one axis
+    numbers: dict[sympy.Symbol, Value] = field(default_factory=dict)  # values of the numbers that only the data tell
     _now: dict[fx.Node, Any] = field(default_factory=dict)
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
