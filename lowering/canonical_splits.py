@@ -31,10 +31,18 @@ def _item(view: GraphView, x: Any) -> Any:
     return number
 
 
+@form("rows_between")
+def _rows_between(view: GraphView, x: Any, start: Any, stop: Any, size: Any) -> Value:
+    """What `row_groups.rows_between` gives, a slice in a graph that is captured with such numbers."""
+    return slice_between(view, tensor(x), 0, slice(start, stop), size)
+
+
 @form("split", "split_with_sizes")
 def _split(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
     d = axis(tensor(x), dim)
     lengths = [size_of(piece.shape[d]) for piece in fake_of(view._node)]
+    if any(map(_is_of_data, lengths)):
+        view.splits.append((lengths, x.shape[d]))
     if d or not any(map(_is_of_data, lengths)):
         return pieces(view, x, sizes, dim)
     masks = _runs(view, lengths, x.shape[0])
@@ -71,9 +79,8 @@ def positions_between(view: GraphView, x: Value, part: slice, values: Any) -> Va
     mask = _mask(view, x.shape[0], part)
     length = values.shape[0] if len(tensor(values).shape) == len(x.shape) else 1
     if not _is_of_data(length):
-        selected = _selected(view, mask)
-        length = next((symbol for symbol, value in view.numbers.items() if value is selected), None)
-        require(length is not None, "a slice that is read, too")
+        require(mask in view.lengths, "a slice that is read, too")
+        length = view.lengths[mask][0]
     return _positions(view, mask, length)
 
 
@@ -129,6 +136,9 @@ def _rows(view: GraphView, x: Value, dim: int, mask: Value, length: Size) -> Val
 
 
 def _positions(view: GraphView, mask: Value, length: Size) -> Value:
+    lengths = view.lengths.setdefault(mask, [])
+    if length not in lengths:
+        lengths.append(length)
     if isinstance(length, sympy.Symbol) and length not in view.numbers:
         view.numbers[length] = _selected(view, mask)
     return view.make("nonzero", mask, 0, shape=(length,), dtype=torch.int64)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moeblaze_ops import config, sources
+from moeblaze_ops import config, row_groups, sources
 from moeblaze_ops.capture import Captures
 from moeblaze_ops.lowering import inductor_api
 
@@ -300,7 +300,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, ca
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
-        with inductor_api.capturing_numbers() if numbers else inductor_api.capturing_dynamic_shapes():
+        with inductor_api.capturing_numbers(row_groups.rows_between) if numbers else inductor_api.capturing_dynamic_shapes():
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
         attempt.broke |= inductor_api.resumes(compiled)
         if captures and captures.done and inductor_api.resumes(compiled):
