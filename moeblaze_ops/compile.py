@@ -29,6 +29,7 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.capture import Captures
 from moeblaze_ops.lowering import inductor_api
+from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
     captures: Captures | None = None
+    branches: Branches | None = None
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
     left: str | None = None
@@ -52,7 +54,7 @@ class _Attempt:
     @property
     def numbers(self) -> bool:
         """Whether numbers of a tensor's elements may be in its graph, too."""
-        return self.captures is not None and self.captures.numbers
+        return self.branches is not None or (self.captures is not None and self.captures.numbers)
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
@@ -272,8 +274,10 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     _follow_switch()
     if _may_capture(frame):
+        tries = [_try(compile_frame, frame, None, Branches())]
         captures = Captures()
-        tries = [_try(compile_frame, frame, captures)]
+        if tries[-1].compiled is None:
+            tries.append(_try(compile_frame, frame, captures))
         if tries[-1].compiled is None and captures.done:
             tries.append(_try(compile_frame, frame, None))
         if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
@@ -290,17 +294,26 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
         raise
 
 
-def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, captures: Captures | None) -> _Tried:
+def _try(
+    compile_frame: Callable[[CodeType], Any],
+    frame: inductor_api.Frame,
+    captures: Captures | None,
+    branches: Branches | None = None,
+) -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
 
     With numbers of a tensor's elements in its graph, there must be one graph, and a layer in it.
     """
-    attempt = _Attempt(captures)
-    numbers = attempt.numbers
+    attempt = _Attempt(captures, branches)
+    numbers = captures is not None and captures.numbers
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
-        with inductor_api.capturing_numbers() if numbers else inductor_api.capturing_dynamic_shapes():
+        with contextlib.ExitStack() as settings:
+            settings.enter_context(inductor_api.capturing_numbers() if numbers else inductor_api.capturing_dynamic_shapes())
+            if branches:
+                settings.enter_context(inductor_api.dynamo_config.patch(capture_scalar_outputs=True))
+                settings.enter_context(tracing(branches))
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
         attempt.broke |= inductor_api.resumes(compiled)
         if captures and captures.done and inductor_api.resumes(compiled):
@@ -313,6 +326,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, ca
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
+    if branches and branches.left:
+        attempt.left = branches.left
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
@@ -320,6 +335,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame, ca
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
+    if branches and branches.done:
+        done = tuple(f"{line}: traced as if its condition were always true: what it skips does nothing" for line in branches.done)
     if done or left:
         records.append(CaptureRecord(done, left, dropped))
     return _Tried(compiled, attempt.broke, records)
@@ -361,10 +378,18 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering import justification
+    from moeblaze_ops.lowering.obligations import branches
     from moeblaze_ops.lowering.rewrite import rewrite_graph
 
     attempt = _attempt.get()
     before = set(justification.all_nodes(gm)) if attempt is not None else set()
+    work: set[fx.Node] = set()
+    if attempt is not None and attempt.branches is not None:
+        discharged = branches.discharge(gm)
+        if reason := attempt.branches.left or discharged.reason:
+            attempt.left = reason
+            raise NotJustified(reason)
+        work = discharged.work
     if attempt is not None and (reason := justification.unproven(gm)) is not None:
         attempt.left = reason
         raise NotJustified(reason)
@@ -387,6 +412,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if sources := justification.data_dependent_shapes(gm, numbers=attempt.numbers):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
+    if effects := justification.remaining_effects(gm, work):
+        attempt.left = f"{', '.join(effects)} would run where the program skips it"
+        raise NotJustified(attempt.left)
     if attempt.captures and (effects := justification.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
         raise NotJustified(attempt.left)
@@ -394,6 +422,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
+install()
 inductor_api.install_frame_hook(_compile_frame)
 inductor_api.install_code_hook(_substitute)
 inductor_api.install_effect_hook(_notice_effect)
