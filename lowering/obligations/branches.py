@@ -153,7 +153,7 @@ class _Proof:
 
     def same_operand(self, before: fx.Node, after: fx.Node) -> bool:
         if not isinstance(fake_of(after), torch.Tensor):
-            zeros = {size: 0 for size in self.zeros.sizes}
+            zeros = dict.fromkeys(self.zeros.sizes, 0)
             return all(hasattr(fake_of(n), "node") or isinstance(fake_of(n), int) for n in (before, after)) and (
                 sympy.sympify(_number(before)).subs(zeros) == sympy.sympify(_number(after)).subs(zeros)
             )

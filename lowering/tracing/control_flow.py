@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from torch._dynamo.bytecode_analysis import livevars_analysis
-
 EXIT = -1
 """The join of two ways that both return."""
 
@@ -33,7 +31,6 @@ class ControlFlow:
 
     def __init__(self, instructions: Sequence[Any], index_of: Mapping[Any, int]):
         self.instructions, self.index_of = instructions, index_of
-        self._live: dict[int, frozenset[str]] = {}
 
     def successors(self, at: int) -> list[int]:
         instruction = self.instructions[at]
@@ -97,7 +94,33 @@ class ControlFlow:
         return at == join
 
     def live_at(self, at: int) -> frozenset[str]:
-        """The local names that may be read from an instruction on."""
-        if at not in self._live:
-            self._live[at] = frozenset(livevars_analysis(self.instructions, self.instructions[at]))
+        """The local names that may be read from an instruction on, before they are set again."""
         return self._live[at]
+
+    @cached_property
+    def _live(self) -> list[frozenset[str]]:
+        count = len(self.instructions)
+        reads, writes = zip(*map(_names, self.instructions), strict=True)
+        found: list[frozenset[str]] = [frozenset()] * count
+        changed = True
+        while changed:
+            changed = False
+            for at in reversed(range(count)):
+                after = frozenset().union(*(found[i] for i in self.successors(at) if i != EXIT))
+                handler = self.instructions[at].exn_tab_entry
+                live = reads[at] | (after - writes[at])
+                live |= found[self.index_of[handler.target]] if handler else frozenset()
+                if live != found[at]:
+                    found[at], changed = live, True
+        return found
+
+
+def _names(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The local names that an instruction reads, and those that it sets."""
+    name, value = instruction.opname, instruction.argval
+    if not name.startswith(("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "DELETE_DEREF")):
+        return frozenset(), frozenset()
+    values = value if isinstance(value, tuple) else (value,)
+    if name == "STORE_FAST_LOAD_FAST":
+        return frozenset(values[1:]) - {values[0]}, frozenset(values[:1])
+    return (frozenset(), frozenset(values)) if name.startswith("STORE") else (frozenset(values), frozenset())
