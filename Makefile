@@ -29,7 +29,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-rest test-kernels test-rewriting
 
-REWRITING := $(wildcard tests/test_fuzz.py tests/test_hf*.py tests/test_lowering*.py tests/test_modes.py)
+REWRITING := tests/rewrite tests/hf tests/system/test_fuzz.py tests/system/test_modes.py
 
 test-rewriting:
 	$(RUN) -m pytest -m "not gpu" $(REWRITING) $(ARGS)
@@ -44,7 +44,7 @@ test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)
 
 sanitize: $(INSTALLED)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(shell command -v $(lastword $(RUN))) tests/sanitize.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(shell command -v $(lastword $(RUN))) tests/tools/sanitize.py
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile as switch
 from environment import command, describe
-from moeblaze_ops.capture import Captures
+from moeblaze_ops.capture.functions import Captures
 
 
 class Experts(nn.Module):

@@ -20,11 +20,11 @@ from torch import Tensor
 from bench_layer import SHAPES, Shape, interleaved_medians, load_device
 from environment import command, describe
 from moeblaze_ops.kernels.configs import ROW_BLOCK
-from moeblaze_ops.kernels.hopper_configs import num_partials
-from moeblaze_ops.kernels.hopper_down_backward import hopper_down_backward
-from moeblaze_ops.kernels.hopper_expert_up import hopper_expert_up
-from moeblaze_ops.kernels.hopper_rows import hopper_down_rows, hopper_up_backward_rows
-from moeblaze_ops.kernels.hopper_weight_grad import hopper_weight_grad
+from moeblaze_ops.kernels.hopper.configs import num_partials
+from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward
+from moeblaze_ops.kernels.hopper.expert_up import hopper_expert_up
+from moeblaze_ops.kernels.hopper.row_gemm import hopper_down_rows, hopper_up_backward_rows
+from moeblaze_ops.kernels.hopper.weight_grad import hopper_weight_grad
 
 VARIANTS = {"d_inner": False, "f_inner": True}
 """Storage of every weight: [E, F, D], or [E, D, F] as a transposed view."""

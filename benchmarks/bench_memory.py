@@ -24,7 +24,7 @@ import moeblaze_ops
 from bench_layer import MIB, SHAPES, GroupedMoE, Shape, interleaved_medians, load_device, memory
 from environment import command, describe
 from moeblaze_ops import config
-from moeblaze_ops.memory import memory_estimate
+from moeblaze_ops.memory.estimate import memory_estimate
 
 TURN_MS = 1000
 """Of one contender: long against the time in which a device at its power limit settles after another one."""

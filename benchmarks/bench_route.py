@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from environment import command, describe
-from moeblaze_ops.routing import route, route_backward
+from moeblaze_ops.ops.route import route, route_backward
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 import moeblaze_ops
 from environment import command, describe
 from moeblaze_ops import config
-from moeblaze_ops.chunks import token_ranges, tokens_per_chunk
+from moeblaze_ops.memory.token_chunks import token_ranges, tokens_per_chunk
 
 GIB = 2**30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

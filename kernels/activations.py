@@ -2,8 +2,8 @@
 
 A gated activation is ``a = f(g) * u`` and an ungated one ``a = f(g)``, with the same ``f``: whether there is an
 ``u`` is known from the shape of ``h`` (``GATED``), so one integer names both. They must agree with the eager
-formulas of ``moeblaze_ops.activations``. Comparisons are written so that NaN stays NaN, and constants stand to the right of
-tensors, which the interpreter needs.
+formulas of ``moeblaze_ops.arguments.activations``. Comparisons are written so that NaN stays NaN, and constants stand to the
+right of tensors, which the interpreter needs.
 """
 
 import triton

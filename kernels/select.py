@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from moeblaze_ops import config
-from moeblaze_ops.kernels.dispatch import _count_kernel
 from moeblaze_ops.kernels.launch import capability
+from moeblaze_ops.kernels.routing.dispatch import _count_kernel
 
 log = logging.getLogger("moeblaze")
 
@@ -95,7 +95,7 @@ def _is_aligned(tensor: Tensor, *strides) -> bool:
 @cache
 def _missing_gluon() -> str | None:
     try:
-        import moeblaze_ops.kernels.gluon_api  # noqa: F401
+        import moeblaze_ops.kernels.hopper.gluon_api  # noqa: F401
     except (ImportError, AttributeError) as error:
         return f"this Triton has no usable Gluon dialect ({error})"
     return None

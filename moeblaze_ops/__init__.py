@@ -26,18 +26,21 @@ del _checkout, Path
 
 __version__ = "0.1.0"
 
-from moeblaze_ops import sources as _sources  # noqa: E402, F401  (before what it is a digest of)
-from moeblaze_ops.accumulation import accumulate_grad  # noqa: E402
+from moeblaze_ops import sources as _sources  # noqa: E402
+
+_sources.DIGEST = _sources.digest(__path__)  # before what it is a digest of
+
 from moeblaze_ops.explain import explain  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 
 # A graph from a compiler's cache calls these ops without anything having traced or lowered them.
-from moeblaze_ops.kernels import hopper_ops as _hopper_ops  # noqa: E402, F401
-from moeblaze_ops.memory import memory_estimate  # noqa: E402
+from moeblaze_ops.kernels.hopper import ops as _hopper_ops  # noqa: E402, F401
+from moeblaze_ops.memory.estimate import memory_estimate  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
+from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
+from moeblaze_ops.ops.route import route  # noqa: E402
+from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
-from moeblaze_ops.router_products import router_logits as _router_logits  # noqa: E402, F401
-from moeblaze_ops.routing import route  # noqa: E402
 
 __all__ = ["MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "route"]
 

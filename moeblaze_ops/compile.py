@@ -27,8 +27,8 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config, sources
-from moeblaze_ops.capture import Captures
-from moeblaze_ops.lowering import inductor_api
+from moeblaze_ops.capture.functions import Captures
+from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
 
 log = logging.getLogger(__name__)
@@ -151,10 +151,10 @@ def moeblaze_backend(
     Raises:
         ValueError: a setting keeps the rewriting pass from running.
     """
-    backend = inductor_api.inductor_backend(mode, options, **keywords)
+    backend = torch_internals.inductor_backend(mode, options, **keywords)
     _install_pass()
     backend.config = _with_pass(backend.config)
-    if reason := inductor_api.why_passes_do_not_run(NAME, backend.config):
+    if reason := torch_internals.why_passes_do_not_run(NAME, backend.config):
         raise ValueError(f"backend moeblaze: settings must let pre-grad passes run, got: {reason}")
     return backend(gm, example_inputs)
 
@@ -166,8 +166,8 @@ def on_trace() -> None:
     before anything is lowered. So explicit calls of the ops need no ``enable()`` for a cache key that changes with our
     sources, nor for the lowerings.
     """
-    inductor_api.stamp_cache_key(_STAMP, cache_key())
-    if inductor_api.inductor_is_loaded():
+    torch_internals.stamp_cache_key(_STAMP, cache_key())
+    if torch_internals.inductor_is_loaded():
         _register_lowerings()
 
 
@@ -213,7 +213,7 @@ def dry_run(
 
     _rewriting_backends.append(backend)
     try:
-        with recording() as records, inductor_api.forgetting_frames(), inductor_api.counting_breaks() as breaks:
+        with recording() as records, torch_internals.forgetting_frames(), torch_internals.counting_breaks() as breaks:
             torch.compile(function, backend=backend)(*args, **kwargs)
     finally:
         _rewriting_backends.remove(backend)
@@ -223,7 +223,7 @@ def dry_run(
 def why_switch_has_no_effect() -> str | None:
     """The setting of torch.compile that keeps ``enable()`` from rewriting anything, or None."""
     _install_pass()
-    return inductor_api.why_passes_do_not_run(NAME, _with_pass({}))
+    return torch_internals.why_passes_do_not_run(NAME, _with_pass({}))
 
 
 def _keep(record: Record) -> None:
@@ -241,12 +241,12 @@ def _triton_version() -> str:
 
 @cache
 def _install_pass() -> None:
-    inductor_api.register_pre_grad_pass(NAME, lambda gm: len(_rewrite(gm).rewritten))
+    torch_internals.register_pre_grad_pass(NAME, lambda gm: len(_rewrite(gm).rewritten))
 
 
 @cache
 def _register_lowerings() -> None:
-    from moeblaze_ops.lowering.inductor import register_lowerings
+    from moeblaze_ops.lowering.inductor.lower_ops import register_lowerings
 
     register_lowerings()
 
@@ -257,8 +257,8 @@ def _option() -> dict[str, str]:
 
 def _with_pass(patches: dict[str, Any]) -> dict[str, Any]:
     """Inductor configuration patches with our pass among the ones they ask for."""
-    key = inductor_api.FUSION_OPTIONS
-    options = patches.get(key, getattr(inductor_api.inductor_config, key))
+    key = torch_internals.FUSION_OPTIONS
+    options = patches.get(key, getattr(torch_internals.inductor_config, key))
     return {**patches, key: {**options, NAME: _option()}}
 
 
@@ -266,11 +266,11 @@ def _follow_switch() -> None:
     """Bring the calling thread's configuration in line with the switch."""
     if _enabled:
         _install_pass()
-        inductor_api.stamp_cache_key(_STAMP, cache_key())
-    inductor_api.set_fusion_option(NAME, _option() if _enabled else None)
+        torch_internals.stamp_cache_key(_STAMP, cache_key())
+    torch_internals.set_fusion_option(NAME, _option() if _enabled else None)
 
 
-def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api.Frame) -> Any:
+def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     _follow_switch()
     if _may_capture(frame):
@@ -296,7 +296,7 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: inductor_api
 
 def _try(
     compile_frame: Callable[[CodeType], Any],
-    frame: inductor_api.Frame,
+    frame: torch_internals.Frame,
     captures: Captures | None,
     branches: Branches | None = None,
 ) -> _Tried:
@@ -310,13 +310,13 @@ def _try(
     compiled, dropped = None, None
     try:
         with contextlib.ExitStack() as settings:
-            settings.enter_context(inductor_api.capturing_numbers() if numbers else inductor_api.capturing_dynamic_shapes())
+            settings.enter_context(torch_internals.capturing_numbers() if numbers else torch_internals.capturing_dynamic_shapes())
             if branches:
-                settings.enter_context(inductor_api.dynamo_config.patch(capture_scalar_outputs=True))
+                settings.enter_context(torch_internals.dynamo_config.patch(capture_scalar_outputs=True))
                 settings.enter_context(tracing(branches))
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
-        attempt.broke |= inductor_api.resumes(compiled)
-        if captures and captures.done and inductor_api.resumes(compiled):
+        attempt.broke |= torch_internals.resumes(compiled)
+        if captures and captures.done and torch_internals.resumes(compiled):
             attempt.left = _BREAK
         if numbers and (attempt.broke or not any(report.rewritten for report in attempt.reports)):
             attempt.left = "no layer is rewritten"
@@ -358,16 +358,16 @@ def _notice_effect(stack: StackSummary) -> None:
             raise NotJustified(attempt.left)
 
 
-def _may_capture(frame: inductor_api.Frame) -> bool:
-    return not frame.export and not inductor_api.captures_dynamic_shapes() and _rewrites(frame.backend)
+def _may_capture(frame: torch_internals.Frame) -> bool:
+    return not frame.export and not torch_internals.captures_dynamic_shapes() and _rewrites(frame.backend)
 
 
 def _rewrites(backend: Callable) -> bool:
-    compiler = inductor_api.compiler_of(backend)
+    compiler = torch_internals.compiler_of(backend)
     if any(compiler is rewriting for rewriting in _rewriting_backends):
         return True
-    patches = inductor_api.inductor_patches(backend) if _enabled else None
-    return patches is not None and inductor_api.why_passes_do_not_run(NAME, patches) is None
+    patches = torch_internals.inductor_patches(backend) if _enabled else None
+    return patches is not None and torch_internals.why_passes_do_not_run(NAME, patches) is None
 
 
 def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
@@ -377,12 +377,11 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
-    from moeblaze_ops.lowering import justification
-    from moeblaze_ops.lowering.obligations import branches
-    from moeblaze_ops.lowering.rewrite import rewrite_graph
+    from moeblaze_ops.lowering.obligations import branches, check
+    from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
     attempt = _attempt.get()
-    before = set(justification.all_nodes(gm)) if attempt is not None else set()
+    before = set(check.all_nodes(gm)) if attempt is not None else set()
     work: set[fx.Node] = set()
     if attempt is not None and attempt.branches is not None:
         discharged = branches.discharge(gm)
@@ -390,11 +389,11 @@ def _rewrite(gm: fx.GraphModule) -> Any:
             attempt.left = reason
             raise NotJustified(reason)
         work = discharged.work
-    if attempt is not None and (reason := justification.unproven(gm)) is not None:
+    if attempt is not None and (reason := check.unproven(gm)) is not None:
         attempt.left = reason
         raise NotJustified(reason)
     if attempt is not None:
-        justification.drop_unread_copies(gm)
+        check.drop_unread_copies(gm)
     try:
         report = rewrite_graph(gm)
     except Exception as error:
@@ -405,17 +404,17 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _keep(GraphRecord(report))
         return report
     attempt.reports.append(report)
-    attempt.broke |= inductor_api.ends_in_break(gm)
-    if attempt.captures and attempt.captures.done and inductor_api.ends_in_break(gm):
+    attempt.broke |= torch_internals.ends_in_break(gm)
+    if attempt.captures and attempt.captures.done and torch_internals.ends_in_break(gm):
         attempt.left = _BREAK
         raise NotJustified(attempt.left)
-    if sources := justification.data_dependent_shapes(gm, numbers=attempt.numbers):
+    if sources := check.data_dependent_shapes(gm, numbers=attempt.numbers):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
-    if effects := justification.remaining_effects(gm, work):
+    if effects := check.remaining_effects(gm, work):
         attempt.left = f"{', '.join(effects)} would run where the program skips it"
         raise NotJustified(attempt.left)
-    if attempt.captures and (effects := justification.unjustified_effects(gm, before, attempt.captures.regions)):
+    if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
         raise NotJustified(attempt.left)
     return report
@@ -423,8 +422,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
 install()
-inductor_api.install_frame_hook(_compile_frame)
-inductor_api.install_code_hook(_substitute)
-inductor_api.install_effect_hook(_notice_effect)
-inductor_api.install_cut_hook(_rewrite_before_cut)
-inductor_api.register_backend(moeblaze_backend, NAME)
+torch_internals.install_frame_hook(_compile_frame)
+torch_internals.install_code_hook(_substitute)
+torch_internals.install_effect_hook(_notice_effect)
+torch_internals.install_cut_hook(_rewrite_before_cut)
+torch_internals.register_backend(moeblaze_backend, NAME)

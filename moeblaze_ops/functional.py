@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
-from moeblaze_ops import weights as storage
-from moeblaze_ops.activations import ACTIVATIONS, is_gated
-from moeblaze_ops.dispatch import dispatch
-from moeblaze_ops.expert_mlp import expert_mlp
-from moeblaze_ops.expert_mlp_chunked import expert_mlp_chunked
-from moeblaze_ops.expert_mlp_ranged import expert_mlp_ranged
-from moeblaze_ops.experts_down import expert_down
-from moeblaze_ops.experts_up import expert_up
-from moeblaze_ops.memory import KEEP, LayerSizes, choose_keep
-from moeblaze_ops.row_ranges import choose_parts
-from moeblaze_ops.validation import require
-from moeblaze_ops.weights import up_shape
+from moeblaze_ops.arguments import weight_storage as storage
+from moeblaze_ops.arguments.activations import ACTIVATIONS, is_gated
+from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.arguments.weight_storage import up_shape
+from moeblaze_ops.memory.estimate import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.memory.row_ranges import choose_parts
+from moeblaze_ops.ops.dispatch import dispatch
+from moeblaze_ops.ops.expert_down import expert_down
+from moeblaze_ops.ops.expert_mlp import expert_mlp
+from moeblaze_ops.ops.expert_mlp_chunked import expert_mlp_chunked
+from moeblaze_ops.ops.expert_mlp_ranged import expert_mlp_ranged
+from moeblaze_ops.ops.expert_up import expert_up
 
 
 def moe(

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ops.activations import is_gated
+from moeblaze_ops.arguments.activations import is_gated
 from moeblaze_ops.functional import moe
-from moeblaze_ops.routing import route
+from moeblaze_ops.ops.route import route
 
 
 class MoE(nn.Module):

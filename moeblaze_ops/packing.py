@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ops.joining import are_in_a_row
+from moeblaze_ops.arguments.separate_experts import are_in_a_row
 
 
 @torch.no_grad()

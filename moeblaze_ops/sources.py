@@ -7,19 +7,18 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-import moeblaze_ops
+DIGEST = ""
+"""Of the sources that were imported: ``moeblaze_ops`` takes it before it imports anything else of ours."""
 
 
 def digest(package_path: Iterable[str]) -> str:
-    """Hash of every Python file of the package, of ``kernels`` and of ``lowering``, wherever they are."""
+    """Hash of every Python file, at all depths, of the package with this ``__path__``, ``kernels`` and ``lowering`` included."""
     package, *others = map(Path, package_path)
-    folders = [package, *(parent / name for parent in (package, *others) for name in ("kernels", "lowering"))]
+    folders = [package, *(parent / name for parent in others for name in ("kernels", "lowering"))]
     result = hashlib.sha256()
-    for file in (file for folder in folders for file in sorted(folder.glob("*.py"))):
-        content = file.read_bytes()
-        result.update(f"{file.parent.name}/{file.name} {len(content)} ".encode())
-        result.update(content)
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            content = file.read_bytes()
+            result.update(f"{folder.name}/{file.relative_to(folder).as_posix()} {len(content)} ".encode())
+            result.update(content)
     return result.hexdigest()
-
-
-DIGEST = digest(moeblaze_ops.__path__)

@@ -22,9 +22,9 @@ def fp64():
 @pytest.fixture
 def fused_routers(monkeypatch):
     """Routers are fused on a CPU as on a GPU: for tests in which no two scores are equal."""
-    from moeblaze_ops.lowering import patterns_router
+    from moeblaze_ops.lowering.router import match_router
 
-    monkeypatch.setattr(patterns_router, "breaks_ties_as_topk", lambda device: True)
+    monkeypatch.setattr(match_router, "breaks_ties_as_topk", lambda device: True)
 
 
 def pytest_collection_modifyitems(items):

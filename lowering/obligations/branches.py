@@ -15,14 +15,14 @@ import sympy
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.effects import has_effect
-from moeblaze_ops.lowering.elements import Evaluator, Unroll
-from moeblaze_ops.lowering.expressions import Expr
-from moeblaze_ops.lowering.forms import TABLE
-from moeblaze_ops.lowering.inductor_api import places
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.effects import has_effect
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, target_name
+from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
-from moeblaze_ops.lowering.values import GraphView, Value, fake_of, has_storage, target_name
+from moeblaze_ops.lowering.torch_internals import places
 
 
 @dataclass

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import sympy
 
-from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.counts import is_count, is_indicator
-from moeblaze_ops.lowering.expressions import BINDERS, Expr, Size, factors_of, same_size
+from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, Size, factors_of, same_size
+from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _IS_ZERO_IF = {
     ("eq", 0): True, ("ne", 0): False, ("gt", 0): False, ("le", 0): True, ("lt", 1): True, ("ge", 1): False,

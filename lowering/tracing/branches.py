@@ -31,7 +31,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.effects import has_effect
+from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.lowering.algebra import Algebra
-from moeblaze_ops.lowering.expressions import Expr
-from moeblaze_ops.lowering.patterns_activation import Formulas
-from moeblaze_ops.lowering.pointwise import apply_pointwise
+from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 
 
 class _Unknown(Exception):

@@ -1,0 +1,194 @@
+"""Down projection of every routed slot, and the weighted sum of each token's rows.
+
+For row r in expert order, of expert e:
+
+    y[r, :]   = a[r] @ w[e] + b[e]
+    out[t, :] = sum_k weights[t, k] * y[positions[t, k], :]
+
+``y`` is ``[N, D]``, written once in the activation's dtype and gathered by ``combine``: deterministic, and faster than
+scattering from the GEMM. Where y would be large, it exists for a range of columns at a time (``row_chunks``); with one expert
+a token it never exists (``single_rows``). A program computes one tile of BLOCK_M rows by BLOCK_N columns of D.
+"""
+
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
+from moeblaze_ops.kernels.hopper import ops as hopper_ops
+from moeblaze_ops.kernels.launch import (
+    allows_tf32,
+    capability,
+    ceil_div,
+    is_multiple,
+    launch,
+    mean_rows,
+    operands,
+    static_size,
+)
+from moeblaze_ops.kernels.rows.combine import combine
+from moeblaze_ops.kernels.rows.row_chunks import row_chunks
+from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows
+from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_slot_weights, locate_row_tile, rows_times_weight
+
+
+@triton.jit
+def _expert_down_kernel(
+    a_ptr,
+    w_ptr,
+    b_ptr,
+    weights_ptr,
+    slots_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    y_ptr,
+    F,
+    D,
+    stride_a_n,
+    stride_a_f,
+    stride_w_e,
+    stride_w_f,
+    stride_w_d,
+    stride_b_e,
+    stride_b_d,
+    stride_weights_t,
+    SINGLE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
+    num_col_tiles = tl.cdiv(D, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile >= num_row_tiles * num_col_tiles:
+        return
+    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    expert = tl.load(blocks_ptr + entry)
+    first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    end_row = tl.load(offsets_ptr + expert + 1)
+    if first_row >= end_row:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_in = cols < D
+    expert = expert.to(tl.int64)
+    y = rows_times_weight(
+        a_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_a_n,
+        stride_a_f,
+        w_ptr + expert * stride_w_e,
+        stride_w_f,
+        stride_w_d,
+        cols,
+        F,
+        D,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_F,
+        EVEN_D,
+        ALLOW_TF32,
+    )
+    if HAS_BIAS:
+        bias_ptrs = b_ptr + expert * stride_b_e + cols * stride_b_d
+        y += tl.load(bias_ptrs, mask=col_in, other=0.0).to(tl.float32)[None, :]
+    row_in = rows < end_row
+    y = y.to(y_ptr.dtype.element_ty)
+    if SINGLE:
+        rows = tl.load(slots_ptr + rows, mask=row_in, other=0)
+        if HAS_WEIGHTS:
+            weights = load_slot_weights(weights_ptr, rows, row_in, stride_weights_t, 0, 1)
+            y = (y.to(tl.float32) * weights[:, None]).to(y_ptr.dtype.element_ty)
+    y_tile = y_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]  # [BLOCK_M, BLOCK_N]
+    tl.store(y_tile, y, mask=row_in[:, None] & col_in[None, :])
+
+
+def launch_expert_down(
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, max_bytes=None
+):
+    """The experts' outputs summed over each token's slots, in token order.
+
+    Args:
+        h_NGF: pre-activation, read in place of a when ``activation`` is "identity" (then G is 1); any strides.
+        a_NF: activation. Shape [N, F], any strides; None for identity.
+        w_down: a list of one weight of shape [E, F, D], h's dtype, any strides.
+        b_down: a list of one bias of shape [E, D], or an empty list.
+        weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
+        activation: a name in ``ACTIVATION_IDS``.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
+
+    Returns:
+        out_TD: shape [T, D], h's dtype, contiguous. fp32 sums; two runs agree bit for bit.
+    """
+    (w,) = w_down
+    a = h_NGF.select(1, 0) if activation == "identity" else a_NF
+    num_rows, D = slots_N.shape[0], w.shape[2]
+    out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
+    # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
+    on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None
+
+    def write(y_ND, w_part, b_part, slots_N=None) -> None:
+        """The rows in expert order, or with slots those of each token."""
+        given = (a, w_part, b_part, offsets_E1, blocks_B2, y_ND, slots_N, None if slots_N is None else weights_TK)
+        if on_hopper:
+            hopper_ops.down_rows(*given)
+        else:
+            _launch_portable(D, *given)
+
+    if has_single_rows(positions_TK):
+        write(out_TD, w_down, b_down, slots_N)
+        fill_unused_tokens(positions_TK, out_TD)
+        return out_TD
+    for first, y_ND in row_chunks(h_NGF, num_rows, D, max_bytes):
+        columns = first, y_ND.shape[1]
+        write(y_ND, [w.narrow(2, *columns)], [b.narrow(1, *columns) for b in b_down])
+        combine(y_ND, weights_TK, positions_TK, out_TD.narrow(1, *columns))
+    return out_TD
+
+
+def _launch_portable(width, a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK) -> None:
+    """Fills ``y_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
+    (w_EFD,) = w_down
+    num_experts, F, D = w_EFD.shape
+    config = choose_expert_rows(
+        operands(a_NF), static_size(F), static_size(width), mean_rows(a_NF.shape[0], num_experts), capability(a_NF)
+    )
+    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    launch(
+        _expert_down_kernel,
+        num_row_tiles * ceil_div(D, config.block_n),
+        a_NF,
+        w_EFD,
+        b_down[0] if b_down else None,
+        weights_TK,
+        slots_N,
+        offsets_E1,
+        blocks_B2,
+        y_ND,
+        F,
+        D,
+        *a_NF.stride(),
+        *w_EFD.stride(),
+        *(b_down[0].stride() if b_down else (0, 0)),
+        0 if weights_TK is None else weights_TK.stride(0),
+        SINGLE=slots_N is not None,
+        HAS_WEIGHTS=weights_TK is not None,
+        HAS_BIAS=bool(b_down),
+        ALLOW_TF32=allows_tf32(),
+        EVEN_F=is_multiple(F, config.block_k),
+        EVEN_D=is_multiple(D, config.block_n),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

@@ -1,0 +1,371 @@
+"""Gradients of the down projection with respect to the pre-activation and the routing weights.
+
+For row r in expert order, of expert e and slot ``s = slots[r]``, token ``t = s // K``, with weight ``v = weights.flatten()[s]``:
+
+    da'         = dout[t] @ w[e]^T
+    a           = act(h[r])
+    dweights[s] = <da', a> + <dout[t], b[e]>
+    dh[r]       = act'(h[r]) (v * da')
+    wa[r]       = v * a                              the grouped side of the weight's own gradient
+
+A program computes one tile of BLOCK_M rows by BLOCK_N columns of F: one product, rows of dout read through the index, then
+everything else in the epilogue. Each column tile leaves its part of the row sums ``<da', a>`` in ``partials_CN`` and a last
+row of it holds ``<dout, b>``; they are added in order and moved to token order by a small kernel, without atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate_backward
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
+from moeblaze_ops.kernels.experts.bias_dots import bias_dots
+from moeblaze_ops.kernels.hopper import ops as hopper_ops
+from moeblaze_ops.kernels.hopper.configs import num_partials as hopper_partials
+from moeblaze_ops.kernels.launch import (
+    allows_tf32,
+    capability,
+    ceil_div,
+    is_multiple,
+    launch,
+    mean_rows,
+    operands,
+    static_size,
+)
+from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.tiles import (
+    count_row_tiles,
+    grouped_order,
+    load_slot_weights,
+    locate_row_tile,
+    rows_times_weight,
+)
+
+
+@triton.jit
+def _write_strip(
+    da,
+    scale,
+    rows,
+    row_in,
+    cols,
+    F,
+    h_ptr,
+    stride_h_n,
+    stride_h_g,
+    stride_h_f,
+    dh_ptr,
+    wa_ptr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Stores dh and wa for some columns of a tile, and returns their part of ``<da', a>``."""
+    G: tl.constexpr = 2 if GATED else 1
+    tile_in = row_in[:, None] & (cols < F)[None, :]
+    wide_rows = rows.to(tl.int64)[:, None]
+    h_tile = h_ptr + wide_rows * stride_h_n + cols[None, :] * stride_h_f  # [BLOCK_M, columns]
+    gate = tl.load(h_tile, mask=tile_in, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(h_tile + stride_h_g, mask=tile_in, other=0.0).to(tl.float32)
+    # dh may be h's memory, and in a small tile several threads hold the same element: all load before any stores.
+    tl.debug_barrier()
+    a, dgate, dup = activate_backward(gate, up, da, ACTIVATION, GATED)
+    scale = scale[:, None]
+    dh_tile = dh_ptr + wide_rows * (G * F) + cols[None, :]  # [BLOCK_M, columns]
+    tl.store(dh_tile, (dgate * scale).to(dh_ptr.dtype.element_ty), mask=tile_in)
+    if GATED:
+        tl.store(dh_tile + F, (dup * scale).to(dh_ptr.dtype.element_ty), mask=tile_in)
+    tl.store(wa_ptr + wide_rows * F + cols[None, :], (a * scale).to(wa_ptr.dtype.element_ty), mask=tile_in)
+    # Outside the tile da belongs to another row or column and must not reach the sum.
+    return tl.sum(tl.where(tile_in, da * a, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _expert_down_backward_kernel(
+    dout_ptr,
+    h_ptr,
+    w_ptr,
+    weights_ptr,
+    slots_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    dh_ptr,
+    wa_ptr,
+    partials_ptr,
+    N,
+    D,
+    F,
+    stride_dout_t,
+    stride_dout_d,
+    stride_h_n,
+    stride_h_g,
+    stride_h_f,
+    stride_w_e,
+    stride_w_f,
+    stride_w_d,
+    stride_weights_t,
+    stride_weights_k,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
+    num_col_tiles = tl.cdiv(F, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile >= num_row_tiles * num_col_tiles:
+        return
+    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    expert = tl.load(blocks_ptr + entry)
+    first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    end_row = tl.load(offsets_ptr + expert + 1)
+    if first_row >= end_row:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_in = rows < end_row
+    # Rows past the end read token 0: none of their results is stored, and the loop needs no mask.
+    slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
+    da = rows_times_weight(
+        dout_ptr + (slots // TOP_K).to(tl.int64) * stride_dout_t,
+        stride_dout_d,
+        w_ptr + expert.to(tl.int64) * stride_w_e,
+        stride_w_d,
+        stride_w_f,
+        cols,
+        D,
+        F,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        EVEN_D,
+        EVEN_F,
+        ALLOW_TF32,
+    )
+
+    scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_WEIGHTS:
+        scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
+    # Strips keep h, dh and a of one strip in registers at a time, beside the product.
+    halves = tl.permute(tl.reshape(da, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2] each
+    first_col = col_tile * BLOCK_N
+    dots = tl.zeros((BLOCK_M,), tl.float32)
+    for strip in tl.static_range(2):
+        dots += _write_strip(
+            left if strip == 0 else right,
+            scale,
+            rows,
+            row_in,
+            first_col + strip * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2),
+            F,
+            h_ptr,
+            stride_h_n,
+            stride_h_g,
+            stride_h_f,
+            dh_ptr,
+            wa_ptr,
+            ACTIVATION,
+            GATED,
+        )
+    if HAS_WEIGHTS:
+        tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, dots, mask=row_in)
+
+
+@triton.jit(do_not_specialize=["num_slots", "N"])
+def _dweights_kernel(
+    partials_ptr,
+    slots_ptr,
+    positions_ptr,
+    dweights_ptr,
+    num_slots,
+    N,
+    num_partials,
+    BY_ROW: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Of all slots, with zeros for those that are not in the first range of rows, or of another range's rows."""
+    slots = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BY_ROW:
+        row = slots
+        slots = tl.load(slots_ptr + row, mask=row < N, other=-1).to(tl.int64)
+        inside = slots >= 0
+        slot_in = inside
+    else:
+        slot_in = slots < num_slots
+        row = tl.load(positions_ptr + slots, mask=slot_in, other=-1).to(tl.int64)
+        inside = (row >= 0) & (row < N)
+    partials = partials_ptr + row
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, num_partials, UNROLL):
+        for step in tl.static_range(UNROLL):
+            total += tl.load(partials, mask=inside & (first + step < num_partials), other=0.0)
+            partials += N
+    tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in)
+
+
+def launch_expert_down_backward(
+    dout_TD,
+    h_NGF,
+    w_down,
+    b_down,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    activation,
+    overwrite_h=False,
+    dweights_TK=None,
+    first_row=0,
+    wa_NF=None,
+    early=False,
+):
+    """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
+
+    Args:
+        dout_TD: gradient of the output. Shape [T, D], any strides.
+        h_NGF: pre-activation, in dout's dtype, any strides.
+        w_down: a list of one weight of shape [E, F, D], dout's dtype, any strides.
+        b_down: a list of one bias of shape [E, D], or an empty list.
+        weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous. Of a range of rows, slots, offsets
+            and blocks are its own, positions those of all rows.
+        activation: a name in ``ACTIVATION_IDS``.
+        overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
+        dweights_TK: written in place of a new tensor, contiguous; by another range of rows than the first one, only where the
+            slots are in it.
+        first_row: position of the first row.
+        wa_NF: written in place of a new tensor, contiguous.
+        early: as for ``hopper_down_backward``.
+
+    Returns:
+        dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
+        fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous;
+        rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
+    """
+    num_rows, _, F = h_NGF.shape
+    dh_NGF = h_NGF if overwrite_h else h_NGF.new_empty(h_NGF.shape)
+    if wa_NF is None:
+        wa_NF = h_NGF.new_empty((num_rows, F))
+    routing = (slots_N, offsets_E1, blocks_B2)
+    top_k = positions_TK.shape[1]
+    if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:
+        num_partials = hopper_partials(F, w_down[0].shape[2])
+        partials_CN = _new_partials(h_NGF, num_partials, b_down)
+        written = (dh_NGF, partials_CN, wa_NF)
+        hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early)
+    else:
+        config = _choose_config(h_NGF, w_down)
+        num_partials = ceil_div(F, config.block_n)
+        partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
+        _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+    if weights_TK is None:
+        return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
+    if b_down:
+        bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
+    if dweights_TK is None:
+        dweights_TK = weights_TK.new_empty(positions_TK.shape)
+    num_slots = positions_TK.shape[0] * top_k
+    by_row = first_row > 0
+    block = 64 if by_row else 256
+    launch(
+        _dweights_kernel,
+        ceil_div(num_rows if by_row else num_slots, block),
+        partials_CN,
+        slots_N,
+        positions_TK,
+        dweights_TK,
+        num_slots,
+        num_rows,
+        partials_CN.shape[0],
+        BY_ROW=by_row,
+        UNROLL=8,
+        BLOCK_N=block,
+        num_warps=block // 64,
+        num_stages=1,
+    )
+    return dh_NGF, dweights_TK, wa_NF
+
+
+def _new_partials(h_NGF, num_partials, b_down):
+    """Partial sums of dweights: a row for each column block, and one for ``<dout, b>`` where there is a bias."""
+    return h_NGF.new_empty((num_partials + len(b_down), h_NGF.shape[0]), dtype=torch.float32)
+
+
+def _choose_config(h_NGF, w_down):
+    num_experts, F, D = w_down[0].shape
+    return choose_expert_down_backward(
+        operands(h_NGF),
+        static_size(D),
+        static_size(F),
+        mean_rows(h_NGF.shape[0], num_experts),
+        capability(h_NGF),
+    )
+
+
+def _launch_portable(
+    config,
+    dout_TD,
+    h_NGF,
+    w_down,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    blocks_B2,
+    top_k,
+    activation,
+    dh_NGF,
+    partials_CN,
+    wa_NF,
+) -> None:
+    """Fills dh, wa and, with weights, the partial sums."""
+    (w,) = w_down
+    _, F, D = w.shape
+    num_rows, G = h_NGF.shape[0], h_NGF.shape[1]
+    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    launch(
+        _expert_down_backward_kernel,
+        num_row_tiles * ceil_div(F, config.block_n),
+        dout_TD,
+        h_NGF,
+        w,
+        weights_TK,
+        slots_N,
+        offsets_E1,
+        blocks_B2,
+        dh_NGF,
+        wa_NF,
+        partials_CN,
+        num_rows,
+        D,
+        F,
+        *dout_TD.stride(),
+        *h_NGF.stride(),
+        *w.stride(),
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        TOP_K=top_k,
+        ACTIVATION=ACTIVATION_IDS[activation],
+        GATED=G == 2,
+        HAS_WEIGHTS=weights_TK is not None,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_D=is_multiple(D, config.block_k),
+        EVEN_F=is_multiple(F, config.block_n),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

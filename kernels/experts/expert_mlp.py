@@ -1,0 +1,97 @@
+"""Both projections of every routed slot, without a pre-activation that outlives them.
+
+Forward stores the activation ``a`` and never ``h``; backward computes ``h`` once more and writes its gradient over it:
+
+    forward     a = act(s * x[t] @ w_up^T + b_up)       out[t] = sum_k v[t, k] * (a[positions[t, k]] @ w_down + b_down)
+    backward    h = s * x[t] @ w_up^T + b_up            dh, dweights, wa as ``expert_down_backward`` has them
+
+with the routing weight as ``s`` or as ``v`` and 1 for the other. The kernels are those of ``expert_up``, ``expert_down``
+and ``expert_down_backward``.
+"""
+
+from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
+from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
+from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
+from moeblaze_ops.kernels.tracing import is_traceable
+
+_IDENTITY = "identity"
+
+
+def launch_expert_mlp(
+    x_TD,
+    w_up,
+    b_up,
+    w_down,
+    b_down,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    activation,
+    weight_on_input,
+    max_bytes=None,
+):
+    """The experts' outputs summed over each token's slots, in token order.
+
+    Args:
+        x_TD, w_up, b_up: as for ``launch_expert_up``.
+        w_down, b_down: as for ``launch_expert_down``.
+        weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
+        activation: a name in ``ACTIVATION_IDS``; "identity" for ungated weights only.
+        weight_on_input: the weights scale an expert's input instead of its output.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
+
+    Returns:
+        out_TD: shape [T, D], x's dtype, contiguous. fp32 sums; two runs agree bit for bit.
+    """
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    on_input, on_output = _sides(weights_TK, weight_on_input)
+    h_NGF, a_NF = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, activation, store_h=activation == _IDENTITY)
+    return launch_expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation, max_bytes)
+
+
+def launch_expert_mlp_backward(
+    dout_TD,
+    x_TD,
+    w_up,
+    b_up,
+    w_down,
+    b_down,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    activation,
+    weight_on_input,
+    dweights_TK=None,
+    first_row=0,
+    dh_NGF=None,
+    wa_NF=None,
+):
+    """Gradients of the pre-activation and of weights on the output, and the activation scaled for the weight gradient.
+
+    Args:
+        dout_TD: gradient of the output. Shape [T, D], any strides.
+        dweights_TK, first_row: for a range of rows, as for ``launch_expert_down_backward``.
+        dh_NGF, wa_NF: written in place of new tensors, contiguous.
+        Others: as for ``launch_expert_mlp``.
+
+    Returns:
+        dh_NGF, dweights_TK ([0, K] with ``weight_on_input``) and wa_NF as ``launch_expert_down_backward`` returns them.
+    """
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    on_input, on_output = _sides(weights_TK, weight_on_input)
+    # The epilogue of the next kernel activates h: only h is wanted here.
+    h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY, h_NGF=dh_NGF)
+    # In a graph that is traced other kernels may come between these two.
+    early = not is_traceable()
+    rest = (on_output, *routing, activation, True, dweights_TK, first_row, wa_NF, early)
+    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest)
+
+
+def _sides(weights_TK, weight_on_input):
+    """The routing weights on the experts' input, and on their output."""
+    return (weights_TK, None) if weight_on_input else (None, weights_TK)

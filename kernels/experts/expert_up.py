@@ -1,0 +1,234 @@
+"""Up projection of every routed slot, with the activation in the epilogue.
+
+For row r in expert order, of expert e and slot ``s = slots[r]``, token ``t = s // K``:
+
+    h[r, g, :] = scale * (x[t] @ w[e, g]^T) + b[e, g]        scale = weights.flatten()[s], or 1
+    a[r, :]    = act(h[r])                                   from h as it is stored, so that backward agrees
+
+``h`` is ``[N, G, F]`` and ``a`` is ``[N, F]``, both contiguous. A program computes one tile of BLOCK_M rows by
+BLOCK_N columns of F, gate and up together: rows of x are read through the index, once for both, and no routed
+copy of x exists. Programs are numbered so that a group of row tiles walks over the weight's column tiles together.
+"""
+
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
+from moeblaze_ops.kernels.hopper import ops as hopper_ops
+from moeblaze_ops.kernels.launch import (
+    allows_tf32,
+    capability,
+    ceil_div,
+    gate_and_up,
+    is_multiple,
+    launch,
+    mean_rows,
+    operands,
+    static_size,
+)
+from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.tiles import (
+    count_row_tiles,
+    grouped_order,
+    load_slot_weights,
+    load_tile,
+    locate_row_tile,
+    multiply_add,
+)
+
+
+@triton.jit
+def _expert_up_kernel(
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    gate_bias_ptr,
+    up_bias_ptr,
+    weights_ptr,
+    slots_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    h_ptr,
+    a_ptr,
+    D,
+    F,
+    stride_x_t,
+    stride_x_d,
+    stride_gate_e,
+    stride_gate_f,
+    stride_gate_d,
+    stride_up_e,
+    stride_up_f,
+    stride_up_d,
+    stride_gate_bias_e,
+    stride_gate_bias_f,
+    stride_up_bias_e,
+    stride_up_bias_f,
+    stride_weights_t,
+    stride_weights_k,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    STORE_H: tl.constexpr,
+    STORE_A: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
+    num_col_tiles = tl.cdiv(F, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile >= num_row_tiles * num_col_tiles:
+        return
+    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    expert = tl.load(blocks_ptr + entry)
+    first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    end_row = tl.load(offsets_ptr + expert + 1)
+    if first_row >= end_row:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    row_in = rows < end_row
+    col_in = cols < F
+    # Rows past the end read token 0: their products are never stored, and the loop needs no mask.
+    slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
+    expert = expert.to(tl.int64)
+
+    wide_cols = cols.to(tl.int64)[None, :]
+    wide_ks = ks.to(tl.int64)[:, None]
+    tokens = (slots // TOP_K).to(tl.int64)
+    x_tile = x_ptr + tokens[:, None] * stride_x_t + ks[None, :] * stride_x_d  # [BLOCK_M, BLOCK_K]
+    gate_tile = gate_ptr + expert * stride_gate_e + wide_ks * stride_gate_d + wide_cols * stride_gate_f  # [BLOCK_K, BLOCK_N]
+    up_tile = up_ptr + expert * stride_up_e + wide_ks * stride_up_d + wide_cols * stride_up_f  # [BLOCK_K, BLOCK_N]
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, D, BLOCK_K):
+        in_k = k + ks < D
+        x = load_tile(x_tile, row_in, in_k, True, EVEN_D)  # [BLOCK_M, BLOCK_K]
+        gate = multiply_add(x, load_tile(gate_tile, in_k, col_in, EVEN_D, EVEN_F), gate, ALLOW_TF32)
+        x_tile += BLOCK_K * stride_x_d
+        gate_tile += BLOCK_K * stride_gate_d
+        if GATED:
+            up = multiply_add(x, load_tile(up_tile, in_k, col_in, EVEN_D, EVEN_F), up, ALLOW_TF32)
+            up_tile += BLOCK_K * stride_up_d
+
+    if HAS_WEIGHTS:
+        scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)[:, None]
+        gate *= scale
+        up *= scale
+    if HAS_BIAS:
+        bias_offsets = expert * stride_gate_bias_e + cols * stride_gate_bias_f
+        gate += tl.load(gate_bias_ptr + bias_offsets, mask=col_in, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            bias_offsets = expert * stride_up_bias_e + cols * stride_up_bias_f
+            up += tl.load(up_bias_ptr + bias_offsets, mask=col_in, other=0.0).to(tl.float32)[None, :]
+
+    stored_in = row_in[:, None] & col_in[None, :]
+    wide_rows = rows.to(tl.int64)[:, None]
+    gate = gate.to(x_ptr.dtype.element_ty)
+    up = up.to(x_ptr.dtype.element_ty)
+    if STORE_H:
+        if GATED:
+            h_tile = h_ptr + wide_rows * (2 * F) + cols[None, :]  # [BLOCK_M, BLOCK_N]
+            tl.store(h_tile, gate, mask=stored_in)
+            tl.store(h_tile + F, up, mask=stored_in)
+        else:
+            tl.store(h_ptr + wide_rows * F + cols[None, :], gate, mask=stored_in)
+    if STORE_A:
+        a = activate(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, GATED)
+        tl.store(a_ptr + wide_rows * F + cols[None, :], a.to(a_ptr.dtype.element_ty), mask=stored_in)
+
+
+def launch_expert_up(
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, store_h=True, h_NGF=None
+):
+    """The pre-activation and the activation of every routed slot, in expert order.
+
+    Args:
+        x_TD: tokens. Shape [T, D], any strides, contiguous in D is fast. T may be 0.
+        w_up: weights, one [E, 2, F, D] or [E, 1, F, D], or two [E, 1, F, D]; x's dtype, any strides.
+        b_up: biases in the same form without D, or an empty list.
+        weights_TK: routing weights that scale an expert's input, or None. Shape [T, K], any strides.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
+        activation: a name in ``ACTIVATION_IDS``; "identity" leaves a empty.
+        store_h: False leaves h empty, [0, G, F]: it is never written to memory.
+        h_NGF: written in place of a new tensor, contiguous.
+
+    Returns:
+        h_NGF of shape [N, G, F] and a_NF of shape [N, F] ([0, F] for identity), in x's dtype, contiguous, rows in
+        expert order; rows from ``offsets_E1[E]`` on are not written. fp32 sums; two runs agree bit for bit.
+    """
+    num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
+    num_rows = slots_N.shape[0]
+    gated = len(w_up) == 2 or w_up[0].shape[1] == 2
+    store_a = activation != "identity"
+    gate, up = gate_and_up(w_up)
+    gate_bias, up_bias = gate_and_up(b_up) if b_up else (None, None)
+    if h_NGF is None:
+        h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
+    a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
+    weighted = weights_TK is not None
+    if why_portable("expert_up", gathered=x_TD, weights=w_up, biases=b_up, weight_on_input=weighted) is None:
+        top_k = positions_TK.shape[1]
+        hopper_ops.expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+        return h_NGF, a_NF
+
+    config = choose_expert_up(
+        operands(x_TD),
+        static_size(D),
+        static_size(F),
+        gated,
+        mean_rows(num_rows, num_experts),
+        capability(x_TD),
+    )
+    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    launch(
+        _expert_up_kernel,
+        num_row_tiles * ceil_div(F, config.block_n),
+        x_TD,
+        gate,
+        up,
+        gate_bias,
+        up_bias,
+        weights_TK,
+        slots_N,
+        offsets_E1,
+        blocks_B2,
+        h_NGF if store_h else None,
+        a_NF if store_a else None,
+        D,
+        F,
+        *x_TD.stride(),
+        *gate.stride(),
+        *up.stride(),
+        *(gate_bias.stride() if b_up else (0, 0)),
+        *(up_bias.stride() if b_up else (0, 0)),
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        TOP_K=positions_TK.shape[1],
+        ACTIVATION=ACTIVATION_IDS[activation],
+        GATED=gated,
+        HAS_BIAS=bool(b_up),
+        HAS_WEIGHTS=weighted,
+        STORE_H=store_h,
+        STORE_A=store_a,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_D=is_multiple(D, config.block_k),
+        EVEN_F=is_multiple(F, config.block_n),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return h_NGF, a_NF

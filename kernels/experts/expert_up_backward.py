@@ -1,0 +1,286 @@
+"""Gradient of the up projection with respect to the tokens.
+
+For row r in expert order, of expert e:
+
+    dxe[r, :] = sum_{g, f} dh[r, g, f] * w[e, g, f, :]
+    dx[t, :]  = sum_k weights[t, k] * dxe[positions[t, k], :]        weights None: 1
+    dweights[t, k] = <dxe[positions[t, k], :], x[t, :]>              when the weights scale an expert's input
+
+``dxe`` is ``[N, D]``, written once in dh's dtype and gathered by ``combine``; where it would be large, it exists for a
+range of columns at a time (``row_chunks``), and with one expert a token not at all (``single_rows``). A program computes one
+tile of BLOCK_M rows by BLOCK_N columns of D. Its one loop runs through gate and then up, so that the pipeline does not drain
+between.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
+from moeblaze_ops.kernels.hopper import ops as hopper_ops
+from moeblaze_ops.kernels.launch import (
+    allows_tf32,
+    capability,
+    ceil_div,
+    gate_and_up,
+    is_multiple,
+    launch,
+    mean_rows,
+    operands,
+    static_size,
+)
+from moeblaze_ops.kernels.rows.add_rows import add_rows
+from moeblaze_ops.kernels.rows.combine import add_row_dots, combine
+from moeblaze_ops.kernels.rows.row_chunks import row_chunks
+from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
+from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.tiles import add_channels, count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
+
+
+@triton.jit
+def _expert_up_backward_kernel(
+    dh_ptr,
+    gate_ptr,
+    up_ptr,
+    slots_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    left_ptr,
+    right_ptr,
+    dx_ptr,
+    F,
+    D,
+    stride_dh_n,
+    stride_dh_g,
+    stride_dh_f,
+    stride_gate_e,
+    stride_gate_f,
+    stride_gate_d,
+    stride_up_e,
+    stride_up_f,
+    stride_up_d,
+    stride_left_t,
+    stride_left_c,
+    stride_right_c,
+    stride_right_d,
+    SINGLE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    G: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
+    num_col_tiles = tl.cdiv(D, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile >= num_row_tiles * num_col_tiles:
+        return
+    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    expert = tl.load(blocks_ptr + entry)
+    first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    end_row = tl.load(offsets_ptr + expert + 1)
+    if first_row >= end_row:
+        return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    fs = tl.arange(0, BLOCK_K)
+    col_in = cols < D
+    expert = expert.to(tl.int64)
+    wide_cols = cols.to(tl.int64)[None, :]
+    wide_fs = fs.to(tl.int64)[:, None]
+    # Rows past the end repeat the last one: their products are never stored, and the loop needs no mask.
+    last_row = tl.minimum(rows, end_row - 1)
+    dh_rows = dh_ptr + last_row.to(tl.int64)[:, None] * stride_dh_n  # [BLOCK_M, 1]
+    gate_ptr += expert * stride_gate_e
+    up_ptr += expert * stride_up_e
+
+    steps = tl.cdiv(F, BLOCK_K)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(0, G * steps):
+        is_up = step >= steps
+        f = tl.where(is_up, step - steps, step) * BLOCK_K
+        w_ptr = tl.where(is_up, up_ptr, gate_ptr)
+        stride_f = tl.where(is_up, stride_up_f, stride_gate_f)
+        stride_d = tl.where(is_up, stride_up_d, stride_gate_d)
+        in_f = f + fs < F
+        dh_tile = dh_rows + tl.where(is_up, stride_dh_g, 0) + (f + fs)[None, :] * stride_dh_f  # [BLOCK_M, BLOCK_K]
+        w_tile = w_ptr + (f + wide_fs) * stride_f + wide_cols * stride_d  # [BLOCK_K, BLOCK_N]
+        dh = load_tile(dh_tile, in_f, in_f, True, EVEN_F)
+        w = load_tile(w_tile, in_f, col_in, EVEN_F, EVEN_D)
+        accumulator = multiply_add(dh, w, accumulator, ALLOW_TF32)
+    row_in = rows < end_row
+    dx = accumulator.to(dx_ptr.dtype.element_ty)
+    if SINGLE:
+        rows = tl.load(slots_ptr + rows, mask=row_in, other=0)
+        if CHANNELS > 0:
+            left_rows, right_cols = left_ptr + rows.to(tl.int64) * stride_left_t, right_ptr + cols * stride_right_d
+            dx = dx.to(tl.float32)
+            for c in range(0, CHANNELS):
+                left, right = left_rows + c * stride_left_c, right_cols + c * stride_right_c
+                dx = add_channels(dx, left, row_in, right, col_in, 0, 0, 1)
+    dx_tile = dx_ptr + rows.to(tl.int64)[:, None] * D + cols[None, :]  # [BLOCK_M, BLOCK_N]
+    tl.store(dx_tile, dx.to(dx_ptr.dtype.element_ty), mask=row_in[:, None] & col_in[None, :])
+
+
+def launch_expert_up_backward(
+    dh_NGF,
+    x_TD,
+    w_up,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    dlogits_TE=None,
+    w_router_ED=None,
+    max_bytes=None,
+):
+    """Gradients of the tokens, and of routing weights that scale an expert's input.
+
+    Args:
+        dh_NGF: gradient of the pre-activation. Shape [N, G, F], any strides, contiguous in F is fast.
+        x_TD: tokens, needed with weights_TK only, else None. Shape [T, D], any strides.
+        w_up: weights, one [E, 2, F, D] or [E, 1, F, D], or two [E, 1, F, D]; dh's dtype, any strides.
+        weights_TK: routing weights that scaled the input, or None. Shape [T, K], any strides.
+        slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
+        dlogits_TE, w_router_ED: what is multiplied and added to dx, dh's dtype, any strides; None for nothing.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
+
+    Returns:
+        dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
+        (an empty fp32 [0, K] without weights); both contiguous. fp32 sums; two runs agree bit for bit.
+    """
+    (T, top_k), weighted = positions_TK.shape, weights_TK is not None
+    dx_TD = dh_NGF.new_empty((T, w_up[0].shape[3]))
+    dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
+    into = (dx_TD, dweights_TK, None, max_bytes, router)
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)()
+    return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
+
+
+def launch_expert_up_backward_part(
+    dh_NGF,
+    x_TD,
+    w_up,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    positions_TK,
+    blocks_B2,
+    dx_TD,
+    dweights_TK,
+    rows=None,
+    max_bytes=None,
+    router=None,
+    early=False,
+) -> Callable[[], None]:
+    """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
+
+    The products are launched, but for the last sum over a token's rows: the caller launches that, perhaps with something
+    before it that takes the multiprocessors which have no product left.
+
+    Args:
+        dx_TD: written by the first range, added to by any other one, and rounded; a token without rows in that keeps what it
+            has. Contiguous.
+        dweights_TK: added to where weights scaled the input. Shape [T, K], fp32, contiguous.
+        rows: the range, None for all. Slots, offsets and blocks are its own, positions those of all rows; dh and slots may
+            have more rows, of no expert.
+        max_bytes: of the rows that are summed, as for ``row_chunks``.
+        router: dlogits_TE and w_router_ED, or None; with all rows only.
+        early: as for ``hopper_up_backward_rows``.
+        Others: as for ``launch_expert_up_backward``.
+
+    Returns:
+        What launches the last sum.
+    """
+    D = w_up[0].shape[3]
+    first_row, num_rows = (0, dh_NGF.shape[0]) if rows is None else (rows.start, len(rows))
+    # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
+    on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
+
+    def write(dx_ND, w_part, slots_N=None) -> None:
+        """The rows in expert order, or with slots those of each token, the router's product added."""
+        product = (None, None) if slots_N is None or router is None else router
+        given = (dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND, slots_N, *product)
+        if on_hopper:
+            hopper_ops.up_backward_rows(*given, early)
+        else:
+            _launch_portable(D, *given)
+
+    if weights_TK is None and has_single_rows(positions_TK, router):
+        write(dx_TD, w_up, slots_N)
+        if first_row == 0:
+            fill_unused_tokens(positions_TK, dx_TD, router)
+        return lambda: None
+
+    def add_up(first, dx_ND) -> None:
+        columns, dx_ND = (first, dx_ND.shape[1]), dx_ND.narrow(0, 0, num_rows)
+        product = None if router is None else (router[0], router[1].narrow(1, *columns))
+        summed = (dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
+        if first_row == 0:
+            combine(*summed, product)
+        else:
+            add_rows(*summed, slots_N, first_row)
+        if weights_TK is not None:
+            add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
+
+    last = None
+    for first, dx_ND in row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
+        if last is not None:
+            add_up(*last)
+        write(dx_ND, [w.narrow(3, first, dx_ND.shape[1]) for w in w_up])
+        last = first, dx_ND
+    return lambda: add_up(*last)
+
+
+def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD) -> None:
+    """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
+    num_experts, _, F, D = w_up[0].shape
+    num_rows, G, _ = dh_NGF.shape
+    config = choose_expert_rows(
+        operands(dh_NGF), static_size(F), static_size(width), mean_rows(num_rows, num_experts), capability(dh_NGF)
+    )
+    gate, up = gate_and_up(w_up)
+    product = None if left_TC is None else (left_TC, right_CD)
+    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    launch(
+        _expert_up_backward_kernel,
+        num_row_tiles * ceil_div(D, config.block_n),
+        dh_NGF,
+        gate,
+        up,
+        slots_N,
+        offsets_E1,
+        blocks_B2,
+        left_TC,
+        right_CD,
+        dx_ND,
+        F,
+        D,
+        *dh_NGF.stride(),
+        *gate.stride(),
+        *up.stride(),
+        *product_strides(product),
+        SINGLE=slots_N is not None,
+        CHANNELS=num_channels(product),
+        G=G,
+        ALLOW_TF32=allows_tf32(),
+        EVEN_F=is_multiple(F, config.block_k),
+        EVEN_D=is_multiple(D, config.block_n),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP=config.group,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

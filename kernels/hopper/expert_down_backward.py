@@ -1,0 +1,324 @@
+"""Gradient of the down projection with respect to its input, through the activation, one pass over ``h``.
+
+For row r of expert e, with token t(r) and routing weight s(r):
+
+    dA'[r] = dout[t(r)] @ W[e]^T      a[r] = act(h[r])       partials[c, r] = sum over column block c of dA'[r] a[r]
+    dh[r]  = act'(h[r]) s(r) dA'[r]   wa[r] = s(r) a[r]
+
+The consumers hand dA', rounded, to two, four or eight epilogue warps, which work in strips of 4 rows a warp. What a strip
+needs from memory is asked for ahead of it, across tiles: h a strip ahead, into registers (shared memory is the ring's), the
+weights two, by way of the slots. The partial sums are stored for each column block, so no two programs add to the
+same number.
+"""
+
+from functools import cache
+
+from torch import Tensor
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS
+from moeblaze_ops.kernels.hopper.activations import activate_backward
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, down_backward_tile, down_backward_warps
+from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
+from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
+from moeblaze_ops.kernels.hopper.launch import describe_weight, launch_persistent, needs_wide_offsets
+from moeblaze_ops.kernels.hopper.tiles import allocate_ring, begin, read_tile_order
+
+
+@gluon.constexpr_function
+def strip_rows(num_warps):
+    """Rows of a strip: one for each 8 lanes; a multiple of the 8 that a swizzle atom of the hand-over holds."""
+    return 4 * num_warps
+
+
+@gluon.constexpr_function
+def _pair_layout(num_warps):
+    """``row_layout`` with two neighbours as one element."""
+    return gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
+
+
+UNPACK_BF16 = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
+UNPACK_FP16 = gl.constexpr(
+    """{
+    .reg .b16 first, second;
+    mov.b32 {first, second}, $2;
+    cvt.f32.f16 $0, first;
+    cvt.f32.f16 $1, second;
+    }"""
+)
+
+
+@gluon.jit
+def _unpack(pairs, dtype: gl.constexpr):
+    """The fp32 values of pairs of 16-bit elements. Shape [rows, 2 * pairs], in ``row_layout``."""
+    unpack: gl.constexpr = UNPACK_BF16 if dtype == gl.bfloat16 else UNPACK_FP16
+    first, second = gl.inline_asm_elementwise(unpack, "=f,=f,r", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+    values = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(values, row_layout(gl.num_warps()))
+
+
+@gluon.jit
+def _load_h(h_ptr, row, end, column, PLAN: gl.constexpr):
+    """The chunks of a strip, each its gate and up (twice the same when ungated) as [rows, CHUNK // 2] pairs of elements.
+
+    Pairs, because 16-bit values that live from one step of a loop to the next take a register each.
+    """
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
+    layout: gl.constexpr = _pair_layout(gl.num_warps())
+    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    row_pairs: gl.constexpr = PLAN.columns // 2
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    pairs_ptr = h_ptr.cast(gl.pointer_type(gl.int32), bitcast=True)
+    row_ptrs = gl.expand_dims(pairs_ptr + rows.to(gl.int64) * (PLAN.h_parts * row_pairs), 1)
+    chunks = ()
+    for chunk in gl.static_range(num_chunks):
+        pairs = (column + chunk * CHUNK) // 2 + gl.arange(0, CHUNK // 2, gl.SliceLayout(0, layout))
+        pairs = gl.expand_dims(pairs, 0)
+        mask = gl.expand_dims(rows < end, 1)
+        if PLAN.columns % PLAN.part_n != 0:
+            mask = mask & (pairs < row_pairs)
+        gate = gl.load(row_ptrs + pairs, mask=mask, other=0)
+        up = gate
+        if PLAN.gated:
+            up = gl.load(row_ptrs + row_pairs + pairs, mask=mask, other=0)
+        chunks += ((gate, up),)
+    return chunks
+
+
+@gluon.jit
+def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, outputs, PLAN: gl.constexpr):
+    """Stores dh and wa of one strip of rows, and its share of the gradient of the routing weights."""
+    dh_ptr, wa_ptr, partials_ptr = outputs
+    dtype: gl.constexpr = dh_ptr.dtype.element_ty
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
+    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    layout: gl.constexpr = row_layout(gl.num_warps())
+    wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
+    scale = gl.expand_dims(weights, 1)
+    products = gl.zeros([ROWS, CHUNK], gl.float32, layout)
+    for chunk in gl.static_range(num_chunks):
+        columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        mask = gl.expand_dims(rows < end, 1)
+        if PLAN.columns % PLAN.part_n != 0:
+            mask = mask & (columns < PLAN.columns)
+        da = _unpack(handoff.load_pairs(half, half_row, chunk, ROWS, _pair_layout(gl.num_warps())), dtype)
+        gate_pairs, up_pairs = h[chunk]
+        gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
+        a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation, PLAN.gated)
+        products += da * a
+        dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
+        gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)
+        gl.store(dh_ptrs, dgate.to(dtype), mask=mask)
+        if PLAN.gated:
+            gl.store(dh_ptrs + PLAN.columns, dup.to(dtype), mask=mask)
+    gl.store(partials_ptr + rows, gl.sum(products, 1), mask=rows < end)
+
+
+@aggregate
+class Tile:
+    """Rows ``first`` to ``end`` of an expert, at most block_m of them, and a block of columns."""
+
+    first: gl.tensor
+    end: gl.tensor
+    column_block: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, end, column_block):
+        self.first = first
+        self.end = end
+        self.column_block = column_block
+
+
+@gluon.jit
+def _locate(order, index):
+    _, first, end, column_block = order.locate(index)
+    return Tile(first, end, column_block)
+
+
+@gluon.jit
+def _strip(strip, tile, next_tile, PLAN: gl.constexpr):
+    """``(first row, end, first column)`` of a strip of this tile or, counted on, of the next one."""
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
+    num_strips: gl.constexpr = PLAN.tile.block_m // ROWS
+    is_here = strip < num_strips
+    row = gl.where(is_here, tile.first + strip * ROWS, next_tile.first + (strip - num_strips) * ROWS)
+    column_block = gl.where(is_here, tile.column_block, next_tile.column_block)
+    return row, gl.where(is_here, tile.end, next_tile.end), column_block * PLAN.part_n
+
+
+@gluon.jit
+def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
+    if PLAN.has_weights:
+        return gl.load(weights_ptr + gl.maximum(slots, 0)).to(gl.float32)
+    else:
+        return gl.full([strip_rows(gl.num_warps())], 1.0, gl.float32, gl.SliceLayout(1, row_layout(gl.num_warps())))
+
+
+@gluon.jit
+def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PLAN: gl.constexpr):
+    """Two strips a step, so that what is loaded for either stays in its registers."""
+    if PLAN.early:
+        gdc_wait()
+    ROWS: gl.constexpr = strip_rows(gl.num_warps())
+    half_strips: gl.constexpr = PLAN.tile.half_m // ROWS
+    dh_ptr, wa_ptr, partials_ptr = outputs
+    rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
+    num_programs = gl.num_programs(0)
+    next_tile = _locate(order, gl.program_id(0))
+    even_h = _load_h(h_ptr, next_tile.first, next_tile.end, next_tile.column_block * PLAN.part_n, PLAN)
+    even_weights = _load_weights(weights_ptr, load_slots(slots_ptr, next_tile.first, next_tile.end, ROWS), PLAN)
+    odd_slots = load_slots(slots_ptr, next_tile.first + ROWS, next_tile.end, ROWS)
+    num_tiles = 0
+    for index in range(gl.program_id(0), order.count(), num_programs):
+        tile = next_tile
+        next_tile = _locate(order, index + num_programs)
+        column = tile.column_block * PLAN.part_n
+        stored = (dh_ptr, wa_ptr, partials_ptr + tile.column_block.to(gl.int64) * num_rows)
+        for pair in range(half_strips):
+            strip = 2 * pair
+            half = strip // half_strips
+            half_row = (strip % half_strips) * ROWS
+            rows = tile.first + strip * ROWS + rows_of_strip
+
+            row, end, ahead_column = _strip(strip + 1, tile, next_tile, PLAN)
+            odd_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
+            odd_weights = _load_weights(weights_ptr, odd_slots, PLAN)
+            row, end, ahead_column = _strip(strip + 2, tile, next_tile, PLAN)
+            even_slots = load_slots(slots_ptr, row, end, ROWS)
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, stored, PLAN)
+
+            even_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
+            even_weights = _load_weights(weights_ptr, even_slots, PLAN)
+            row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
+            odd_slots = load_slots(slots_ptr, row, end, ROWS)
+            if PLAN.warps.finish < 8:
+                # It has been waited for; the loads above stay above, which pays where few warps hide their latency.
+                mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
+            mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 2)
+        num_tiles += 1
+
+
+@gluon.jit
+def _down_backward_kernel(
+    dout_ptr,
+    stride_dout8,
+    weight_desc,
+    h_ptr,
+    weights_ptr,
+    outputs,
+    slots_ptr,
+    num_rows,
+    offsets_ptr,
+    blocks_ptr,
+    PLAN: gl.constexpr,
+):
+    copy_threads: gl.constexpr = 32 * PLAN.warps.gather
+    ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
+    handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
+    begin(PLAN.early)
+    order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
+    gl.warp_specialize(
+        [
+            (consume, (gl.constexpr(0), ring, order, (), handoff, PLAN)),
+            (consume, (gl.constexpr(1), ring, order, (), handoff, PLAN)),
+            (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), PLAN)),
+            (_finish, (handoff, order, h_ptr, slots_ptr, gl.to_tensor(num_rows), weights_ptr, outputs, PLAN)),
+        ],
+        [4, PLAN.warps.gather, PLAN.warps.finish],
+        PLAN.warps.registers,
+    )
+    if PLAN.early:
+        gdc_wait()
+
+
+@cache
+def _plan(
+    contracted: int,
+    columns: int,
+    gated: bool,
+    b_k_inner: bool,
+    top_k: int,
+    wide_offsets: bool,
+    activation: str,
+    has_weights: bool,
+    early: bool,
+) -> GatherPlan:
+    return GatherPlan(
+        tile=down_backward_tile(columns, contracted),
+        contracted=contracted,
+        columns=columns,
+        parts=1,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=wide_offsets,
+        activation=ACTIVATION_IDS[activation],
+        gated=gated,
+        has_weights=has_weights,
+        warps=down_backward_warps(contracted, activation),
+        early=early,
+    )
+
+
+def hopper_down_backward(
+    dout_TD: Tensor,
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    blocks_B2: Tensor,
+    top_k: int,
+    activation: str,
+    dh_NGF: Tensor,
+    partials_CN: Tensor,
+    wa_NF: Tensor,
+    early: bool = False,
+) -> None:
+    """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
+
+    Args:
+        dout_TD: gradient of the layer's output. Shape [T, D], bf16 or fp16, stride 1 in D.
+        h_NGF: saved pre-activations, contiguous.
+        w_down: one tensor [E, F, D], stride 1 in F or D, other strides multiples of 8.
+        weights_TK: contiguous routing weights, or None for 1.
+        slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
+        dh_NGF, wa_NF: outputs, contiguous, dtype of h.
+        partials_CN: output, fp32, contiguous, ``num_partials(F, D)`` rows; dweights of a slot is the sum of its
+            row's column, plus ``<dout, b>`` where the projection has a bias.
+        early: begin before the kernel launched last has ended, if that writes nothing that is read here but h.
+
+    ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
+    """
+    if h_NGF.shape[0] == 0:
+        return
+    num_columns = h_NGF.shape[2]
+    tile = down_backward_tile(num_columns, dout_TD.shape[1])
+    weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
+    plan = _plan(
+        dout_TD.shape[1],
+        num_columns,
+        h_NGF.shape[1] == 2,
+        b_k_inner,
+        top_k,
+        needs_wide_offsets(dout_TD),
+        activation,
+        weights_TK is not None,
+        early,
+    )
+    launch_persistent(
+        _down_backward_kernel,
+        dout_TD.device,
+        dout_TD,
+        dout_TD.stride(0) // 8,
+        weight_desc,
+        h_NGF,
+        partials_CN if weights_TK is None else weights_TK,
+        (dh_NGF, wa_NF, partials_CN),
+        slots_N,
+        h_NGF.shape[0],
+        offsets_E1,
+        blocks_B2,
+        plan,
+        registers=plan.warps.at_launch,
+    )

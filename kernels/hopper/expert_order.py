@@ -1,0 +1,86 @@
+"""The order in which the weight gradient visits its output tiles: experts with the most rows first.
+
+Programs take tiles forth and back, so that all end at about the same time however skewed the routing is. Behind the experts
+in this order stands how many of them have rows or are marked as fresh: where gradients are added to what is there, nothing
+is to be done for the rest.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gl, gluon
+from moeblaze_ops.kernels.hopper.launch import launch_compiled
+
+
+@triton.jit
+def _work(offsets_ptr, fresh_ptr, experts, exists, HAS_FRESH: tl.constexpr):
+    """What experts are ordered by: their rows, and of two with as many the one that is fresh."""
+    rows = tl.load(offsets_ptr + experts + 1, mask=exists, other=0) - tl.load(offsets_ptr + experts, mask=exists, other=0)
+    work = 2 * rows
+    if HAS_FRESH:
+        work += tl.load(fresh_ptr + experts, mask=exists, other=0)
+    return work
+
+
+@triton.jit
+def _order_experts_kernel(offsets_ptr, fresh_ptr, order_ptr, num_experts, HAS_FRESH: tl.constexpr, BLOCK_E: tl.constexpr):
+    """``order[i]`` is the expert with the i-th most work; of two with as much, the lower one first. One program an expert."""
+    expert = tl.program_id(0)
+    own_work = _work(offsets_ptr, fresh_ptr, expert, expert < num_experts, HAS_FRESH)
+    rank = 0
+    num_visited = 0
+    for start in range(0, num_experts, BLOCK_E):
+        others = start + tl.arange(0, BLOCK_E)
+        exists = others < num_experts
+        work = _work(offsets_ptr, fresh_ptr, others, exists, HAS_FRESH)
+        is_before = exists & ((work > own_work) | ((work == own_work) & (others < expert)))
+        rank += tl.sum(is_before.to(tl.int32), 0)
+        num_visited += tl.sum((work > 0).to(tl.int32), 0)
+    tl.store(order_ptr + rank, expert)
+    tl.store(order_ptr + num_experts, num_visited, mask=expert == 0)
+
+
+@aggregate
+class ExpertTiles:
+    """Output tiles, those of the most loaded expert first."""
+
+    order_ptr: gl.tensor
+    offsets_ptr: gl.tensor
+    num_experts: gl.tensor
+    BLOCKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, order_ptr, offsets_ptr, num_experts, BLOCKS):
+        self.order_ptr = order_ptr
+        self.offsets_ptr = offsets_ptr
+        self.num_experts = num_experts
+        self.BLOCKS = gl.constexpr(BLOCKS)
+
+    @gluon.jit
+    def rounds(self):
+        return gl.cdiv(self.num_experts * self.BLOCKS, gl.num_programs(0))
+
+    @gluon.jit
+    def locate(self, turn):
+        """``(expert, tile within it, first row, end of rows, whether there is such a tile)``, forth and back."""
+        forth = gl.program_id(0)
+        place = gl.where(turn % 2 == 0, forth, gl.num_programs(0) - 1 - forth)
+        index = turn * gl.num_programs(0) + place
+        exists = index < self.num_experts * self.BLOCKS
+        index = gl.where(exists, index, 0)
+        expert = gl.load(self.order_ptr + index // self.BLOCKS)
+        first = gl.load(self.offsets_ptr + expert)
+        end = gl.load(self.offsets_ptr + expert + 1)
+        return expert, index % self.BLOCKS, first, gl.where(exists, end, first), exists
+
+
+def order_experts(offsets_E1: Tensor, fresh_E: Tensor | None = None) -> Tensor:
+    """The experts, most rows first, and how many of them have rows or are marked as fresh by a 1. Shape [E + 1], int32."""
+    num_experts = offsets_E1.shape[0] - 1
+    order_E1 = torch.empty_like(offsets_E1)
+    has_fresh = fresh_E is not None
+    given = (offsets_E1, fresh_E if has_fresh else offsets_E1, order_E1, num_experts, has_fresh, 256)
+    launch_compiled(_order_experts_kernel, num_experts, order_E1.device, given, num_warps=1)
+    return order_E1

@@ -1,0 +1,213 @@
+"""The up projection: ``h[r, g] = x[t(r)] @ W[e, g]^T + b[e, g]`` and ``a = act(h)``, token rows read through ``slots_N``.
+
+A tile holds 128 rows and, for a gated expert, 128 columns of the gate beside the same 128 columns of up, so that one
+program has both halves of every ``a``. The epilogue lets TMA write h straight from the consumers' buffer and
+computes ``a`` from the rounded h in it, as the backward pass will. Half tiles that reach past their expert's rows
+are written by masked stores.
+"""
+
+from functools import cache
+
+from torch import Tensor
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
+from moeblaze_ops.kernels.hopper.activations import activate
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, up_tile
+from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
+from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper.launch import (
+    bias_stride,
+    describe,
+    describe_weight,
+    launch_persistent,
+    needs_wide_offsets,
+    part_views,
+)
+from moeblaze_ops.kernels.hopper.tiles import allocate_ring, begin, read_tile_order
+
+STRIP_ROWS = gl.constexpr(16)
+"""Rows of a half tile that the epilogue works on at a time."""
+
+
+@gluon.jit
+def _store_h(half, h_desc, row, column, PLAN: gl.constexpr):
+    """Starts the TMA stores of a half tile whose rows all belong to its expert; columns past F are not written."""
+    parts: gl.constexpr = PLAN.parts
+    for part in gl.static_range(parts):
+        source = half.slice(part * PLAN.part_n, PLAN.part_n, 1)
+        source = reinterpret(source, h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
+        tma_store(h_desc, [part, row, column], source)
+
+
+@gluon.jit
+def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr, PLAN: gl.constexpr):
+    """Stores ``a`` of STRIP_ROWS rows, and their h too when TMA could not."""
+    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    layout: gl.constexpr = row_layout(gl.num_warps())
+    rows = row + gl.arange(0, STRIP_ROWS, gl.SliceLayout(1, layout))
+    a_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
+    for chunk in gl.static_range(num_chunks):
+        columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
+        inside = gl.expand_dims(rows < end, 1)
+        if PLAN.columns % PLAN.part_n != 0:
+            inside = inside & (columns < PLAN.columns)
+        gate = handoff.load(half, strip * STRIP_ROWS, chunk, STRIP_ROWS, layout)  # [STRIP_ROWS, CHUNK]
+        up = gate
+        if PLAN.parts == 2:
+            up = handoff.load(half, strip * STRIP_ROWS, num_chunks + chunk, STRIP_ROWS, layout)
+        if PLAN.activation != IDENTITY:
+            a = activate(gate.to(gl.float32), up.to(gl.float32), PLAN.activation, PLAN.gated)
+            gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
+        if PLAN.store_h:
+            if not is_whole:
+                h_ptrs = h_ptr + PLAN.parts * a_rows + columns
+                gl.store(h_ptrs, gate, mask=inside)
+                if PLAN.parts == 2:
+                    gl.store(h_ptrs + PLAN.columns, up, mask=inside)
+
+
+@gluon.jit
+def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
+    half_m: gl.constexpr = PLAN.tile.half_m
+    num_tiles = 0
+    for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
+        _, first, end, column_block = order.locate(index)
+        column = column_block * PLAN.part_n
+        for half in range(2):
+            row = first + half * half_m
+            is_whole = row + half_m <= end
+            mbarrier.wait(handoff.full.index(half), num_tiles & 1)
+            if PLAN.store_h:
+                if is_whole:
+                    _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
+            num_strips = half_m // STRIP_ROWS
+            if PLAN.activation == IDENTITY:
+                # There is nothing but h, which TMA has written.
+                num_strips = gl.where(is_whole, 0, num_strips)
+            for strip in range(num_strips):
+                strip_row = row + strip * STRIP_ROWS
+                _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, PLAN)
+            tma_store_wait(0)
+            mbarrier.arrive(handoff.empty.index(half))
+        num_tiles += 1
+
+
+@gluon.jit
+def _expert_up_kernel(
+    x_ptr,
+    stride_x8,
+    first_weight_desc,
+    last_weight_desc,
+    bias_ptrs,
+    h_desc,
+    h_ptr,
+    a_ptr,
+    slots_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    PLAN: gl.constexpr,
+):
+    copy_threads: gl.constexpr = 32 * PLAN.warps.gather
+    ring = allocate_ring(h_desc.dtype, 1 + copy_threads, PLAN)
+    handoff = allocate_handoff(h_desc.dtype, PLAN)
+    begin(False)
+    order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
+    weight_descs = (first_weight_desc, last_weight_desc)
+    gl.warp_specialize(
+        [
+            (consume, (gl.constexpr(0), ring, order, bias_ptrs, handoff, PLAN)),
+            (consume, (gl.constexpr(1), ring, order, bias_ptrs, handoff, PLAN)),
+            (produce, (ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN)),
+            (_finish, (handoff, order, h_desc, h_ptr, a_ptr, PLAN)),
+        ],
+        [4, PLAN.warps.gather, PLAN.warps.finish],
+        PLAN.warps.registers,
+    )
+
+
+@cache
+def _plan(
+    contracted: int,
+    columns: int,
+    parts: int,
+    b_k_inner: bool,
+    top_k: int,
+    wide_offsets: bool,
+    activation: str,
+    bias_stride: int | None,
+    store_h: bool,
+) -> GatherPlan:
+    return GatherPlan(
+        tile=up_tile(columns, parts),
+        contracted=contracted,
+        columns=columns,
+        parts=parts,
+        b_k_inner=b_k_inner,
+        top_k=top_k,
+        wide_offsets=wide_offsets,
+        activation=ACTIVATION_IDS[activation],
+        gated=parts == 2,
+        bias_stride=bias_stride,
+        store_h=store_h,
+    )
+
+
+def hopper_expert_up(
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    blocks_B2: Tensor,
+    top_k: int,
+    activation: str,
+    h_NGF: Tensor,
+    a_NF: Tensor,
+) -> None:
+    """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
+
+    Args:
+        x_TD: token rows. Shape [T, D], bf16 or fp16, stride 1 in D, other stride and base multiples of 8 elements.
+        w_up: [E, 2, F, D], or two or one of [E, 1, F, D], stride 1 in F or D (all alike), other strides multiples of 8.
+        b_up: the same form without D, stride 1 in F, or empty.
+        slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
+        h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``, and h is
+            never written when it has no rows.
+
+    Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
+    """
+    if x_TD.shape[0] == 0:
+        return
+    weights, biases = part_views(w_up), part_views(b_up)
+    num_columns = h_NGF.shape[2]
+    tile = up_tile(num_columns, len(weights))
+    part_n = tile.block_n // len(weights)
+    described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
+    plan = _plan(
+        x_TD.shape[1],
+        num_columns,
+        len(weights),
+        described[0][1],
+        top_k,
+        needs_wide_offsets(x_TD),
+        activation,
+        bias_stride(biases),
+        h_NGF.shape[0] > 0,
+    )
+    h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
+    launch_persistent(
+        _expert_up_kernel,
+        x_TD.device,
+        x_TD,
+        x_TD.stride(0) // 8,
+        described[0][0],
+        described[-1][0],
+        biases,
+        h_desc,
+        h_NGF,
+        a_NF,
+        slots_N,
+        offsets_E1,
+        blocks_B2,
+        plan,
+    )

@@ -1,0 +1,138 @@
+"""How a half tile of a weight gradient is written, and added to.
+
+Written by TMA through shared memory. To accumulate, TMA brings what dW holds there while the product is taken, but for experts
+that are marked as fresh. A dW of fp32, for which there is no such room, is added to behind the last step: a consumer reads,
+adds and writes its half tile straight from the layout of its accumulator, eight bytes a thread and row, a whole sector for
+four threads. Either rounds once.
+"""
+
+from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper.tiles import CHUNK, accumulator_layout, load_matrix, strip_of
+
+ADD_COLUMNS = gl.constexpr(32)
+"""Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
+
+
+@gluon.jit
+def _halves(matrix):
+    """The left and the right columns of a matrix."""
+    rows: gl.constexpr = matrix.shape[0]
+    width: gl.constexpr = matrix.shape[1]
+    return gl.split(gl.permute(gl.reshape(matrix, [rows, 2, width // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _send(staged, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Has TMA write a staged matrix; what lies outside dW is not written."""
+    desc = dw_descs[0]
+    fence_async_shared()
+    source = reinterpret(staged, desc.dtype, desc.block_type.shape, desc.layout)
+    if PLAN.parts == 2:
+        if part == 0:
+            tma_store(desc, [expert, row, column], source)
+        else:
+            tma_store(dw_descs[1], [expert, row, column], source)
+    else:
+        tma_store(desc, [expert, row, column], source)
+
+
+@gluon.jit
+def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Hands a matrix to TMA once the buffer's last one has been read."""
+    tma_store_wait(0)
+    staged.store(values.to(dw_descs[0].dtype))
+    _send(staged, dw_descs, part, expert, row, column, PLAN)
+
+
+@gluon.jit
+def write_tile(staged, sums, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Hands a half tile to TMA, in one piece or two."""
+    store_n: gl.constexpr = PLAN.store_n
+    if store_n == PLAN.tile.block_n:
+        _store(staged, sums, dw_descs, part, expert, row, column, PLAN)
+    else:
+        left, right = _halves(sums)
+        _store(staged, left, dw_descs, part, expert, row, column, PLAN)
+        _store(staged, right, dw_descs, part, expert, row, column + store_n, PLAN)
+
+
+@gluon.jit
+def fetch_tile(staged, arrived, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Has TMA bring what dW holds of a half tile once the buffer's last one has been read; zeros outside of dW."""
+    tma_store_wait(0)
+    mbarrier.expect(arrived, PLAN.store_bytes)
+    if PLAN.parts == 2:
+        if part == 0:
+            load_matrix(dw_descs[0], expert, row, column, arrived, staged)
+        else:
+            load_matrix(dw_descs[1], expert, row, column, arrived, staged)
+    else:
+        load_matrix(dw_descs[0], expert, row, column, arrived, staged)
+
+
+@gluon.jit
+def _stage(staging, HALF: gl.constexpr, sums, FIRST_CHUNK: gl.constexpr, is_added):
+    """Stages a half tile, a block of CHUNK columns at a time so that what is added fits beside it in registers."""
+    half_m: gl.constexpr = sums.shape[0]
+    width: gl.constexpr = sums.shape[1]
+    if width > CHUNK:
+        left, right = _halves(sums)
+        _stage(staging, HALF, left, FIRST_CHUNK, is_added)
+        _stage(staging, HALF, right, FIRST_CHUNK + width // 2 // CHUNK, is_added)
+    else:
+        staged = strip_of(staging, HALF, 0, FIRST_CHUNK, half_m, CHUNK, staging.dtype)
+        if is_added:
+            sums += staged.load(sums.type.layout).to(gl.float32)
+        staged.store(sums.to(staging.dtype))
+
+
+@gluon.jit
+def write_fetched_tile(
+    HALF: gl.constexpr, staging, sums, is_added, dw_descs, part, expert, row, column, PLAN: gl.constexpr
+):
+    """Hands a half tile to TMA, with ``is_added`` on top of what has been fetched."""
+    if is_added == 0:
+        tma_store_wait(0)
+    _stage(staging, HALF, sums, 0, is_added)
+    _send(staging.index(HALF), dw_descs, part, expert, row, column, PLAN)
+
+
+@gluon.jit
+def _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN: gl.constexpr):
+    """``(dw_ptr, row offsets, whether a row is inside)`` of a half tile, a row of the accumulator's layout each."""
+    rows = row + gl.arange(0, PLAN.tile.half_m, gl.SliceLayout(1, accumulator_layout(PLAN)))
+    dw_ptr = dw_ptrs[0]
+    if PLAN.parts == 2:
+        dw_ptr = gl.where(part == 0, dw_ptrs[0], dw_ptrs[1])
+    return dw_ptr, expert.to(gl.int64) * stride_dw_e8 * 8 + rows.to(gl.int64) * stride_dw_m8 * 8, rows < PLAN.m
+
+
+@gluon.jit
+def _pointers(dw_ptr, row_offsets, rows_inside, column, WIDTH: gl.constexpr, layout: gl.constexpr, PLAN: gl.constexpr):
+    """Where WIDTH columns of some rows are in dW, and whether they are inside of it."""
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    offsets = gl.convert_layout(row_offsets, gl.SliceLayout(1, layout), assert_trivial=True)
+    inside = gl.convert_layout(rows_inside, gl.SliceLayout(1, layout), assert_trivial=True)
+    ptrs = gl.expand_dims(dw_ptr + columns, 0) + gl.expand_dims(offsets, 1)
+    return ptrs, gl.expand_dims(inside, 1) & gl.expand_dims(columns < PLAN.n, 0)
+
+
+@gluon.jit
+def _add(values, dw_ptr, row_offsets, rows_inside, column, PLAN: gl.constexpr):
+    """Adds a matrix to dW, ADD_COLUMNS at a time so that what is read fits beside the accumulator in registers."""
+    width: gl.constexpr = values.shape[1]
+    if width > ADD_COLUMNS:
+        left, right = _halves(values)
+        _add(left, dw_ptr, row_offsets, rows_inside, column, PLAN)
+        _add(right, dw_ptr, row_offsets, rows_inside, column + width // 2, PLAN)
+    else:
+        layout: gl.constexpr = values.type.layout
+        ptrs, inside = _pointers(dw_ptr, row_offsets, rows_inside, column, width, layout, PLAN)
+        gl.store(ptrs, gl.load(ptrs, mask=inside, other=0.0) + values, mask=inside)
+
+
+@gluon.jit
+def add_tile(sums, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN: gl.constexpr):
+    """Adds a half tile to dW."""
+    dw_ptr, offsets, inside = _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN)
+    _add(sums, dw_ptr, offsets, inside, column, PLAN)

@@ -1,0 +1,400 @@
+"""What one element of a canonical value is: `Evaluator.element(value, indices)`.
+
+Each value kind of `forms.views` has one rule here. Gathers compose indices; scatters and boolean selections become sums
+over what lands on an element, so that a sorted, a masked and a looped spelling of one layer give one expression.
+Evaluation stops (a leaf) at operators without canonical form and below the second projection, where only views,
+gathers, casts and products are looked through.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moeblaze_ops.lowering.evaluate.groups import GroupRules
+from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
+from moeblaze_ops.lowering.evaluate.nesting import Nesting
+from moeblaze_ops.lowering.evaluate.projections import is_no_projection, is_weight
+from moeblaze_ops.lowering.evaluate.runs import RunRules
+from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.comparisons import threshold
+from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Size, TooLarge, same_size, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
+from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
+
+Indices = tuple[Expr, ...]
+
+MAX_PROJECTIONS = 2
+_SHALLOW = frozenset((
+    "reshape", "permute", "slice", "select", "expand", "tile", "spread", "cast", "index", "take", "mul", "stack", "cat",
+    "full", "arange", "inverse", "scatter", "sum", "any", "eq", "where", "lane", "lanes",
+))  # fmt: skip
+_MAX_UNROLLED = 1024
+_LANE = -50  # levels of slices under vmap go down from here, far from those of bound variables and of indices
+
+
+class Unroll(Exception):
+    """The element at a symbolic index has no closed form; its binder must take every index in turn."""
+
+    def __init__(self, var: Expr):
+        self.var = var
+
+
+class Evaluator(IndexingRules, GroupRules, RunRules):
+    """Elements of the values of one graph."""
+
+    def __init__(self) -> None:
+        self.algebra = Algebra(self._resolve_group)
+        self._memo: dict[tuple[Value, Indices, int], Expr] = {}
+        self._starts: dict[Value, tuple[Size, ...]] = {}
+        self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
+            name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
+        }
+        self._nesting = Nesting(self._rules)
+
+    def element(self, value: Value, indices: Indices, depth: int = 0) -> Expr:
+        """The element of ``value`` at ``indices``, inside ``depth`` projections."""
+        assert len(indices) == len(value.shape), (value, indices)
+        key = (value, indices, depth)
+        found = self._memo.get(key)
+        if found is None:
+            for partial in self._accumulated(value, indices, depth):
+                self._memo[partial, indices, depth] = self._evaluate(partial, indices, depth)
+            found = self._memo[key] = self._evaluate(value, indices, depth)
+        return found
+
+    def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
+        """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
+        chain: dict[Value, None] = {}
+        stack = [(inner, False) for inner in accumulators(value)]
+        while stack:
+            inner, finished = stack.pop()
+            if finished:
+                chain[inner] = None
+            elif inner not in chain and (inner, indices, depth) not in self._memo and (below := accumulators(inner)):
+                stack.append((inner, True))
+                stack += [(part, False) for part in below]
+        return list(chain)
+
+    def _evaluate(self, value: Value, indices: Indices, depth: int) -> Expr:
+        kind = value.args[0] if value.op == "pointwise" else value.op
+        rule = self._rules.get(value.op)
+        integers = not value.dtype.is_floating_point
+        changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
+        shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
+        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._nesting.is_deep(value):
+            return self.algebra.leaf(value, indices)
+        try:
+            return rule(value, indices, depth)
+        except TooLarge:
+            return self.algebra.leaf(value, indices)
+
+    def _sum(self, var: Expr, body: Callable[[Expr], Expr]) -> Expr:
+        try:
+            return self.algebra.sum(var, body(var))
+        except Unroll as unroll:
+            extent = var.args[1] if var.kind == "var" else None
+            if unroll.var is not var or not isinstance(extent, int) or extent > _MAX_UNROLLED:
+                raise
+            return self.algebra.add(*(body(self.algebra.const(i)) for i in range(extent)))
+
+    # Views.
+
+    def _element_reshape(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        for outer_axes, inner_axes in common_groups(value.shape, x.shape):
+            merged = len(outer_axes) > 1 or len(inner_axes) > 1
+            if merged and any(self._may_be_outside(indices[a], value.shape[a]) for a in outer_axes):
+                return self.algebra.leaf(value, indices)
+        return self.element(x, self.reshape_indices(value.shape, x.shape, indices), depth)
+
+    def reshape_indices(self, outer: tuple[Size, ...], inner: tuple[Size, ...], indices: Indices) -> Indices:
+        """Indices into ``inner`` of the row-major position that ``indices`` have in ``outer``."""
+        result: list[Expr] = []
+        for outer_axes, inner_axes in common_groups(outer, inner):
+            if len(outer_axes) == 1 and len(inner_axes) == 1:
+                result.append(indices[outer_axes[0]])
+                continue
+            position, stride = [], 1
+            for a in reversed(outer_axes):
+                position.append((stride, indices[a]))
+                stride = stride * outer[a]
+            rest = self.algebra.linear(0, position)
+            group: list[Expr] = []
+            for i, a in enumerate(reversed(inner_axes)):
+                last = i == len(inner_axes) - 1
+                group.append(rest if last else self.algebra.mod(rest, inner[a]))
+                rest = rest if last else self.algebra.div(rest, inner[a])
+            result += reversed(group)
+        return tuple(result)
+
+    def _element_permute(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dims = value.args
+        inner: list[Expr] = [self.algebra.zero] * len(dims)
+        for index, dim in zip(indices, dims, strict=True):
+            inner[dim] = index
+        return self.element(x, tuple(inner), depth)
+
+    def _element_slice(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, start, step = value.args
+        if self._may_be_outside(indices[dim], value.shape[dim]):
+            return self.algebra.leaf(value, indices)
+        index = self.algebra.linear(start, [(step, indices[dim])])
+        return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
+
+    def _may_be_outside(self, index: Expr, size: Size) -> bool:
+        """Whether an index is a number that data give, for which a subscript counts from the end or raises an error."""
+        given = index.kind == "nonzero" or (index.kind == "leaf" and not index.args[0].is_permutation)
+        return given and not self.algebra.fits(index, size)
+
+    def _element_select(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, index = value.args
+        return self.element(x, (*indices[:dim], self.algebra.const(index), *indices[dim:]), depth)
+
+    def _element_expand(self, value: Value, indices: Indices, depth: int) -> Expr:
+        return self._broadcast(value.args[0], value.shape, indices, depth)
+
+    def _broadcast(self, x: Value, shape: tuple[Size, ...], indices: Indices, depth: int) -> Expr:
+        ones = (self.algebra.zero,) * (len(x.shape) - len(indices))  # leading axes that a write by subscript may have
+        tail = (*ones, *indices[max(0, len(indices) - len(x.shape)) :])
+        own = tuple(self.algebra.zero if size == 1 else i for size, i in zip(x.shape, tail, strict=True))
+        return self.element(x, own, depth)
+
+    def _element_tile(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        tail = indices[len(indices) - len(x.shape) :]
+        own = tuple(self.algebra.mod(i, size) for size, i in zip(x.shape, tail, strict=True))
+        return self.element(x, own, depth)
+
+    def _element_spread(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, repeats = value.args
+        index = self.algebra.div(indices[dim], repeats)
+        return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
+
+    def _element_stack(self, value: Value, indices: Indices, depth: int) -> Expr:
+        xs, dim = value.args
+        at = indices[dim]
+        rest = (*indices[:dim], *indices[dim + 1 :])
+        if at.kind == "const":
+            return self.element(xs[at.args[0]], rest, depth)
+        self._unroll(at)
+        extent = self.algebra.extent(at)
+        chosen = at.kind == "leaf" and isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
+        if not chosen or depth or all(is_weight(x, gathered=False) for x in xs):
+            return self.algebra.leaf(value, indices)
+        hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
+        return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
+
+    def _unroll(self, index: Expr) -> None:
+        if index.kind == "var":
+            raise Unroll(index)
+
+    # Slices under `torch.vmap`.
+
+    def _element_lane(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim, level = value.args
+        return self.element(x, (*indices[:dim], self._lane(level, x.shape[dim]), *indices[dim:]), depth)
+
+    def _element_lanes(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, level, dim = value.args
+        if indices[dim].height or self._may_be_outside(indices[dim], value.shape[dim]):
+            return self.algebra.leaf(value, indices)
+        inner = self.element(x, (*indices[:dim], *indices[dim + 1 :]), depth)
+        return self.algebra.substitute(inner, {self._lane(level, value.shape[dim]): indices[dim]})
+
+    def _lane(self, level: int, count: Size) -> Expr:
+        return self.algebra.var(_LANE - level, count, "r")
+
+    # Numbers.
+
+    def _element_full(self, value: Value, indices: Indices, depth: int) -> Expr:
+        return self.algebra.const(value.args[0])
+
+    def _element_arange(self, value: Value, indices: Indices, depth: int) -> Expr:
+        start, step = value.args
+        if self._may_be_outside(indices[0], value.shape[0]):
+            return self.algebra.leaf(value, indices)
+        return self.algebra.linear(start, [(step, indices[0])])
+
+    def _element_cast(self, value: Value, indices: Indices, depth: int) -> Expr:
+        (x,) = value.args
+        e = self.element(x, indices, depth)
+        if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
+            if value.dtype == torch.bool:
+                return self._not_zero(e) or self.algebra.cast(value.dtype, e)
+            whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
+            counted = is_count(e) and holds_count(value.dtype, e)
+            return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
+        # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
+        if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
+            return e
+        if depth == MAX_PROJECTIONS and e.kind == "mul" and any(map(_is_scale, e.args)):
+            # A routing weight on an expert's input: the kernels multiply by it behind the projection.
+            vector = [f for f in e.args if any(v.args[2] == "d" for v in f.free)]
+            scale = [f for f in e.args if f not in vector]
+            return self.algebra.mul(self.algebra.cast(value.dtype, self.algebra.mul(*vector)), *scale)
+        return self.algebra.cast(value.dtype, e)
+
+    def _above_zero(self, e: Expr) -> Expr | None:
+        """1 where ``e`` is not zero, if it is known not to be negative."""
+        return threshold(self.algebra, "ne", [e, self.algebra.zero]) or chosen(self.algebra, e)
+
+    def _not_zero(self, e: Expr) -> Expr | None:
+        """1 where ``e`` is not zero, as far as counts tell; a factor that is none may be any number."""
+        if (mask := self._above_zero(e)) is not None or e.kind != "mul":
+            return mask
+        counts = [self._above_zero(f) for f in e.args if is_count(f)]
+        rest = self.algebra.mul(*(f for f in e.args if not is_count(f)))
+        if not counts or None in counts or (rest.kind == "const" and rest is not self.algebra.one):
+            return None
+        return self.algebra.mul(*counts, self._not_zero(rest) or self.algebra.cast(torch.bool, rest))
+
+    def _element_pointwise(self, value: Value, indices: Indices, depth: int) -> Expr:
+        name, xs, params = value.args
+        if value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point:
+            return self.algebra.leaf(value, indices)  # it may wrap around
+        args = [self._broadcast(x, value.shape, indices, depth) for x in xs]
+        if name in ("gt", "ne") and args[1] is self.algebra.zero:
+            mask = self._above_zero(args[0]) if name == "gt" else self._not_zero(args[0])
+            if mask is not None:
+                return mask
+        if (mask := threshold(self.algebra, name, args)) is not None:
+            return mask
+        return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
+
+    # Reductions.
+
+    def _bind(self, used: Indices, sizes: list[Size], body: Callable[[Indices], Expr], tags: Sequence[str]) -> Expr:
+        if not sizes:
+            return body(())
+        var = self.algebra.fresh(used, sizes[0], tags[0])
+
+        def inner(index: Expr) -> Expr:
+            return self._bind((*used, var), sizes[1:], lambda rest: body((index, *rest)), tags[1:])
+
+        return self._sum(var, inner)
+
+    def _reduced_indices(self, value: Value, indices: Indices, bound: Indices) -> Indices:
+        x, dims, keepdim = value.args
+        kept = [i for a, i in enumerate(indices) if not (keepdim and a in dims)]
+        bound_iter, kept_iter = iter(bound), iter(kept)
+        return tuple(next(bound_iter) if a in dims else next(kept_iter) for a in range(len(x.shape)))
+
+    def _element_sum(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dims, _ = value.args
+
+        def body(bound: Indices) -> Expr:
+            return self.element(x, self._reduced_indices(value, indices, bound), depth)
+
+        return self._counted(value, indices, self._bind(indices, [x.shape[d] for d in dims], body, "r" * len(dims)))
+
+    def _counted(self, value: Value, indices: Indices, e: Expr) -> Expr:
+        """``e``, unless it is a count that may be too large for the dtype of ``value``, of which it is an element."""
+        return e if not is_count(e) or holds_count(value.dtype, e) else self.algebra.leaf(value, indices)
+
+    def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dims, _ = value.args
+        if len(dims) != 1:
+            return self.algebra.leaf(value, indices)
+        var = self.algebra.fresh(indices, x.shape[dims[0]])
+        body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
+        return self.algebra.any(var, body) if is_indicator(body) else self.algebra.leaf(value, indices)
+
+    def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
+        x, dim = value.args
+        var = self.algebra.fresh(indices, x.shape[dim])
+        body = self.element(x, (*indices[:dim], var, *indices[dim + 1 :]), depth)
+        return self._counted(value, indices, self.algebra.prefix(var, body, indices[dim]) if var.kind == "var" else body)
+
+    def _element_contract(self, value: Value, indices: Indices, depth: int) -> Expr:
+        xs, labels, out = value.args
+        of = dict(zip(out, indices, strict=True))
+        pairs = [pair for x, label in zip(xs, labels, strict=True) for pair in zip(label, x.shape, strict=True)]
+        sizes = {letter: size for letter, size in pairs if same_size(size, 1)}
+        sizes |= {letter: size for letter, size in pairs if not same_size(size, 1)}  # axes of size 1 are broadcast
+        weights = [is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
+        projects = any(weights)
+        inner = depth + projects
+
+        def factors(index: dict[str, Expr]) -> list[Expr]:
+            found = []
+            for x, label in zip(xs, labels, strict=True):
+                at = (self.algebra.zero if same_size(n, 1) else index[c] for c, n in zip(label, x.shape, strict=True))
+                found.append(self.element(x, tuple(at), inner))
+            return found
+
+        def body(vars: Indices) -> Expr:
+            found = factors({**of, **dict(zip(bound, vars, strict=True))})
+            if projects:
+                features = tuple(var for var, c in zip(vars, bound, strict=True) if c not in chosen)
+                found = [f if weight else self._with_number(f, features) for f, weight in zip(found, weights, strict=True)]
+            return self.algebra.mul(*found)
+
+        # Outermost are experts and slots, of these first the letters that the output of an expert has.
+        bound = sorted((c for c in sizes if c not in of), key=lambda c: all({c, out[-1:]} - set(label) for label in labels))
+        chosen = self._chosen(bound, sizes, indices, lambda index: factors({**of, **index})) if projects else set(bound)
+        bound.sort(key=lambda c: c not in chosen)
+        return self._bind(indices, [sizes[c] for c in bound], body, ["r" if c in chosen else "d" for c in bound])
+
+    def _chosen(
+        self, letters: list[str], sizes: dict[str, Size], used: Indices, factors: Callable[[dict[str, Expr]], list[Expr]]
+    ) -> set[str]:
+        """Of the letters that a projection sums over, those of experts or slots: ids are compared with them, or read at them."""
+        if len(letters) < 2:
+            return set()
+        level = max((v.args[0] for e in used for v in e.free), default=-1) + 1
+        index = {letter: self.algebra.var(level + i, sizes[letter], "r") for i, letter in enumerate(letters)}
+        try:
+            found = factors(index)
+        except Unroll:
+            return set()
+        choices = [e for factor in found for e in subexpressions(factor, _is_choice)]
+        return {letter for letter, var in index.items() if any(var in choice.free for choice in choices)}
+
+    def _per_token(self, label: str, of: dict[str, Expr]) -> bool:
+        return any(_moves_with_token(of[letter]) for letter in label if letter in of)
+
+    def _with_number(self, e: Expr, features: Indices) -> Expr:
+        """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""
+        if e.kind != "mul" or e.has_dot:
+            return e
+        numbers = [f for f in e.args if f.kind == "const"]
+        others = [f for f in e.args if f.kind != "const"]
+        kept = [f for f in others if f.kind not in IDEMPOTENT and f.free.isdisjoint(features)] or [
+            f for f in others if not f.free.isdisjoint(features)
+        ]
+        if not numbers or not kept:
+            return e
+        others.remove(kept[0])
+        return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
+
+
+def accumulators(value: Value) -> list[Value]:
+    """Operands of the same shape that ``value`` adds something to."""
+    inner: tuple[Value, ...] = ()
+    if value.op in ("put", "scatter"):
+        inner = value.args[:1]
+    elif value.op == "pointwise" and value.args[0] == "add":
+        inner = value.args[1]
+    return [x for x in inner if x.shape == value.shape]
+
+
+_EXACT_INTEGERS = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def _is_scale(e: Expr) -> bool:
+    """What an expert gets of a token: a number that all features share, not a constant."""
+    return e.kind != "const" and not any(var.args[2] == "d" for var in e.free)
+
+
+def _is_choice(e: Expr) -> bool:
+    """A comparison, or what a tensor of ids holds where it is an index."""
+    return e.kind == "eq" or (e.kind == "leaf" and not e.args[0].dtype.is_floating_point)
+
+
+def _moves_with_token(index: Expr) -> bool:
+    """Whether an index is made of a token's position, not only of what a tensor holds there."""
+    ends = subexpressions(index, lambda e: e.kind == "var" or (e.kind == "leaf" and not e.args[0].is_permutation))
+    return any(e.kind == "var" and e.args[2] == "t" for e in ends)

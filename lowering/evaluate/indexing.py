@@ -1,0 +1,337 @@
+"""Elements of gathers, scatters, boolean selections and sorts.
+
+What is scattered by rows ``u`` with keys ``key(u)`` reads, at index ``i``, the sum over all u with key(u) = i. Where
+the rows come from a sort or from a boolean mask that sum is turned around into one over the slots of token i.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size, differ, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+
+if TYPE_CHECKING:
+    from moeblaze_ops.lowering.evaluate.evaluator import Indices
+
+
+class IndexingRules:
+    """Rules of the value kinds of `forms.indexing`; mixed into `Evaluator`."""
+
+    algebra: Algebra
+    element: Callable[..., Expr]
+    _broadcast: Callable[..., Expr]
+    reshape_indices: Callable[..., "Indices"]
+    runs: Callable[..., list[tuple[Size, Size]]]
+    partitioned: Callable[..., Size | None]
+    reordered: Callable[..., Expr | None]
+
+    def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, tensors, first = value.args
+        rank = max(len(t.shape) for t in tensors if t is not None)
+        gathered = indices[first : first + rank]
+        shape = value.shape[first : first + rank]
+        rest = iter((*indices[:first], *indices[first + rank :]))
+        own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
+        return self.reordered(x, own, depth) or self.element(x, own, depth)
+
+    def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, dim, index = value.args
+        return self.element(x, (*indices[:dim], self.element(index, indices, depth), *indices[dim + 1 :]), depth)
+
+    def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        mask, dim = value.args
+        if mask.op != "reshape" or len(mask.shape) != 1:
+            return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+        (whole,) = mask.args
+        coordinates = [self.algebra.nonzero(whole, d, indices[0], size) for d, size in enumerate(whole.shape)]
+        return self.algebra.linear(0, zip(_strides(whole.shape), coordinates, strict=True))
+
+    def _element_inverse(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        return self.algebra.inverse(value.args[0], indices[0])
+
+    def _element_put(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        x, tensors, _, values, accumulate = value.args
+        keyed = [i for i, t in enumerate(tensors) if t is not None]
+        if any(len(tensors[i].shape) != 1 for i in keyed) or keyed != list(range(len(keyed))):
+            return self.algebra.leaf(value, indices)
+        if not accumulate and _counts_up(x, tensors, values) and self.partitioned(tensors[0]) is not None:
+            return self.algebra.inverse(tensors[0], indices[0])
+        rows, rest = tensors[0].shape[0], indices[len(keyed) :]
+        added = None if accumulate else _added_to_rows(x, tensors, values)
+        part = values if added is None else added
+
+        def row_at(index: Expr) -> tuple[list[Expr], Expr]:
+            body = self._broadcast(part, (rows, *value.shape[len(keyed) :]), (index, *rest), depth)
+            return [self.element(tensors[i], (index,), depth) for i in keyed], body
+
+        at, sizes = indices[: len(keyed)], value.shape
+        runs = self.runs(tensors[0]) if added is None else [(0, rows)]
+        return self._stored(value, indices, runs, row_at, at, sizes, depth, adds=added is not None)
+
+    def _element_scatter(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        _, dim, index, source, _ = value.args
+
+        def row_at(row: Expr) -> tuple[list[Expr], Expr]:
+            at = (*indices[:dim], row, *indices[dim + 1 :])
+            return [self.element(index, at, depth)], self.element(source, at, depth)
+
+        runs = [(0, index.shape[dim])] if dim else self.runs(index)
+        return self._stored(value, indices, runs, row_at, (indices[dim],), value.shape[dim:], depth)
+
+    def _stored(
+        self,
+        value: Value,
+        indices: "Indices",
+        runs: list[tuple[Size, Size]],
+        row_at: Callable[[Expr], tuple[list[Expr], Expr]],
+        at: "Indices",
+        sizes: tuple[Size, ...],
+        depth: int,
+        adds: bool = False,
+    ) -> Expr:
+        """The element of a put or a scatter, after one run of rows after another was added or stored.
+
+        ``adds``: what is stored is what was there, and the rows.
+        """
+        x, accumulate = value.args[0], value.args[-1]
+        element = self.element(x, indices, depth)
+        for start, size in runs:
+            row = self.algebra.fresh(indices, size)
+            keys, body = row_at(self.algebra.linear(start, [(1, row)]))
+            landed = self._land(row, keys, at, sizes, body, depth)
+            if accumulate:
+                element = self.algebra.add(element, landed.total(self.algebra))
+            else:
+                element = (landed.adds if adds else landed.replaces)(self.algebra, element)
+            if element is None:
+                return self.algebra.leaf(value, indices)
+        return element
+
+    def landed(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> Expr:
+        """The sum of ``body`` over the rows u with ``keys(u) == at``."""
+        return self._land(row, keys, at, sizes, body, depth).total(self.algebra)
+
+    def coordinates(self, key: Expr) -> list[Expr] | None:
+        """The coordinates of a mask's true elements, of which ``key`` is the position, in row-major order."""
+        if key.kind != "nonzero":
+            return _flattened_coordinates(key)
+        return [key] if len(key.args[0].shape) == 1 else None
+
+    def _land(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> "_Landed":
+        """The rows u with ``keys(u) == at``, an index into axes of these sizes."""
+        coordinates = _flattened_coordinates(keys[0]) if len(keys) == 1 else None
+        if coordinates is not None and same_size(math.prod(shape := coordinates[0].args[0].shape), sizes[0]):
+            keys, at, sizes = coordinates, self.reshape_indices(sizes[:1], shape, at), (*shape, *sizes[1:])
+        if _are_coordinates(row, keys, sizes):
+            landed = self._land_true_elements(row, keys, at, body, depth)
+        elif len(keys) == 1:
+            landed = self._land_selected(row, keys, at, sizes, body, depth)
+        else:
+            landed = self._land_at_positions(row, keys, at, sizes, body)
+        if landed is not None and row not in landed.body.free:
+            return landed
+        hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
+        unique = keys[0] if len(keys) == 1 else None
+        return _Landed([row] if row.kind == "var" else [], hits, body, unique)
+
+    def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
+        """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
+        mask = keys[0].args[0]
+        if (landed := self._land_slots(row, mask, at, body, depth)) is not None:
+            return landed
+        given = {key.args[1]: i for key, i in zip(keys, at, strict=True)}
+        coordinates: list[Expr] = []
+        free: list[Expr] = []
+        for dim, extent in enumerate(mask.shape):
+            index = given.get(dim)
+            if index is None:
+                index = self.algebra.fresh((row, *at, *free), extent)
+                free += [index] if index.kind == "var" else []
+            coordinates.append(index)
+        replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
+        hits = self.element(mask, tuple(coordinates), depth)
+        return _Landed(free, hits, self.algebra.substitute(body, replace), _compared(hits))
+
+    def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
+        """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""
+        if mask.op != "any" or mask.args[2] or len(at) != len(mask.shape):
+            return None
+        slots, dims, _ = mask.args
+        dim = len(slots.shape) - 1
+        if dims != (dim,):
+            return None  # their true elements are not in the order of tokens
+        if not any(True for _ in subexpressions(body, lambda e: e.kind == "nonzero" and e.args[0] is slots and e.args[2] is row)):
+            return None
+        slot = self.algebra.fresh((row, *at), slots.shape[dim])
+        coordinates = (*at[:dim], slot, *at[dim:])
+        hits = self.element(slots, coordinates, depth)
+        ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
+        if len(ids) != 1 or not slot.free <= ids[0].free:
+            return None
+        replace = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
+        replace |= {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
+        free = [slot] if slot.kind == "var" else []
+        once = self.algebra.mul(*(self.algebra.distinct(ids[0], var) for var in free))
+        return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
+
+    def _land_selected(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int
+    ) -> "_Landed | None":
+        """The key of sorted rows, or of those of them that a mask selects: go through all of them instead."""
+        selected = next(iter(subexpressions(keys[0], lambda e: e.kind == "nonzero" and e.args[2] is row)), None)
+        if selected is None or row.kind != "var":
+            return self._land_sorted(row, keys[0], at[0], sizes[0], body, self.algebra.one)
+        mask, _, _, extent = selected.args
+        position = self.algebra.fresh((row, *at), extent)
+        if len(mask.shape) != 1 or position.kind != "var":
+            return None
+        key, body = (self.algebra.substitute(e, {selected: position}) for e in (keys[0], body))
+        if row in key.free | body.free:
+            return None
+        return self._land_sorted(position, key, at[0], sizes[0], body, self.element(mask, (position,), depth))
+
+    def _land_at_positions(
+        self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr
+    ) -> "_Landed | None":
+        """One of two keys is the row's own number, or that of its token; the other is compared: it counts from no end."""
+        for mine, other in ((0, 1), (1, 0)) if len(keys) == 2 else ():
+            if keys[other].kind == "leaf" and keys[other].args[0].bound is not None:
+                hits = self.algebra.eq(keys[other], at[other])
+                landed = self._land_sorted(row, keys[mine], at[mine], sizes[mine], body, hits, keys[other])
+                if landed is not None:
+                    return landed
+        return None
+
+    def _land_sorted(
+        self, row: Expr, key: Expr, at: Expr, count: Size, body: Expr, hits: Expr, unique: Expr | None = None
+    ) -> "_Landed | None":
+        """Keys are ``slot(u)``, ``slot(u) // K`` or ``slot(u) % T``, with slot(u) = u or a permutation of u."""
+        size, slot = 1, key
+        if key.kind in ("div", "mod"):
+            slot, size = key.args
+        permuted = slot.kind == "leaf" and slot.args[0].is_permutation and slot.args[1] == (row,)
+        if row.kind != "var" or not (permuted or slot is row):
+            return None
+        fresh, free = self.algebra.zero, []
+        per_token = _ratio(row.args[1], size) if key.kind == "mod" else size
+        if per_token is None or not same_size(count * per_token, row.args[1]):
+            return None  # some index would get no row, or fewer
+        if per_token != 1:
+            fresh = self.algebra.fresh((row, at), per_token)
+            free = [fresh]
+        terms = [(size, fresh), (1, at)] if key.kind == "mod" else [(size, at), (1, fresh)]
+        position = self.algebra.linear(0, terms)
+        source = self.algebra.inverse(slot.args[0], position) if permuted else position
+        body, hits = (self.algebra.substitute(e, {row: source}) for e in (body, hits))
+        unique = _compared(hits) if unique is None else self.algebra.substitute(unique, {row: source})
+        return _Landed(free, hits, body, unique)
+
+
+class _Landed:
+    """Rows that land on one index: ``sum over free of hits * body``."""
+
+    def __init__(self, free: list[Expr], hits: Expr, body: Expr, unique: Expr | None):
+        self.free, self.hits, self.body, self.unique = free, hits, body, unique
+
+    def _summed(self, algebra: Algebra, body: Expr) -> Expr:
+        for var in reversed(self.free):
+            body = algebra.sum(var, body)
+        return body
+
+    def total(self, algebra: Algebra) -> Expr:
+        return self._summed(algebra, algebra.mul(self.hits, self.body))
+
+    def _never_with(self, term: Expr) -> bool:
+        """Whether a term is zero wherever the row lands: one number cannot equal two."""
+        return any(differ(f, self.hits) for f in factors_of(term))
+
+    def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
+        """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
+        if self.hits is algebra.zero:
+            return base
+        if not self.free and self.hits is algebra.one:
+            return self.body
+        below = [] if base is algebra.zero else list(base.args if base.kind == "add" else (base,))
+        added = list(self.body.args if self.body.kind == "add" else (self.body,))
+        if all(term in added for term in below):
+            for term in below:
+                added.remove(term)
+        elif self.free or not all(map(self._never_with, below)):
+            return None
+        return _Landed(self.free, self.hits, algebra.add(*added), self.unique).adds(algebra, base)
+
+    def adds(self, algebra: Algebra, base: Expr) -> Expr | None:
+        """The element after ``base`` and the row were stored, when at most one row lands; None if it has no sum form."""
+        if self.hits is algebra.zero:
+            return base
+        if self.free and (self.unique is None or len(self.free) > 1):
+            return None
+        once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
+        return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, self.body)))
+
+
+def _strides(shape: tuple[Size, ...]) -> list[Size]:
+    strides: list[Size] = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+def _added_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -> Value | None:
+    """What is added to rows of ``x`` before they are stored where they were read."""
+    if values.op != "pointwise" or values.args[0] != "add" or values.args[2] or not values.dtype.is_floating_point:
+        return None
+    read = [v for v in values.args[1] if v.op == "index" and v.args == (x, tensors, 0)]
+    others = [v for v in values.args[1] if v not in read]
+    return others[0] if len(read) == len(others) == 1 and others[0].dtype == values.dtype else None
+
+
+def _counts_up(x: Value, tensors: tuple[Value | None, ...], values: Value) -> bool:
+    """Whether rows 0, 1, ... are stored in a vector as long as there are."""
+    vector = len(x.shape) == len(tensors) == 1 and values.op == "arange" and values.args == (0, 1)
+    return vector and same_size(values.shape[0], x.shape[0])
+
+
+def _flattened_coordinates(key: Expr) -> list[Expr] | None:
+    """The coordinates of a mask's true elements, of which ``key`` is the position in the flattened mask."""
+    if key.kind != "linear" or any(atom.kind != "nonzero" for _, atom in key.args[1]) or key.args[0] != 0:
+        return None
+    coordinates = sorted((atom for _, atom in key.args[1]), key=lambda atom: atom.args[1])
+    mask = coordinates[0].args[0]
+    if [atom.args[:2] for atom in coordinates] != [(mask, dim) for dim in range(len(mask.shape))]:
+        return None
+    strides = {atom: stride for stride, atom in key.args[1]}
+    row_major = all(same_size(strides[atom], s) for atom, s in zip(coordinates, _strides(mask.shape), strict=True))
+    return coordinates if row_major else None
+
+
+def _compared(hits: Expr) -> Expr | None:
+    """What a comparison compares with a number."""
+    compared = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
+    return compared[0] if len(compared) == 1 else None
+
+
+def _are_coordinates(row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
+    """Whether row u goes to the coordinates of one mask's u-th true element, on axes as long as the mask's."""
+    if any(key.kind != "nonzero" for key in keys):
+        return False
+    mask = keys[0].args[0]
+    return all(
+        key.args[0] is mask and key.args[2] is row and same_size(size, mask.shape[key.args[1]])
+        for key, size in zip(keys, sizes, strict=False)
+    )
+
+
+def _ratio(total: Size, part: Size) -> int | None:
+    if isinstance(total, int) and isinstance(part, int):
+        return total // part if total % part == 0 else None
+    for candidate in range(1, 65):
+        if same_size(total, candidate * part):
+            return candidate
+    return None

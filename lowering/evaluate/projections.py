@@ -1,0 +1,31 @@
+"""Which products are projections: products with a matrix that the caller passes in."""
+
+import torch
+
+from moeblaze_ops.lowering.graph.functional_view import Value
+
+
+def is_weight(value: Value, *, gathered: bool) -> bool:
+    """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one."""
+    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane"):
+        gathered = gathered and value.op != "index"
+        value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
+    return value.op == "input" and not gathered
+
+
+def is_no_projection(contract: Value) -> bool:
+    """Whether one of what is multiplied is a mask, or nothing is summed."""
+    xs, labels, out = contract.args
+    return any(map(is_mask, xs)) or set("".join(labels)) <= set(out)
+
+
+def projects(value: Value) -> bool:
+    """Whether a value is a product with a matrix that the caller passes in."""
+    return value.op == "grouped_mm" or (value.op == "contract" and any(is_weight(x, gathered=False) for x in value.args[0]))
+
+
+def is_mask(value: Value) -> bool:
+    """Truth values, as numbers of some type."""
+    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
+        value = value.args[0]
+    return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")

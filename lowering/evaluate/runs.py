@@ -1,0 +1,108 @@
+"""Elements of concatenations, and of what is scattered or reordered by one.
+
+A loop over experts that keeps a list of the rows of each and of their outputs, and joins both at the end, has the rows
+of an expert in one run. How long a run is only the data tell, so that it starts at a symbolic row.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size, lower_bound, same_size
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+
+if TYPE_CHECKING:
+    from moeblaze_ops.lowering.evaluate.evaluator import Indices
+
+_KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))
+
+
+class RunRules:
+    """Rules of `cat` and `argsort`; mixed into `Evaluator`."""
+
+    algebra: Algebra
+    element: Callable[..., Expr]
+    coordinates: Callable[..., list[Expr] | None]
+    landed: Callable[..., Expr]
+    _starts: dict[Value, tuple[Size, ...]]
+
+    def _element_cat(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        xs, dim = value.args
+        at = indices[dim]
+        offset = at.args[0] if at.kind == "linear" else 0
+        for x, start in zip(xs, self._starts_of(value), strict=True):
+            if isinstance(start, int) or start == offset:
+                local = self.algebra.linear(-start, [(1, at)])
+                if lower_bound(local) >= 0 and self.algebra.fits(local, x.shape[dim]):
+                    return self.element(x, (*indices[:dim], local, *indices[dim + 1 :]), depth)
+        return self.algebra.leaf(value, indices)
+
+    def _starts_of(self, joined: Value) -> tuple[Size, ...]:
+        if joined not in self._starts:
+            xs, dim = joined.args
+            self._starts[joined] = tuple(accumulate((x.shape[dim] for x in xs[:-1]), initial=0))
+        return self._starts[joined]
+
+    def runs(self, index: Value) -> list[tuple[Size, Size]]:
+        """Where the runs of ``index``'s rows start and how long they are, one run if it is no concatenation."""
+        rows = index.shape[0]
+        joined = next((v for v in _behind(index) if v.op == "cat" and v.args[1] == 0 and same_size(v.shape[0], rows)), None)
+        runs = [(start, x.shape[0]) for start, x in zip(self._starts_of(joined), joined.args[0], strict=True)] if joined else []
+        # A single row at a symbolic place has no index variable that its place could be told from.
+        return runs if runs and all(isinstance(start, int) or size != 1 for start, size in runs) else [(0, rows)]
+
+    def _element_argsort(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        (keys,) = value.args
+        if keys.op == "cat" and self.partitioned(keys) is not None:
+            return self.algebra.inverse(keys, indices[0])
+        return self.algebra.leaf(value, indices)
+
+    def partitioned(self, joined: Value) -> Size | None:
+        """How many rows there are, where ``joined`` has the positions of each expert's, expert by expert, and so all of them."""
+        keys: set[Expr] = set()
+        numbers, sizes = [], []
+        for part in joined.args[0] if joined.op == "cat" and len(joined.shape) == 1 else ():
+            row = self.algebra.fresh((), part.shape[0])
+            coordinates = self.coordinates(self.element(part, (row,)))
+            if coordinates is None or coordinates[0].args[2] is not row:
+                return None
+            mask = coordinates[0].args[0]
+            hits = self.element(mask, tuple(self.algebra.var(i, size, "r") for i, size in enumerate(mask.shape)))
+            sides = hits.args if hits.kind == "eq" else ()
+            numbers += [side.args[0] for side in sides if side.kind == "const"]
+            keys.update(side for side in sides if side.kind != "const")
+            sizes.append(mask.shape)
+        if len(keys) != 1 or len(set(sizes)) != 1 or sorted(numbers) != list(range(len(sizes))):
+            return None
+        (key,) = keys
+        bound = self.algebra.extent(key)
+        size = 1
+        for n in sizes[0]:
+            size = size * n
+        return size if isinstance(bound, int) and bound <= len(sizes) else None
+
+    def reordered(self, x: Value, own: "Indices", depth: int) -> Expr | None:
+        """The element of ``x`` at the row that ``own`` has of a concatenation of all rows: a sum over its runs."""
+        if not own or own[0].kind != "inverse" or own[0].args[0].op != "cat":
+            return None
+        joined, index = own[0].args
+        count = self.partitioned(joined)
+        total = []
+        for start, size in self.runs(joined):
+            row = self.algebra.fresh((index, *own[1:]), size)
+            at = self.algebra.linear(start, [(1, row)])
+            body = self.element(x, (at, *own[1:]), depth)
+            total.append(self.landed(row, [self.element(joined, (at,), depth)], (index,), (count,), body, depth))
+        return self.algebra.add(*total)
+
+
+def _behind(value: Value) -> Iterator[Value]:
+    """The values that ``value`` has its rows from."""
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        yield top
+        if top.op in _KEEP_ROWS:
+            for arg in top.args:
+                stack += [v for v in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(v, Value)]

@@ -1,0 +1,398 @@
+"""Canonical forms of gathers, scatters, masks, sorts and counts; see `forms.views` for how forms work.
+
+    index (x, indices, first)       x with integer tensors at some axes; the gathered axes stand at axis `first`
+    put (x, indices, first, values, accumulate)
+    take (x, dim, index)            torch.gather
+    scatter (x, dim, index, source, accumulate)
+    nonzero (mask, axis)            one coordinate of the true elements
+    argsort (keys)                  a permutation that sorts 1-D keys upwards
+    inverse (permutation)           grouped_mm (rows, weights, offsets)
+    searched (ends, numbers)        how many of the ends, which never fall, are not above a number
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from moeblaze_ops.lowering.facts.zero_stops_gradient import is_fading
+from moeblaze_ops.lowering.forms.pointwise import pointwise, times
+from moeblaze_ops.lowering.forms.views import (
+    axis,
+    cast,
+    expanded,
+    form,
+    full,
+    output_dtype,
+    output_shape,
+    require,
+    reshaped,
+    selected,
+    sliced,
+    tensor,
+)
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+
+
+def coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
+    """Those of the true elements of a mask, of which there are ``rows``."""
+    mask = cast(view, mask, torch.bool)
+    return tuple(
+        view.make("nonzero", mask, dim, shape=(rows,), dtype=torch.int64) for dim in range(len(mask.shape))
+    )
+
+
+def _rows_of_mask(view: GraphView, mask: Value) -> Size:
+    """The (unbacked) number of rows that a boolean index gives to this node's result."""
+    fresh = [s for s in output_shape(view) if not isinstance(s, int)]
+    require(len(fresh) > 0, "a data-dependent size")
+    return fresh[0]
+
+
+def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tuple[Value | None, ...]]:
+    """Apply slices, None and lone ints of a subscript; return the view, and its index tensor per axis."""
+    items = list(key) if isinstance(key, (tuple, list)) else [key]
+    consumed = sum(len(i.shape) if isinstance(i, Value) and i.dtype == torch.bool else i is not None for i in items)
+    if any(item is Ellipsis for item in items):
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(x.shape) - consumed + 1)
+    tensors: list[Value | None] = []
+    dim = 0
+    for item in items:
+        if item is None:
+            x = reshaped(view, x, (*x.shape[:dim], 1, *x.shape[dim:]))
+        elif isinstance(item, Value):
+            if item.dtype == torch.bool:
+                tensors += coordinates(view, item, _rows_of_mask(view, item))
+                dim += len(item.shape)
+                continue
+            require(item.dtype in (torch.int64, torch.int32), "an integer index")
+        elif isinstance(item, slice):
+            x = _slice(view, x, dim, item)
+            item = None
+        else:
+            require(not isinstance(item, bool), "an integer")
+            x = selected(view, x, dim, item)
+            continue
+        tensors.append(item)
+        dim += 1
+    tensors += [None] * (len(x.shape) - len(tensors))
+    return x, tuple(tensors)
+
+
+def _slice(view: GraphView, x: Value, dim: int, item: slice) -> Value:
+    extent, step = x.shape[dim], item.step or 1
+    start = item.start or 0
+    if start == 0 and step == 1 and item.stop is None:
+        return x
+    if not isinstance(extent, int):
+        require(start == 0 and step == 1 and item.stop is not None and same_size(item.stop, extent), "static slice")
+        return x
+    require(isinstance(start, int) and isinstance(item.stop, (int, type(None))), "static slice")
+    start, stop, step = item.indices(extent)
+    return sliced(view, x, dim, start, step, max(0, -(-(stop - start) // step)))
+
+
+def _first_axis(indices: tuple[Value | None, ...]) -> int:
+    """Where numpy's rules put the gathered axes."""
+    at = [i for i, index in enumerate(indices) if index is not None]
+    return at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+
+
+@form("getitem", "__getitem__")
+def _getitem(view: GraphView, x: Any, key: Any) -> Any:
+    if isinstance(x, (tuple, list)):
+        return x[key]
+    x, indices = _basic_then_tensors(view, tensor(x), key)
+    if all(index is None for index in indices):
+        return x
+    return view.make("index", x, indices, _first_axis(indices))
+
+
+@form("index")
+def _index(view: GraphView, x: Any, indices: Any) -> Any:
+    """A subscript as exported programs hold it; None stands for a whole axis."""
+    return _getitem(view, tensor(x), tuple(slice(None) if index is None else index for index in indices))
+
+
+@form("setitem", "__setitem__")
+def _setitem(view: GraphView, x: Any, key: Any, values: Any) -> Value:
+    return _put(view, tensor(x), key, values, False)
+
+
+@form("index_put", "_index_put_impl")
+def _index_put(view: GraphView, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Value:
+    return _put(view, tensor(x), tuple(indices), values, accumulate)
+
+
+def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> Value:
+    if isinstance(values, (int, float)):
+        values = full(view, values, (), x.dtype)
+    if key == slice(None) or key is Ellipsis:
+        return cast(view, expanded(view, tensor(values), x.shape), x.dtype)
+    items = key if isinstance(key, tuple) else (key,)
+    if any(type(item) is int for item in items):
+        return _put_at_number(view, x, items, values)
+    while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
+        items = items[:-1]
+    require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
+    indices: list[Value | None] = []
+    for item in items:
+        if item.dtype == torch.bool:
+            rows = values.shape[0] if values.shape else None
+            require(rows is not None, "one value per true element")
+            indices += coordinates(view, item, rows)
+        else:
+            indices.append(item)
+    shape = _common_shape([index.shape for index in indices])
+    if len(shape) != 1 or any(index.shape != shape for index in indices):
+        rows, width = math.prod(shape), x.shape[len(indices) :]
+        values = reshaped(view, expanded(view, tensor(values), (*shape, *width)), (rows, *width))
+        indices = [reshaped(view, expanded(view, index, shape), (rows,)) for index in indices]
+    indices += [None] * (len(x.shape) - len(indices))
+    if _is_inverse_permutation(x, indices, values, accumulate):
+        return view.make("inverse", indices[0], shape=x.shape, dtype=x.dtype)
+    return view.make(
+        "put", x, tuple(indices), 0, cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
+    )
+
+
+def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """What shapes are broadcast to."""
+    common = []
+    for d in range(-max(map(len, shapes)), 0):
+        sizes = [shape[d] for shape in shapes if len(shape) >= -d]
+        size = next((size for size in sizes if not same_size(size, 1)), 1)
+        require(all(same_size(other, size) or same_size(other, 1) for other in sizes), "sizes that are known to be the same")
+        common.append(size)
+    return tuple(common)
+
+
+def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
+    """``x[:, i] = values``: the slices of ``x`` along that axis, one of them another."""
+    dim = next(d for d, item in enumerate(items) if type(item) is int)
+    number, others = items[dim], (*items[:dim], *items[dim + 1 :])
+    require(all(item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others)), "one whole slice")
+    extent = x.shape[dim]
+    require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
+    slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
+    slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
+    return view.make("stack", tuple(slices), dim, shape=x.shape, dtype=x.dtype)
+
+
+def _is_inverse_permutation(x: Value, indices: list[Value | None], values: Value, accumulate: bool) -> bool:
+    return (
+        not accumulate
+        and len(indices) == 1
+        and indices[0] is not None
+        and indices[0].is_permutation
+        and values.op == "arange"
+        and values.args == (0, 1)
+        and same_size(values.shape[0], x.shape[0])
+        and same_size(indices[0].shape[0], x.shape[0])
+    )
+
+
+@form("index_select")
+def _index_select(view: GraphView, x: Any, dim: int, index: Any) -> Value:
+    indices: list[Value | None] = [None] * len(tensor(x).shape)
+    indices[axis(x, dim)] = tensor(index)
+    return view.make("index", x, tuple(indices), axis(x, dim))
+
+
+@form("embedding")
+def _embedding(view: GraphView, index: Any, weight: Any, *args: Any, **kwargs: Any) -> Value:
+    require(tensor(index).dtype in (torch.int32, torch.int64), "ids first")
+    return view.make("index", weight, (index, *[None] * (len(weight.shape) - 1)), 0)
+
+
+@form("index_add")
+def _index_add(view: GraphView, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Value:
+    d = axis(tensor(x), dim)
+    require(d == 0, "rows")
+    indices = (tensor(index), *[None] * (len(x.shape) - 1))
+    source = times(view, alpha, cast(view, tensor(source), x.dtype))
+    return view.make("put", x, indices, 0, source, True, shape=x.shape, dtype=x.dtype)
+
+
+@form("index_copy")
+def _index_copy(view: GraphView, x: Any, dim: int, index: Any, source: Any) -> Value:
+    require(axis(tensor(x), dim) == 0, "rows")
+    require(same_size(tensor(index).shape[0], tensor(source).shape[0]), "a row for every index")
+    return _put(view, x, index, source, False)
+
+
+@form("gather")
+def _gather(view: GraphView, x: Any, dim: int, index: Any, **kwargs: Any) -> Value:
+    return view.make("take", tensor(x), axis(x, dim), tensor(index))
+
+
+@form("take_along_dim")
+def _take_along_dim(view: GraphView, x: Any, indices: Any, dim: int | None = None) -> Value:
+    """A gather whose other axes are broadcast."""
+    require(dim is not None, "an axis")
+    d, shape = axis(tensor(x), dim), output_shape(view)
+    rows = expanded(view, x, (*shape[:d], x.shape[d], *shape[d + 1 :]))
+    return view.make("take", rows, d, expanded(view, tensor(indices), shape))
+
+
+def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumulate: bool) -> Value:
+    if isinstance(source, (int, float)):
+        source = full(view, source, (), tensor(x).dtype)
+    source = cast(view, expanded(view, tensor(source), tensor(index).shape) if not source.shape else source, x.dtype)
+    require(len(source.shape) == len(index.shape) == len(x.shape), "same rank")
+    d = axis(x, dim)
+    require(all(same_size(a, b) for a, b in zip(index.shape, source.shape, strict=True)), "a source of the index's shape")
+    require(all(same_size(index.shape[i], x.shape[i]) for i in range(len(x.shape)) if i != d), "whole other axes")
+    if _is_inverse_permutation(x, [index] if len(x.shape) == 1 else [], source, accumulate):
+        return view.make("inverse", index, shape=x.shape, dtype=x.dtype)
+    return view.make("scatter", x, d, index, source, accumulate, shape=x.shape, dtype=x.dtype)
+
+
+@form("scatter")
+def _scatter_set(view: GraphView, x: Any, dim: int, index: Any, src: Any = None, *, value: Any = None) -> Value:
+    return _scatter(view, x, dim, index, value if src is None else src, False)
+
+
+@form("scatter_add")
+def _scatter_add(view: GraphView, x: Any, dim: int, index: Any, src: Any) -> Value:
+    return _scatter(view, x, dim, index, src, True)
+
+
+@form("scatter_reduce")
+def _scatter_reduce(
+    view: GraphView, x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
+) -> Value:
+    require(reduce == "sum" and include_self, "a sum")
+    return _scatter(view, x, dim, index, src, True)
+
+
+# Masks.
+
+
+@form("nonzero", "argwhere")
+def _nonzero(view: GraphView, mask: Any, *, as_tuple: bool = False) -> Any:
+    if as_tuple:
+        return coordinates(view, tensor(mask), size_of(fake_of(view._node)[0].shape[0]))
+    return view.make("stack", coordinates(view, tensor(mask), output_shape(view)[0]), 1)
+
+
+@form("one_hot")
+def _one_hot(view: GraphView, index: Any, num_classes: int = -1) -> Value:
+    index = tensor(index)
+    classes = view.make("arange", 0, 1, shape=(output_shape(view)[-1],), dtype=index.dtype)
+    return pointwise(view, "eq", reshaped(view, index, (*index.shape, 1)), classes)
+
+
+# Sorts and counts.
+
+
+def _permutation(view: GraphView, keys: Value, dim: int, descending: bool) -> Value:
+    require(len(keys.shape) == 1 and axis(keys, dim) == 0 and not descending, "1-D keys, upwards")
+    keys = _exact_integers(keys)
+    if same_size(keys.shape[0], 1):
+        return view.make("arange", 0, 1, shape=keys.shape, dtype=torch.int64)
+    if keys.is_permutation:
+        return view.make("inverse", keys, shape=keys.shape, dtype=torch.int64)
+    return view.make("argsort", keys, shape=keys.shape, dtype=torch.int64)
+
+
+def _exact_integers(x: Value) -> Value:
+    """Integers below the float casts that hold them exactly."""
+    while x.op == "cast" and x.dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
+        if x.args[0].dtype not in (torch.int32, torch.int64, torch.float32, torch.float64, torch.int16, torch.uint8):
+            break
+        x = x.args[0]
+    return x
+
+
+def _bound(x: Value) -> Size | None:
+    while x.op in ("reshape", "permute"):
+        x = x.args[0]
+    return x.bound
+
+
+@form("argsort")
+def _argsort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Value:
+    if len(tensor(keys).shape) > 1:
+        order = view.opaque(view._node)
+        order.bound = keys.shape[axis(keys, dim)]
+        return order
+    return _permutation(view, tensor(keys), dim, descending)
+
+
+@form("sort")
+def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    if len(tensor(keys).shape) > 1:
+        return _largest(view, keys, dim=dim)
+    permutation = _permutation(view, tensor(keys), dim, descending)
+    return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
+
+
+def _counts(view: GraphView, ids: Value, num: Size) -> Value:
+    ids = _exact_integers(ids)
+    classes = view.make("arange", 0, 1, shape=(num,), dtype=ids.dtype)
+    total = 1
+    for s in ids.shape:
+        total = total * s
+    flat = reshaped(view, ids, (total,))
+    column = reshaped(view, flat, (total, 1))
+    hits = view.make("pointwise", "eq", (column, classes), (), shape=(total, num), dtype=torch.bool)
+    return view.make("sum", hits, (0,), False, shape=(num,), dtype=torch.int64)
+
+
+@form("bincount")
+def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0) -> Value:
+    require(weights is None, "unweighted counts")
+    return _counts(view, tensor(ids), output_shape(view)[0])
+
+
+@form("histc")
+def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
+    integers = _exact_integers(tensor(ids))
+    require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
+    bound = _bound(integers)  # a last bin that is one longer counts its upper end, too
+    require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
+    return cast(view, _counts(view, ids, bins), output_dtype(view))
+
+
+@form("searchsorted")
+def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, side: str | None = None, **kwargs: Any) -> Value:
+    require(right or side == "right", "ends that are no part of what they end")
+    require(len(tensor(ends).shape) == 1 and kwargs.get("sorter") is None, "one row of sorted ends")
+    return view.make("searched", ends, tensor(x))
+
+
+@form("bucketize")
+def _bucketize(view: GraphView, x: Any, ends: Any, *, right: bool = False, **kwargs: Any) -> Value:
+    return _searchsorted(view, ends, x, right=right)
+
+
+@form("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, bias: Any = None, **kwargs: Any) -> Value:
+    require(offs is not None and bias is None, "row groups")
+    require(len(tensor(rows).shape) == 2 and len(tensor(weights).shape) == 3, "rows by experts")
+    groups = tensor(offs).shape[0]  # of a bincount it depends on the data, and is as large as the product asks for
+    require(not isinstance(groups, int) or same_size(groups, weights.shape[0]), "a group for every expert")
+    dtype = output_dtype(view)
+    return view.make("grouped_mm", cast(view, rows, dtype), cast(view, weights, dtype), tensor(offs))
+
+
+@form("topk", "max")
+def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Some values, or all, and where they are along the axis; nothing else is known of either."""
+    at = 1 if target_name(view._node) == "topk" else 0
+    dim = args[at] if len(args) > at else kwargs.get("dim", -1)
+    values, indices = view.opaque(view._node)
+    indices.bound = tensor(x).shape[axis(x, dim)]
+    values.fades = is_fading(x)
+    return values, indices
+
+
+@form("argmax")
+def _argmax(view: GraphView, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    index = view.make("argmax", tensor(x), dim, keepdim)
+    index.bound = math.prod(x.shape) if dim is None else x.shape[axis(x, dim)]
+    return index
+

@@ -1,0 +1,192 @@
+"""Canonical forms of pointwise functions, and of a softmax where it is one; see `forms.views` for how forms work.
+
+    pointwise (name, xs, params)    number (changing)    softmax (x, dim)
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from moeblaze_ops.lowering.forms.symbolic_floats import changing
+from moeblaze_ops.lowering.forms.views import (
+    axis,
+    cast,
+    form,
+    full,
+    is_scattered_over,
+    output_dtype,
+    output_shape,
+    permuted,
+    require,
+    rescattered,
+    sliced,
+    tensor,
+    turns_scattered,
+)
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
+
+UNFUSED = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "logsigmoid",
+           "softsign", "sin", "cos", "log1p", "expm1")  # fmt: skip
+"""Pointwise functions that no fused activation contains."""
+
+
+def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
+    """A broadcasting function of tensors and numbers; numbers become values of rank 0."""
+    dtype = output_dtype(view)
+    numbers = (int, float, bool)
+    args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
+    xs = tuple(full(view, a, (), dtype) if isinstance(a, numbers) else tensor(a) for a in args)
+    return view.make("pointwise", name, xs, params)
+
+
+def times(view: GraphView, number: Any, x: Any) -> Any:
+    """``number * x``, of a tensor or a number, as the keywords ``alpha`` and ``value`` have it."""
+    require(isinstance(number, (int, float)), "a number")
+    if number == 1 or not isinstance(x, Value):
+        return x if number == 1 else number * x
+    require(x.dtype.is_floating_point, "multiples of integers")
+    factors = (full(view, number, (), x.dtype), x)
+    return view.make("pointwise", "mul", factors, (), shape=x.shape, dtype=x.dtype)
+
+
+def _pointwise_form(name: str, arity: int, *names: str) -> None:
+    def apply(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+        kwargs.pop("inplace", None)
+        alpha = kwargs.pop("alpha", 1)
+        require((alpha == 1 or name in ("add", "sub")) and not kwargs, "keywords")
+        if arity == 2:
+            first, second = args
+            args = first, times(view, alpha, second)
+        logical = name in ("and", "or", "not")
+        require(not logical or output_dtype(view) == torch.bool, "bits of integers")
+        require(name != "add" or output_dtype(view) != torch.bool, "a sum of booleans")
+        return pointwise(view, name, *args[:arity])
+
+    form(*names)(apply)
+
+
+for _name, _arity, _names in [
+    ("add", 2, ("add", "__add__", "__radd__")),
+    ("sub", 2, ("sub", "subtract")),
+    ("rsub", 2, ("rsub", "__rsub__")),
+    ("mul", 2, ("mul", "multiply", "__mul__", "__rmul__")),
+    ("neg", 1, ("neg", "negative")),
+    ("floordiv", 2, ("floordiv", "floor_divide")),
+    ("mod", 2, ("mod", "remainder")),
+    ("relu", 1, ("relu",)),
+    ("silu", 1, ("silu",)),
+    ("tanh", 1, ("tanh",)),
+    ("erf", 1, ("erf",)),
+    ("exp", 1, ("exp",)),
+    ("square", 1, ("square",)),
+    ("sqrt", 1, ("sqrt",)),
+    ("rsqrt", 1, ("rsqrt",)),
+    ("reciprocal", 1, ("reciprocal",)),
+    ("abs", 1, ("abs",)),
+    ("eq", 2, ("eq", "__eq__")),
+    ("ne", 2, ("ne", "__ne__")),
+    ("lt", 2, ("lt", "less")),
+    ("le", 2, ("le", "less_equal")),
+    ("gt", 2, ("gt", "greater")),
+    ("ge", 2, ("ge", "greater_equal")),
+    ("and", 2, ("and_", "logical_and", "bitwise_and", "__and__")),
+    ("or", 2, ("or_", "logical_or", "bitwise_or", "__or__")),
+    ("not", 1, ("logical_not", "bitwise_not", "invert", "inv")),
+]:
+    _pointwise_form(_name, _arity, *_names)
+
+
+def _with_numbers(name: str) -> None:
+    """A pointwise function of one tensor, its other arguments numbers: never looked into, only repeated."""
+
+    def apply(view: GraphView, x: Any, *params: Any, inplace: bool = False) -> Value:
+        params = params[:-1] if params and params[-1] is False else params  # a positional `inplace`
+        require(all(type(p) in (int, float) for p in params), "numbers")
+        return pointwise(view, name, x, params=params)
+
+    form(name)(apply)
+
+
+for _name in UNFUSED:
+    _with_numbers(_name)
+
+
+@form("sigmoid")
+def _sigmoid(view: GraphView, x: Any) -> Value:
+    if turns_scattered(tensor(x)):
+        return permuted(view, _sigmoid(view, x.args[0]), x.args[1])
+    if is_scattered_over(x, -math.inf):
+        values = x.args[3]
+        chosen = view.make("pointwise", "sigmoid", (values,), (), shape=values.shape, dtype=values.dtype)
+        return rescattered(view, x, 0, chosen)
+    return pointwise(view, "sigmoid", x)
+
+
+@form("softmax")
+def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype: Any = None, **kwargs: Any) -> Value:
+    """Opaque, but where all other elements of a row are minus infinity: a softmax of the values alone."""
+    if not (is_scattered_over(tensor(x), -math.inf) and dim is not None and axis(x, dim) == x.args[1]):
+        probabilities = view.opaque(view._node)
+        probabilities.fades = True
+        return probabilities
+    values = cast(view, x.args[3], output_dtype(view))
+    probabilities = view.make("softmax", values, x.args[1], shape=values.shape, dtype=values.dtype)
+    probabilities.fades = True
+    return rescattered(view, x, 0, probabilities)
+
+
+@form("truediv", "div", "divide", "true_divide")
+def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
+    positions = isinstance(a, Value) and a.is_permutation  # never negative: both ways round down
+    require(rounding_mode in (None, "floor") or (rounding_mode == "trunc" and positions), "rounding mode")
+    return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
+
+
+@form("addcmul")
+def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Value:
+    return pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b)))
+
+
+@form("fma")
+def _fma(view: GraphView, a: Any, b: Any, x: Any) -> Value:
+    # What Dynamo makes of `addcmul_` with a number.
+    return pointwise(view, "add", x, pointwise(view, "mul", a, b))
+
+
+@form("pow")
+def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
+    require(isinstance(exponent, (int, float)), "a number as exponent")
+    return pointwise(view, "square", x) if exponent == 2 else pointwise(view, "pow", x, params=(exponent,))
+
+
+@form("glu")
+def _glu(view: GraphView, x: Any, dim: int = -1) -> Value:
+    d, half = axis(tensor(x), dim), output_shape(view)[axis(x, dim)]
+    a, b = (sliced(view, x, d, start, 1, half) for start in (0, half))
+    return pointwise(view, "mul", a, pointwise(view, "sigmoid", b))
+
+
+@form("gelu")
+def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
+    return pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x)
+
+
+@form("hardtanh")
+def _hardtanh(view: GraphView, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
+    return _clamp(view, x, min_val, max_val)
+
+
+@form("clamp", "clip")
+def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
+    # A guard, as Inductor's own: it generates code for a bound that is known.
+    lower, upper = (float(bound) if isinstance(bound, torch.SymFloat) else bound for bound in (min, max))
+    require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
+    return pointwise(view, "clamp", x, params=(lower, upper))
+
+
+@form("clamp_min", "clamp_max")
+def _clamp_one(view: GraphView, x: Any, bound: float) -> Value:
+    upper = "max" in str(view._node.target)
+    return pointwise(view, "clamp", x, params=(None, bound) if upper else (bound, None))
+

@@ -1,0 +1,307 @@
+"""Canonical forms of operators: many spellings, few value kinds.
+
+A form is a function ``form(view, *args, **kwargs)`` registered under every name its operator has as a function and as
+a method; it returns `Value`s, or raises `NotCanonical`. Value kinds and their ``args``:
+
+    reshape (x)          permute (x, dims)      slice (x, dim, start, step)     select (x, dim, index)
+    expand (x)           tile (x)               spread (x, dim, repeats)        stack (xs, dim)     cat (xs, dim)
+    cast (x)             full (number)          arange (start, step)
+and those of `forms.pointwise`, `forms.products`, `forms.indexing` and `forms.vmap`. A new spelling of a
+known kind is one function in one of them, or in `forms.masks`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, fake_of
+from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+
+TABLE: dict[str, Callable] = {}
+"""Every canonical form by operator name."""
+
+
+def form(*names: str) -> Callable:
+    def register(function: Callable) -> Callable:
+        def checked(view: GraphView, *args: Any, **kwargs: Any) -> Any:
+            try:
+                args, kwargs = _by_place(args, kwargs)
+                return function(view, *args, **kwargs)
+            except (TypeError, IndexError, ValueError, AttributeError) as error:
+                # A call in a style this form does not know (arguments by other names, Python numbers for tensors).
+                raise NotCanonical(names[0]) from error
+
+        TABLE.update(dict.fromkeys(names, checked))
+        return function
+
+    return register
+
+
+def _by_place(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The operands of a call where a form has them, if they are given by the names that torch gives them."""
+    for place, names in enumerate(_OPERANDS):
+        if len(args) == place and (name := next((name for name in names if name in kwargs), None)) is not None:
+            args, kwargs = (*args, kwargs[name]), {key: value for key, value in kwargs.items() if key != name}
+    return args, kwargs
+
+
+_OPERANDS = ("condition", "tensors", "tensor", "input"), ("other",)
+"""Names of first and of second operands."""
+
+
+def require(condition: bool, why: str) -> None:
+    if not condition:
+        raise NotCanonical(why)
+
+
+def output_shape(view: GraphView) -> tuple[Size, ...]:
+    return tuple(map(size_of, fake_of(view._node).shape))
+
+
+def output_dtype(view: GraphView) -> torch.dtype:
+    return fake_of(view._node).dtype
+
+
+def tensor(x: Any) -> Value:
+    require(isinstance(x, Value), "a tensor")
+    return x
+
+
+def axis(x: Value, dim: int) -> int:
+    return dim % max(len(x.shape), 1)
+
+
+# Views.
+
+
+def reshaped(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
+    shape = tuple(shape)
+    if x.op == "reshape":
+        x = x.args[0]
+    if len(shape) == len(x.shape) and all(map(same_size, shape, x.shape)):
+        return x
+    return view.make("reshape", x, shape=shape, dtype=x.dtype)
+
+
+@form("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
+def _reshape(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    x = tensor(x)
+    require(output_dtype(view) == x.dtype, "view as another dtype")
+    return reshaped(view, x, output_shape(view))
+
+
+@form("detach")
+def _detach(view: GraphView, x: Any) -> Value:
+    alike = view.numbers_only or not torch.is_grad_enabled() or not tensor(x).dtype.is_floating_point
+    require(alike, "a detached tensor has a gradient of its own")
+    return tensor(x)
+
+
+@form("contiguous", "clone")
+def _same(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return tensor(x)
+
+
+@form("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
+    require(p == 0 or kwargs.get("train", training) is False, "nothing that is dropped")
+    return tensor(x)
+
+
+def permuted(view: GraphView, x: Value, dims: tuple[int, ...]) -> Value:
+    dims = tuple(axis(x, d) for d in dims)
+    if x.op == "permute":
+        x, dims = x.args[0], tuple(x.args[1][d] for d in dims)
+    if dims == tuple(range(len(dims))):
+        return x
+    return view.make("permute", x, dims, shape=tuple(x.shape[d] for d in dims), dtype=x.dtype)
+
+
+@form("permute")
+def _permute(view: GraphView, x: Any, *dims: Any) -> Value:
+    return permuted(view, tensor(x), dims[0] if isinstance(dims[0], (tuple, list)) else dims)
+
+
+@form("transpose", "swapaxes", "swapdims")
+def _transpose(view: GraphView, x: Any, dim0: int = -2, dim1: int = -1) -> Value:
+    order = list(range(len(tensor(x).shape)))
+    a, b = axis(x, dim0), axis(x, dim1)
+    order[a], order[b] = order[b], order[a]
+    return permuted(view, x, tuple(order))
+
+
+@form("t", "adjoint", "mT")
+def _t(view: GraphView, x: Any) -> Value:
+    return _transpose(view, x) if len(tensor(x).shape) > 1 else x
+
+
+@form("movedim")
+def _movedim(view: GraphView, x: Any, source: int, destination: int) -> Value:
+    order = [d for d in range(len(tensor(x).shape)) if d != axis(x, source)]
+    order.insert(axis(x, destination), axis(x, source))
+    return permuted(view, x, tuple(order))
+
+
+@form("numpy_T")
+def _reversed(view: GraphView, x: Any) -> Value:
+    return permuted(view, x, tuple(reversed(range(len(tensor(x).shape)))))
+
+
+@form("getattr")
+def _getattr(view: GraphView, x: Any, name: str) -> Any:
+    # From torch 2.15 on these are captured as aten.numpy_T and aten.mT.
+    require(name in ("T", "mT"), name)
+    return _reversed(view, x) if name == "T" else _t(view, x)
+
+
+def sliced(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
+    if start == 0 and step == 1 and same_size(length, x.shape[dim]):
+        return x
+    _require_known(x.shape[dim])
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return view.make("slice", x, dim, start, step, shape=shape, dtype=x.dtype)
+
+
+def _require_known(size: Size) -> None:
+    # Some of the true elements of a mask would look like all of them.
+    require(not free_unbacked_symbols(size), "a whole axis, where only the data tell its size")
+
+
+def selected(view: GraphView, x: Value, dim: int, index: int) -> Value:
+    _require_known(x.shape[dim])
+    if isinstance(index, int) and index < 0:
+        require(isinstance(x.shape[dim], int), "negative index on a symbolic axis")
+        index += x.shape[dim]
+    return view.make("select", x, dim, index, shape=(*x.shape[:dim], *x.shape[dim + 1 :]), dtype=x.dtype)
+
+
+@form("narrow")
+def _narrow(view: GraphView, x: Any, dim: int, start: int, length: int) -> Value:
+    require(isinstance(start, int) and start >= 0, "start")
+    return sliced(view, tensor(x), axis(x, dim), start, 1, length)
+
+
+@form("select")
+def _select(view: GraphView, x: Any, dim: int, index: int) -> Value:
+    return selected(view, tensor(x), axis(x, dim), index)
+
+
+@form("unbind")
+def _unbind(view: GraphView, x: Any, dim: int = 0) -> tuple[Value, ...]:
+    d = axis(tensor(x), dim)
+    return tuple(selected(view, x, d, i) for i in range(x.shape[d]))
+
+
+@form("chunk", "tensor_split")
+def pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
+    d, start, found = axis(tensor(x), dim), 0, []
+    for piece in fake_of(view._node):
+        length = size_of(piece.shape[d])
+        found.append(sliced(view, x, d, start, 1, length))
+        start = start + length
+    return tuple(found)
+
+
+@form("expand", "expand_as", "broadcast_to")
+def _expand(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return expanded(view, tensor(x), output_shape(view))
+
+
+def expanded(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
+    return x if x.shape == shape else view.make("expand", x, shape=shape, dtype=x.dtype)
+
+
+@form("repeat", "tile")
+def _tile(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return view.make("tile", tensor(x))
+
+
+@form("repeat_interleave")
+def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = None, **kwargs: Any) -> Value:
+    require(isinstance(repeats, int), "one repeat count")
+    if dim is None:
+        x, dim = reshaped(view, tensor(x), (math.prod(x.shape),)), 0
+    return view.make("spread", tensor(x), axis(x, dim), repeats)
+
+
+@form("stack")
+def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
+    return view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1))
+
+
+def concatenated(view: GraphView, xs: Any, d: int) -> Value:
+    if d < len(xs[0].shape) - 1 and all(x.shape[d] == 1 for x in xs):  # slots of ids and weights stay one tensor
+        return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
+    return view.make("cat", tuple(map(tensor, xs)), d)
+
+
+# Numbers.
+
+
+@form("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool")
+def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
+    return cast(view, tensor(x), output_dtype(view))
+
+
+def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
+    if x.dtype == dtype:
+        return x
+    if turns_scattered(x) and dtype.is_floating_point:
+        return permuted(view, cast(view, x.args[0], dtype), x.args[1])
+    if is_scattered_over(x, -math.inf) and dtype.is_floating_point:
+        return rescattered(view, x, -math.inf, cast(view, x.args[3], dtype))
+    return view.make("cast", x, shape=x.shape, dtype=dtype)
+
+
+def is_scattered_over(x: Value, number: float) -> bool:
+    """Whether ``x`` is values stored by `scatter` into a tensor of one number."""
+    return x.op == "scatter" and not x.args[4] and x.args[0].op == "full" and x.args[0].args[0] == number
+
+
+def turns_scattered(x: Value) -> bool:
+    """Whether ``x`` is such a tensor of minus infinity with its axes in another order: a pointwise function may go first."""
+    return x.op == "permute" and is_scattered_over(x.args[0], -math.inf)
+
+
+def rescattered(view: GraphView, x: Value, number: float, source: Value) -> Value:
+    """The scatter ``x`` with another number and other values: what a function of its elements gives."""
+    base, dim, index, *_ = x.args
+    base = full(view, number, base.shape, source.dtype)
+    return view.make("scatter", base, dim, index, source, False, shape=x.shape, dtype=source.dtype)
+
+
+def full(view: GraphView, number: float, shape: tuple[Size, ...], dtype: torch.dtype) -> Value:
+    return view.make("full", number, shape=shape, dtype=dtype)
+
+
+@form("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty")
+def _zeros(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    # Memory that nothing was written to may hold zeros as well as anything else.
+    return full(view, 0, output_shape(view), output_dtype(view))
+
+
+@form("ones", "ones_like", "new_ones")
+def _ones(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    return full(view, 1, output_shape(view), output_dtype(view))
+
+
+@form("full", "full_like", "new_full", "fill")
+def _full(view: GraphView, like: Any, fill_value: Any, **kwargs: Any) -> Value:
+    require(isinstance(fill_value, (int, float)), "a number")
+    return full(view, fill_value, output_shape(view), output_dtype(view))
+
+
+@form("copy")
+def _copy(view: GraphView, target: Any, source: Any, non_blocking: bool = False) -> Value:
+    return cast(view, expanded(view, tensor(source), tensor(target).shape), target.dtype)
+
+
+@form("arange")
+def _arange(view: GraphView, *args: Any, **kwargs: Any) -> Value:
+    require(all(isinstance(n, int) for n in args[:1] if len(args) > 1), "a static start")
+    start = args[0] if len(args) > 1 else kwargs.get("start", 0)
+    step = args[2] if len(args) > 2 else kwargs.get("step", 1)
+    return view.make("arange", start, step)

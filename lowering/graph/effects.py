@@ -1,0 +1,47 @@
+"""Which nodes of a Dynamo graph do more than give a value."""
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.graph.functional_view import GraphView, inplace_name, target_name
+
+_RANDOM = frozenset((
+    "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d",
+    "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+    "randperm", "rrelu", "gumbel_softmax", "native_dropout", "scaled_dot_product_attention", "fractional_max_pool2d",
+))  # fmt: skip
+_UPDATES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node may write to a tensor, draw random numbers, or run a graph or a function that may."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    if inplace_name(node) is not None or "out" in node.kwargs:
+        return True
+    name = target_name(node)
+    return name in _RANDOM or name in _UPDATES_STATISTICS or not _is_of_torch(node)
+
+
+def writes_beside(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """What writes to copies, or to what they are copies of: for views in their place that would be the same."""
+    copies = [node for node in graph.nodes if node.op in ("call_function", "call_method") and is_copy(node)]
+    if not copies:
+        return []
+    view = GraphView(graph, {})
+    made = {alias: copied for copied in copies for node in (copied, copied.args[0]) for alias in view.aliases(node)}
+    return [w for w, target in view.all_writes() if target in made and view.position[w] > view.position[made[target]]]
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether what a node calls is a method of tensors, an operator of Python or a function of torch."""
+    if node.op == "call_method":
+        return True
+    module = getattr(node.target, "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "_operator", "builtins", "math", "")

@@ -1,0 +1,334 @@
+"""A functional view of a Dynamo graph: what every node holds, and when.
+
+Dynamo graphs mutate (``out.index_add_``, ``out[i] = ...``). `GraphView` walks the graph once and gives every node the
+interned `Value` that it holds, and a new one to all aliases of a buffer whenever the buffer is written. Two nodes with
+the same `Value` at a point of the graph hold the same numbers there; freshness of a buffer, absence of writes in
+between and absence of aliases then need no search of their own.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import is_contiguous_or_false
+
+from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+
+
+class NotCanonical(Exception):
+    """An operator was used in a way that has no canonical form; its result stays opaque."""
+
+
+class Value:
+    """An interned tensor value: ``op`` applied to ``args`` (values and constants).
+
+    ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known.
+    ``fades`` says what `zero_stops_gradient` means by it.
+    """
+
+    __slots__ = ("args", "bound", "dtype", "fades", "is_permutation", "node", "op", "shape")
+
+    def __init__(self, op: str, args: tuple, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node):
+        self.op, self.args, self.shape, self.dtype, self.node = op, args, shape, dtype, node
+        self.is_permutation = op == "argsort"
+        self.bound: Size | None = shape[0] if self.is_permutation else None
+        self.fades = False
+
+    def __repr__(self) -> str:
+        return f"{self.op}@{self.node.name}"
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a floating-point dtype are computed in where that must not round them."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def fake_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    fake = fake_of(node)
+    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
+        return None
+    try:
+        return fake.untyped_storage()._cdata
+    except NotImplementedError:  # subclasses without storage
+        return None
+
+
+def has_storage(node: fx.Node) -> bool:
+    """Whether a tensor has memory that its aliases can be told by."""
+    return _storage_of(node) is not None
+
+
+def target_name(node: fx.Node) -> str:
+    """The name that an operator has as a method and as a function alike (``view``, ``index_add_``, ``linear``)."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.overloadpacket.__name__
+    return getattr(node.target, "__name__", type(node.target).__name__)
+
+
+_INPLACE_OPERATORS = {
+    operator.iadd: "add", operator.isub: "sub", operator.imul: "mul", operator.itruediv: "div",
+    operator.ifloordiv: "floordiv", operator.imod: "mod", operator.ipow: "pow", operator.iand: "and_",
+    operator.ior: "or_", operator.ixor: "xor", operator.imatmul: "matmul", operator.setitem: "setitem",
+}  # fmt: skip
+
+def inplace_name(node: fx.Node) -> str | None:
+    """The functional name of a node that writes its first argument, or None for one that does not."""
+    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+        return _INPLACE_OPERATORS[node.target]
+    name = target_name(node)
+    if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+        return None if name in ("and_", "or_", "not_", "is_") else name[:-1]
+    inplace = node.kwargs.get("inplace")
+    if node.op == "call_function" and inplace is None and name in _INPLACE_POSITION:
+        position = _INPLACE_POSITION[name]
+        inplace = node.args[position] if len(node.args) > position else False
+    return name if inplace else None
+
+
+_INPLACE_POSITION = {"relu": 1, "silu": 1, "mish": 1, "relu6": 1, "hardswish": 1, "selu": 1, "leaky_relu": 2,
+                     "elu": 2, "celu": 2, "hardtanh": 3, "threshold": 3, "dropout": 3}  # fmt: skip
+
+
+def _written_otherwise(node: fx.Node) -> list[fx.Node]:
+    """What a node may write beside its first argument: ``out=``, lists, mutable schemas, graph bodies that mutate."""
+    written = [node.kwargs.get("out")]
+    if inplace_name(node) is not None:
+        written += [node.args[0] if node.args else node.kwargs.get("input")]
+    for schema in _schemas(node):
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                positional = index < len(node.args) and not argument.kwarg_only
+                written.append(node.args[index] if positional else node.kwargs.get(argument.name))
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and _mutates(node):
+        written += node.all_input_nodes
+    found: list[fx.Node] = []
+    fx.node.map_arg(written, found.append)
+    return [other for other in dict.fromkeys(found) if isinstance(fake_of(other), torch.Tensor)]
+
+
+def _schemas(node: fx.Node) -> list[torch.FunctionSchema]:
+    """The schema of an operator, or all that it may have where the overload is chosen at the call."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return [node.target._schema]
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return [getattr(node.target, overload)._schema for overload in node.target.overloads()]
+    return []
+
+
+def _mutates(node: fx.Node) -> bool:
+    """Whether a higher-order operator may write to its inputs: kernels of the user do, graph bodies where they say so."""
+    return "mutation" in node.target.name() or any(map(_body_writes, node.all_input_nodes))
+
+
+def _body_writes(node: fx.Node) -> bool:
+    owner = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return False
+    body = getattr(owner, node.target, None) if isinstance(node.target, str) else None
+    if not isinstance(body, fx.GraphModule):
+        return False
+    return any(
+        inplace_name(inner) is not None or _written_otherwise(inner) for inner in body.graph.nodes if inner.op != "output"
+    )
+
+
+_GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
+_CONTEXT_ENDS = {"_exit_autocast": "_enter_autocast", "_exit_inference_mode": "_enter_inference_mode",
+                 "_exit_dual_level": "_enter_dual_level"}  # fmt: skip
+
+
+_DETACHING = frozenset(("detach", "_get_data_attr", "data"))
+
+
+@dataclass
+class GraphView:
+    """Values of all nodes of one graph. ``table`` maps an operator's name to its canonical form.
+
+    ``numbers_only``: values are what tensors hold, whether gradients get through or not. So they are for what is computed where
+    gradients are off.
+    """
+
+    graph: fx.Graph
+    table: dict[str, Callable]
+    numbers_only: bool = False
+    position: dict[fx.Node, int] = field(default_factory=dict)
+    context: dict[fx.Node, tuple] = field(default_factory=dict)
+    writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
+    items: dict[Size, tuple[Value, int]] = field(default_factory=dict)  # sizes that are elements of a tensor of one axis
+    _now: dict[fx.Node, Any] = field(default_factory=dict)
+    _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
+    _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
+    _written_beside: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # where there are several, and by keyword
+    _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
+    _pool: dict[tuple, Value] = field(default_factory=dict)
+    _node: fx.Node | None = None
+
+    def __post_init__(self) -> None:
+        context: tuple = ()
+        for index, node in enumerate(self.graph.nodes):
+            self.position[node] = index
+            self._node = node
+            context = _next_context(context, node)
+            self.context[node] = context
+            if node.op != "output":
+                self._visit(node)
+
+    # What others ask.
+
+    def value_at(self, node: fx.Node, position: int) -> Any:
+        """What ``node`` holds right after the node at ``position`` ran."""
+        held = None
+        for when, value in self._history[node]:
+            if when <= position:
+                held = value
+        return held
+
+    def value(self, node: fx.Node) -> Any:
+        """What ``node`` holds when it is first computed (for a writing node: what it wrote)."""
+        return self._history[node][0][1]
+
+    def all_writes(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Every writing node with each of the nodes that it writes."""
+        return list(dict.fromkeys((*self.writes.items(), *self._written_beside)))
+
+    def aliases(self, node: fx.Node) -> list[fx.Node]:
+        storage = _storage_of(node)
+        return self._aliases.get(storage, [node]) if storage is not None else [node]
+
+    # What canonical forms use to build values.
+
+    def make(self, op: str, *args: Any, shape: tuple | None = None, dtype: torch.dtype | None = None) -> Value:
+        fake = fake_of(self._node)
+        if shape is None:
+            shape = tuple(map(size_of, fake.shape))
+        dtype = dtype or fake.dtype
+        key = (op, args, shape, dtype)
+        found = self._pool.get(key)
+        if found is None:
+            found = self._pool[key] = Value(op, args, shape, dtype, self._node)
+        return found
+
+    def opaque(self, node: fx.Node, tag: Any = None) -> Any:
+        fake = fake_of(node)
+        if isinstance(fake, torch.Tensor):
+            kind = "input" if node.op in ("placeholder", "get_attr") else "opaque"
+            value = self.make(kind, node, tag, shape=tuple(map(size_of, fake.shape)), dtype=fake.dtype)
+            value.node = node
+            return value
+        if isinstance(fake, (int, float, bool, torch.SymInt)):
+            return size_of(fake) if isinstance(fake, torch.SymInt) else fake
+        if isinstance(fake, (tuple, list)):
+            return tuple(
+                self.make("output", node, i, tag, shape=tuple(map(size_of, item.shape)), dtype=item.dtype)
+                if isinstance(item, torch.Tensor) else size_of(item) if isinstance(item, torch.SymInt) else item
+                for i, item in enumerate(fake)
+            )  # fmt: skip
+        return fake
+
+    # The walk.
+
+    def _visit(self, node: fx.Node) -> None:
+        written = inplace_name(node)
+        target = node.args[0] if written and node.args and isinstance(node.args[0], fx.Node) else None
+        if target is not None and not isinstance(fake_of(target), torch.Tensor):
+            target = None  # arithmetic on Python numbers
+        value = self._compute(written if target is not None else target_name(node), node)
+        self._record(node, value)
+        if target is not None:
+            self.writes[node] = target
+            if not isinstance(value, Value):  # setitem returns None, and has no value of its own where it stays opaque
+                value = self.opaque(target, node)
+            self._write(target, value, node)
+        for other in _written_otherwise(node):
+            if other is not target:
+                self._written_beside.append((node, other))
+                self.writes.setdefault(node, other)
+                self._write(other, self.opaque(other, node), node)
+        storage = _storage_of(node)
+        if storage is not None:
+            self._aliases.setdefault(storage, []).append(node)
+            if target_name(node) in _DETACHING or self.is_without_gradient(node) or self._detached & set(node.all_input_nodes):
+                self._detached.add(node)
+
+    def _record(self, node: fx.Node, value: Any) -> None:
+        self._now[node] = value
+        self._history.setdefault(node, []).append((self.position[self._node], value))
+
+    def _compute(self, name: str, node: fx.Node) -> Any:
+        form = self.table.get(name) if node.op in ("call_function", "call_method") else None
+        if form is None or "out" in node.kwargs or self.is_without_gradient(node):
+            return self.opaque(node)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])
+        try:
+            return form(self, *args, **kwargs)
+        except NotCanonical:
+            return self.opaque(node)
+
+    def is_without_gradient(self, node: fx.Node) -> bool:
+        """Numbers computed without gradient are not the same value as equal ones computed with it, where gradients matter."""
+        if self.numbers_only:
+            return False
+        fake = fake_of(node)
+        tensors = [part for part in (fake if isinstance(fake, (tuple, list)) else [fake]) if isinstance(part, torch.Tensor)]
+        floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
+        return floating and any(name in _GRADIENT_MODES for name, _ in self.context[node])
+
+    def is_gradient_off(self, node: fx.Node) -> bool:
+        """Whether a block that the graph itself switches gradients off for holds a node."""
+        return any(name == "_set_grad_enabled" and args[:1] == (False,) for name, args in self.context[node])
+
+    def has_tangents(self, node: fx.Node) -> bool:
+        """Whether a node may compute derivatives forward, which none of our operators does."""
+        return any(name == "_enter_dual_level" for name, _ in self.context[node])
+
+    def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
+        before = self._now[target]
+        storage = _storage_of(target)
+        same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
+        for alias in same_buffer:
+            if self._now[alias] is before:
+                self._record(alias, value)
+            elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
+                self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
+                                              dtype=value.dtype))  # fmt: skip
+            else:
+                self._record(alias, self.opaque(alias, at))
+        if any(alias.op == "placeholder" for alias in same_buffer):
+            # Two placeholders may be views of one tensor of the caller.
+            for node in self.graph.nodes:
+                if node is at:
+                    break
+                if node.op == "placeholder" and node not in same_buffer and isinstance(fake_of(node), torch.Tensor):
+                    self._record(node, self.opaque(node, at))
+
+
+def _is_reshape(a: fx.Node, b: fx.Node) -> bool:
+    """Both hold all of their storage in row-major order."""
+    fakes = fake_of(a), fake_of(b)
+    numels = [math.prod(map(size_of, fake.shape)) for fake in fakes]
+    return same_size(*numels) and all(is_contiguous_or_false(f) and size_of(f.storage_offset()) == 0 for f in fakes)
+
+
+def _next_context(context: tuple, node: fx.Node) -> tuple:
+    if node.op != "call_function":
+        return context
+    name = target_name(node)
+    if name in _CONTEXT_ENDS.values():
+        return (*context, (name, node.args))
+    if name in _CONTEXT_ENDS:
+        begun = [i for i, entry in enumerate(context) if entry[0] == _CONTEXT_ENDS[name]]
+        return (*context[: begun[-1]], *context[begun[-1] + 1 :]) if begun else context
+    if name != "_set_grad_enabled":
+        return context
+    kept = tuple(entry for entry in context if entry[0] != name)
+    return kept if kept != context else (*kept, (name, node.args))

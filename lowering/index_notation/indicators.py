@@ -1,0 +1,40 @@
+"""Expressions that count: sums and products of comparisons, which are exact in every dtype that is wide enough."""
+
+import math
+
+import torch
+
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr
+
+
+def is_count(e: Expr) -> bool:
+    """Built from comparisons by sums and products only: a small integer whatever its dtype."""
+    if e.kind in ("sum", "prefix"):
+        return is_count(e.args[1])
+    return is_indicator(e) or e.kind == "distinct" or (e.kind == "mul" and all(map(is_count, e.args)))
+
+
+LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 1, torch.uint8: 2**8 - 1, torch.int16: 2**15 - 1}
+"""The largest number up to which a narrow dtype holds every one."""
+
+
+def holds_count(dtype: torch.dtype, count: Expr) -> bool:
+    return dtype not in LARGEST_EXACT or _largest(count) <= LARGEST_EXACT[dtype]
+
+
+def _largest(count: Expr) -> float:
+    """An upper bound of a count."""
+    if count.kind in ("sum", "prefix"):
+        size = count.args[0].args[1]
+        return size * _largest(count.args[1]) if isinstance(size, int) else math.inf
+    return math.prod(map(_largest, count.args)) if count.kind == "mul" else 1
+
+
+_MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))
+"""Functions whose values are 0 and 1."""
+
+
+def is_indicator(e: Expr) -> bool:
+    marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
+    marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
+    return marks or (e.kind == "mul" and all(map(is_indicator, e.args)))

@@ -1,0 +1,353 @@
+"""The constructors of canonical expressions: every way to spell a sum, a product or an index ends in the same object."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import sympy
+
+from moeblaze_ops.lowering.index_notation.expr import (
+    BINDERS,
+    CHOSEN,
+    IDEMPOTENT,
+    MAX_OPERANDS,
+    Expr,
+    Size,
+    TooLarge,
+    factors_of,
+    same_size,
+    size_of,
+    subexpressions,
+)
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+
+_BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
+_OPEN = 1000
+_SCALED = "scaled"
+
+
+class Algebra:
+    """Constructors of canonical expressions; one instance owns one pool of interned expressions."""
+
+    def __init__(self, resolve_group: Callable[[Expr], Expr] = lambda group: group) -> None:
+        self._pool: dict[tuple, Expr] = {}
+        self._resolve_group = resolve_group
+        self.zero = self.const(0)
+        self.one = self.const(1)
+
+    def _intern(self, kind: str, *args: Any) -> Expr:
+        key = (kind, args)
+        found = self._pool.get(key)
+        if found is None:
+            found = self._pool[key] = Expr(kind, args, len(self._pool))
+        return found
+
+    def const(self, value: float) -> Expr:
+        """A number; a whole one is an int in whatever type it came, since equal numbers are one expression."""
+        if isinstance(value, bool | float) and abs(value) < 2**53 and value == int(value):
+            value = int(value)
+        return self._intern("const", value)
+
+    def var(self, level: int, extent: Size, tag: str) -> Expr:
+        return self._intern("var", level, extent, tag)
+
+    def fresh(self, used: Iterable[Expr], extent: Size, tag: str = "r") -> Expr:
+        """A variable numbered above every variable free in ``used``; zero where it has one value."""
+        if extent == 1:
+            return self.zero
+        levels = [v.args[0] for e in used for v in e.free]
+        return self.var(max(levels, default=-1) + 1, extent, tag)
+
+    def leaf(self, value: Any, indices: tuple[Expr, ...]) -> Expr:
+        if value.is_permutation and indices[0].kind == "inverse" and indices[0].args[0] is value:
+            return indices[0].args[1]
+        return self._intern("leaf", value, indices)
+
+    # Index arithmetic.
+
+    def extent(self, e: Expr) -> Size | None:
+        """An exclusive upper bound of a non-negative index expression, or None when there is none."""
+        kind, args = e.kind, e.args
+        if kind == "var":
+            return args[1]
+        if kind == "const":
+            return args[0] + 1 if args[0] >= 0 else None
+        if kind == "mod":
+            return args[1]
+        if kind == "nonzero":
+            return args[3]
+        if kind == "inverse":
+            return args[0].shape[0]
+        if kind == "leaf":
+            return args[0].bound
+        if kind == "linear":
+            total = args[0]
+            for coefficient, atom in args[1]:
+                bound = self.extent(atom)
+                if bound is None or (isinstance(coefficient, int) and coefficient < 0):
+                    return None
+                total = total + coefficient * (bound - 1)
+            total = total + 1
+            return int(total) if getattr(total, "is_Integer", True) else sympy.expand(total)
+        return None
+
+    def fits(self, e: Expr, size: Size) -> bool:
+        """Whether a non-negative index expression stays below ``size``."""
+        bound = self.extent(e)
+        if bound is None:
+            return False
+        if isinstance(bound, int) and isinstance(size, int):
+            return bound <= size
+        return same_size(bound, size)
+
+    def linear(self, constant: Size, terms: Iterable[tuple[Size, Expr]]) -> Expr:
+        """``constant + sum(coefficient * expr)`` over integers."""
+        sums: dict[Expr, Size] = {}
+
+        def collect(coefficient: Size, e: Expr) -> None:
+            nonlocal constant
+            if e.kind == "const":
+                constant = constant + coefficient * e.args[0]
+            elif e.kind == "linear":
+                constant = constant + coefficient * e.args[0]
+                for inner, atom in e.args[1]:
+                    sums[atom] = sums.get(atom, 0) + coefficient * inner
+            else:
+                sums[e] = sums.get(e, 0) + coefficient
+
+        for coefficient, e in terms:
+            collect(coefficient, e)
+        for atom in list(sums):  # size * (e // size) + e % size == e
+            if atom.kind == "mod" and atom in sums:
+                quotient = self._intern("div", *atom.args)
+                scale = sums[atom]
+                if quotient in sums and same_size(sums[quotient], scale * atom.args[1]):
+                    del sums[atom], sums[quotient]
+                    collect(scale, atom.args[0])
+        constant = size_of(constant)
+        ordered = tuple(sorted(((c, a) for a, c in sums.items() if c != 0), key=lambda term: term[1].uid))
+        if not ordered:
+            return self.const(constant)
+        if constant == 0 and len(ordered) == 1 and ordered[0][0] == 1:
+            return ordered[0][1]
+        return self._intern("linear", constant, ordered)
+
+    def _split(self, e: Expr, size: Size) -> tuple[Expr, Expr] | None:
+        """Quotient and remainder of ``e`` by ``size`` where the linear form shows them."""
+        if size == 0:
+            return None  # an index into nothing
+        if e.kind == "const" and isinstance(size, int):
+            return self.const(e.args[0] // size), self.const(e.args[0] % size)
+        if self.fits(e, size):
+            return self.zero, e
+        constant, terms = (e.args[0], e.args[1]) if e.kind == "linear" else (0, ((1, e),))
+        whole: list[tuple[Size, Expr]] = []
+        rest: list[tuple[Size, Expr]] = []
+        for coefficient, atom in terms:
+            if isinstance(coefficient, int) and isinstance(size, int):
+                divides, quotient = coefficient % size == 0, coefficient // size
+            else:
+                ratio = sympy.cancel(sympy.sympify(coefficient) / sympy.sympify(size))
+                divides = sympy.denom(ratio) == 1
+                quotient = int(ratio) if ratio.is_Integer else ratio
+            (whole if divides else rest).append((quotient if divides else coefficient, atom))
+        base = constant // size if isinstance(constant, int) and isinstance(size, int) else 0
+        remainder = self.linear(constant - base * size, rest)
+        return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
+
+    def div(self, e: Expr, size: Size) -> Expr:
+        split = self._split(e, size)
+        return split[0] if split else self._intern("div", e, size)
+
+    def mod(self, e: Expr, size: Size) -> Expr:
+        split = self._split(e, size)
+        return split[1] if split else self._intern("mod", e, size)
+
+    # Arithmetic.
+
+    def add(self, *terms: Expr) -> Expr:
+        _limit(terms, "add")
+        flat: list[Expr] = []
+        constant = 0
+        for term in terms:
+            for t in term.args if term.kind == "add" else (term,):
+                if t.kind == "const":
+                    constant += t.args[0]
+                else:
+                    flat.append(t)
+        if constant != 0:
+            flat.append(self.const(constant))
+        if not flat:
+            return self.zero
+        return flat[0] if len(flat) == 1 else self._intern("add", *sorted(flat, key=lambda t: t.uid))
+
+    def mul(self, *factors: Expr) -> Expr:
+        _limit(factors, "mul")
+        flat: list[Expr] = []
+        constant = 1
+        for factor in factors:
+            for f in factors_of(factor):
+                if f.kind == "const":
+                    constant *= f.args[0]
+                elif not (f.kind in IDEMPOTENT or is_indicator(f)) or f not in flat:
+                    flat.append(f)
+        if constant == 0:
+            return self.zero
+        flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
+        if constant != 1:
+            flat.append(self.const(constant))
+        if not flat:
+            return self.one
+        return flat[0] if len(flat) == 1 else self._intern("mul", *sorted(flat, key=lambda f: f.uid))
+
+    def sum(self, var: Expr, body: Expr) -> Expr:
+        """The sum over ``var``; factors free of ``var`` stand outside."""
+        if var.kind == "const":
+            return body
+        body = self._without_permutation(var, body)
+        if not body.has_dot and (only := self._only_term(var, body)) is not None:
+            return only
+        factors = factors_of(body)
+        outside = [f for f in factors if var not in f.free]
+        inside = [f for f in factors if var in f.free]
+        if not inside:
+            extent = var.args[1]
+            count = self.const(extent) if isinstance(extent, int) else self._intern("call", "size", (), (extent,))
+            return self.mul(count, *outside)
+        return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
+
+    def _only_term(self, var: Expr, body: Expr) -> Expr | None:
+        """What is left of the sum over ``var`` of a product with ``var == index``."""
+        factors = factors_of(body)
+        for hit in factors:
+            sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
+            if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
+                return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
+        return None
+
+    def any(self, var: Expr, body: Expr) -> Expr:
+        return self._close("any", var, body) if var in body.free else body
+
+    def prefix(self, var: Expr, body: Expr, upto: Expr) -> Expr:
+        return self._close("prefix", var, body, upto)
+
+    def _close(self, kind: str, var: Expr, body: Expr, *rest: Expr) -> Expr:
+        """Bind ``var``, renamed after the binders inside ``body`` so that equal functions get equal names."""
+        bound = self.var(_BOUND - body.height, *var.args[1:])
+        assert bound is var or bound not in body.free, "a bound variable escaped"
+        return self._intern(kind, bound, self.substitute(body, {var: bound}), *rest)
+
+    def open(self, e: Expr) -> tuple[Expr, Expr]:
+        """The variable and body of a binder, under a name that no other binder around or inside it takes."""
+        bound, body = e.args[:2]
+        var = self.var(_OPEN + _BOUND - bound.args[0], *bound.args[1:])
+        return var, self.substitute(body, {bound: var})
+
+    def _without_permutation(self, var: Expr, body: Expr) -> Expr:
+        """Take the summed rows in the order before a permutation of them, where that removes it."""
+        permuted = _find(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,))
+        if permuted is None or not same_size(permuted.args[0].shape[0], var.args[1]):
+            return body
+        reordered = self.substitute(body, {var: self.inverse(permuted.args[0], var)})
+        return body if _find(reordered, lambda e: e.kind == "inverse") else reordered
+
+    def eq(self, a: Expr, b: Expr) -> Expr:
+        if a is b:
+            return self.one
+        if a.kind == "const" and b.kind == "const":
+            return self.one if a.args[0] == b.args[0] else self.zero
+        return self._intern("eq", *sorted((a, b), key=lambda e: e.uid))
+
+    def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
+        return self._intern("call", name, args, params)
+
+    def scaled(self, number: float, e: Expr) -> Expr:
+        """``number * e`` as one factor, out of which no sum takes the number."""
+        return self.call(_SCALED, (e,), number)
+
+    def unscaled(self, e: Expr) -> Expr:
+        """``e``, a product if it is one that was ``scaled``."""
+        return self.mul(self.const(e.args[2][0]), *e.args[1]) if e.kind == "call" and e.args[0] == _SCALED else e
+
+    def cast(self, dtype: Any, e: Expr) -> Expr:
+        return e if e.kind == "const" else self._intern("cast", dtype, e)
+
+    def nonzero(self, mask: Any, axis: int, row: Expr, extent: Size) -> Expr:
+        return self._intern("nonzero", mask, axis, row, extent)
+
+    def group(self, var: Expr, counts: Expr, row: Expr) -> Expr:
+        return self._resolve_group(self._close("group", var, counts, row))
+
+    def distinct(self, e: Expr, var: Expr) -> Expr:
+        return self._intern("distinct", e, var)
+
+    def inverse(self, permutation: Any, index: Expr) -> Expr:
+        if index.kind == "leaf" and index.args[0] is permutation:
+            return index.args[1][0]
+        return self._intern("inverse", permutation, index)
+
+    # Substitution.
+
+    def substitute(self, e: Expr, replace: Mapping[Expr, Expr]) -> Expr:
+        """``e`` with expressions replaced, by ones that bind nothing."""
+        assert all(new.height == 0 for new in replace.values()), "a binder would capture"
+        memo: dict[Expr, Expr] = dict(replace)
+
+        def visit(e: Expr) -> Expr:
+            found = memo.get(e)
+            if found is None:
+                if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
+                    outer = {key: value for key, value in replace.items() if key is not e.args[0]}
+                    found = self.substitute(e, outer)
+                else:
+                    found = self._rebuild(e, visit)
+                memo[e] = found
+            return found
+
+        return visit(e)
+
+    def _rebuild(self, e: Expr, visit: Callable[[Expr], Expr]) -> Expr:
+        kind, args = e.kind, e.args
+        if kind in ("var", "const"):
+            return e
+        if kind == "linear":
+            return self.linear(args[0], [(c, visit(a)) for c, a in args[1]])
+        if kind == "div":
+            return self.div(visit(args[0]), args[1])
+        if kind == "mod":
+            return self.mod(visit(args[0]), args[1])
+        if kind == "leaf":
+            return self.leaf(args[0], tuple(map(visit, args[1])))
+        if kind == "add":
+            return self.add(*map(visit, args))
+        if kind == "mul":
+            return self.mul(*map(visit, args))
+        if kind in ("sum", "any", "prefix"):
+            return getattr(self, kind)(args[0], *map(visit, args[1:]))
+        if kind == "group":
+            return self.group(args[0], visit(args[1]), visit(args[2]))
+        if kind == "eq":
+            return self.eq(*map(visit, args))
+        if kind == "call":
+            return self.call(args[0], tuple(map(visit, args[1])), *args[2])
+        if kind == "cast":
+            return self.cast(args[0], visit(args[1]))
+        if kind == "nonzero":
+            return self.nonzero(args[0], args[1], visit(args[2]), args[3])
+        if kind == "inverse":
+            return self.inverse(args[0], visit(args[1]))
+        assert kind == "distinct", kind
+        return self.distinct(*map(visit, args))
+
+
+def _limit(operands: tuple[Expr, ...], kind: str) -> None:
+    if sum(len(e.args) if e.kind == kind else 1 for e in operands) > MAX_OPERANDS:
+        raise TooLarge
+
+
+def _is_chosen(e: Expr) -> bool:
+    return e.kind == "call" and e.args[0] == CHOSEN
+
+
+def _find(e: Expr, accept: Callable[[Expr], bool]) -> Expr | None:
+    return next(subexpressions(e, accept), None)

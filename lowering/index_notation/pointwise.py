@@ -1,0 +1,99 @@
+"""Pointwise functions of expressions: all that sums and products can say is said by them."""
+
+import operator
+from collections import Counter
+
+from moeblaze_ops.lowering.index_notation.expr import Expr, differ, factors_of
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+
+
+def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple, *, integers: bool) -> Expr:
+    """The canonical form of a pointwise function of elements; ``integers`` selects index arithmetic."""
+    minus = algebra.const(-1)
+    a, b = args[0], args[1] if len(args) > 1 else algebra.zero
+    match name:
+        case "add" | "sub" | "rsub" | "neg":
+            scale_a, scale_b = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1, 0)}[name]
+            if integers:
+                return algebra.linear(0, [(scale_a, a), (scale_b, b)])
+            return algebra.add(*(e if s == 1 else algebra.mul(minus, e) for s, e in ((scale_a, a), (scale_b, b)) if s))
+        case "mul":
+            if integers and "const" in (a.kind, b.kind):
+                number, e = (a, b) if a.kind == "const" else (b, a)
+                return algebra.linear(0, [(number.args[0], e)])
+            return algebra.mul(a, b)
+        case "and":
+            return algebra.mul(a, b)
+        case "div" if b.kind == "const" and b.args[0] != 0:
+            return algebra.mul(a, algebra.const(1 / b.args[0]))
+        case "div":
+            return algebra.mul(a, algebra.call("reciprocal", (b,)))
+        case "floordiv" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+            return algebra.div(a, b.args[0])
+        case "mod" if integers and b.kind == "const" and type(b.args[0]) is int and b.args[0] > 0:
+            return algebra.mod(a, b.args[0])
+        case "square":
+            return algebra.mul(a, a)
+        case "silu":
+            return algebra.mul(a, algebra.call("sigmoid", (a,)))
+        case "clamp" if integers and _stays(algebra, a, *params):
+            return a
+        case "clamp" if params == (0, None):
+            return algebra.call("relu", (a,))
+        case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
+            return algebra.const(int(known))
+        case "eq":
+            return algebra.eq(a, b)
+        case "ne":
+            return _not(algebra, algebra.eq(a, b))
+        case "not":
+            return _not(algebra, a)
+        case "where":
+            return _where(algebra, *args)
+    return algebra.call(name, tuple(args), *params)
+
+
+def _largest(algebra: Algebra, e: Expr) -> int | None:
+    """An upper bound of an index that is never negative; None where that, or the bound, is not known."""
+    extent = algebra.extent(e)
+    negative = e.kind == "linear" and not (isinstance(e.args[0], int) and e.args[0] >= 0)
+    return extent - 1 if isinstance(extent, int) and not negative else None
+
+
+def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:
+    """Whether the index ``a`` is less (or greater) than a number, where both ends of its range agree."""
+    largest = _largest(algebra, a)
+    if largest is None or b.kind != "const":
+        return None
+    first, last = (getattr(operator, name)(end, b.args[0]) for end in (0, largest))
+    return first if first == last else None
+
+
+def _stays(algebra: Algebra, a: Expr, lower: float | None, upper: float | None) -> bool:
+    """Whether the whole range of the index ``a`` lies inside the bounds."""
+    largest = _largest(algebra, a)
+    return largest is not None and (lower is None or lower <= 0) and (upper is None or largest <= upper)
+
+
+def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
+    """``mask * kept + (1 - mask) * other`` where one side is zero, or where it is ``other`` plus something masked.
+
+    That is so if ``kept`` adds to ``other``, or if all of ``other`` is zero under the mask.
+    """
+    below = [] if other is algebra.zero else list(other.args if other.kind == "add" else (other,))
+    added = Counter(kept.args if kept.kind == "add" else (kept,))
+    if Counter(below) <= added:
+        kept = algebra.add(*(added - Counter(below)).elements())
+    elif not all(any(differ(f, m) for f in factors_of(term) for m in factors_of(mask)) for term in below):
+        masked = kept is algebra.zero
+        return algebra.mul(_not(algebra, mask), other) if masked else algebra.call("where", (mask, kept, other))
+    return algebra.add(other, algebra.mul(mask, kept))
+
+
+def _not(algebra: Algebra, mask: Expr) -> Expr:
+    negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))
+    if mask.kind == "add" and len(mask.args) == 2 and algebra.one in mask.args:
+        other = mask.args[0] if mask.args[1] is algebra.one else mask.args[1]
+        positive = algebra.mul(algebra.const(-1), other)
+        return positive if algebra.const(-1) in other.args else negated
+    return negated

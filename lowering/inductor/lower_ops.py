@@ -1,0 +1,104 @@
+"""Inductor lowerings of the ops: each becomes its launcher's buffers and Triton kernels, inlined in the generated code.
+
+A lowering traces the launcher on the fake tensors of the call (``torch.empty`` and kernel launches) and lowers that
+graph in place of the op. So eager calls, compiled graphs and the interpreter run one kernel source, Inductor plans
+the memory of every buffer in between, and pointwise neighbours fuse as they do around its own kernels. What a launcher
+calls that is no Triton kernel stays a call: a custom op that writes into buffers which the launcher allocated.
+
+Off CUDA, where an argument asks for a check on the host, and where experts stored apart need no copy because they lie
+one after another in memory, the generated code calls the op.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moeblaze_ops import config
+from moeblaze_ops.arguments.separate_experts import reads_in_place
+from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
+from moeblaze_ops.lowering.inductor.router_products import replace_router_product
+from moeblaze_ops.ops.register import LAUNCHERS, OVERWRITING, PACKAGED
+
+
+def register_lowerings() -> None:
+    """Register a lowering for every op that has a launcher or lists of tensors, and what joins an op after autograd."""
+    torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
+    torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
+    for op, launcher in LAUNCHERS.items():
+        register_traced_lowering(op, launcher, _must_call)
+    for op in PACKAGED.keys() - LAUNCHERS.keys():
+        torch_internals.register_lowering(op, _call_of(op))
+    # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
+    in_place = torch.ops.aten.addmm_.default
+    torch_internals.register_lowering(in_place, torch_internals.fallback(in_place))
+
+
+def register_traced_lowering(
+    op: torch._ops.OpOverload, launcher: Callable[[], Callable], must_call: Callable[[torch._ops.OpOverload, list], bool]
+) -> None:
+    """Lower ``op`` on CUDA to what ``launcher()`` does with the same arguments, unless ``must_call``.
+
+    Args:
+        op: an op tagged ``needs_exact_strides``, that returns tensors or lists of tensors.
+        launcher: returns what takes the arguments of ``op`` in its order and returns its outputs, on fake tensors too.
+        must_call: from the op and its arguments, fake: whether the generated code has to call the op.
+    """
+    call_op = _call_of(op)
+
+    def lower(*args, **kwargs):
+        node = torch_internals.current_node()
+        leaves, structure = tree_flatten(_in_schema_order(op, node.args, node.kwargs))
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+        fakes = [leaves[i].meta["val"] for i in positions]
+
+        def arguments(values: list) -> list:
+            filled = list(leaves)
+            for i, value in zip(positions, values, strict=True):
+                filled[i] = value
+            return tree_unflatten(filled, structure)
+
+        on_cuda = any(isinstance(fake, torch.Tensor) and fake.device.type == "cuda" for fake in fakes)
+        if not on_cuda or must_call(op, arguments(fakes)):
+            return call_op(*args, **kwargs)
+
+        chosen = _overwriting_launcher(op, node, args) or launcher
+
+        def launch(*values):
+            return chosen()(*arguments(values))
+
+        values, _ = tree_flatten(_in_schema_order(op, args, kwargs))
+        return torch_internals.inline(torch_internals.trace(launch, fakes), [values[i] for i in positions], op.name())
+
+    lower.__name__ = f"lower_{op.overloadpacket.__name__}"
+    torch_internals.register_lowering(op, lower)
+
+
+def _call_of(op: torch._ops.OpOverload) -> Callable:
+    """The lowering that calls ``op`` from the generated code, also where AOTInductor generates it."""
+    call_op, call_packaged = torch_internals.fallback(op), torch_internals.fallback(PACKAGED.get(op, op))
+
+    def call(*args, **kwargs):
+        return (call_packaged if torch_internals.is_packaging() else call_op)(*args, **kwargs)
+
+    return call
+
+
+def _in_schema_order(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
+    rest = op._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
+
+
+def _overwriting_launcher(op: torch._ops.OpOverload, node: fx.Node, args: tuple) -> Callable | None:
+    """The launcher that writes a result over an argument, where the memory of that argument is the graph's."""
+    position, launcher = OVERWRITING.get(op, (len(args), None))
+    given_away = position < len(args) and torch_internals.is_given_away(node.args[position], args[position])
+    return launcher if given_away else None
+
+
+def _must_call(op: torch._ops.OpOverload, args: list[Any]) -> bool:
+    checks_on_host = op is torch.ops.moeblaze.dispatch.default and config.check_expert_ids
+    return checks_on_host or reads_in_place(op, args)

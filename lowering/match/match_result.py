@@ -1,0 +1,83 @@
+"""What comes of a candidate: a proven layer, or a reason why not."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size
+from moeblaze_ops.lowering.match.identity_experts import Passed
+from moeblaze_ops.lowering.match.operands.find_operands import Operand
+from moeblaze_ops.lowering.match.operands.find_scales import Scale
+from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
+from moeblaze_ops.lowering.match.reasons import Reason
+from moeblaze_ops.lowering.match.region import Region
+
+
+@dataclass(frozen=True)
+class MoEMatch:
+    """A proven layer: its operands as nodes and views, ready to be rewritten."""
+
+    root: fx.Node
+    region: Region
+    x: Operand
+    experts: Operand
+    weights: Operand | None
+    scales: tuple[Scale, ...]  # what the weights are multiplied by
+    weights_on_input: bool
+    w_up: tuple[WeightView, ...]
+    b_up: tuple[WeightView, ...]
+    w_down: WeightView
+    b_down: WeightView | None
+    activation: str
+    formula: Expr | None  # in ``symbols``, to be computed between the ops where ``activation`` is identity
+    symbols: tuple[Expr, ...]
+    spelling: str
+    T: Size
+    K: int
+    E: int
+    D: int
+    F: int
+    dtype: torch.dtype
+    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
+    base: fx.Node | None = None  # what the layer is added to, in the shape of the result
+    kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
+    passed: Passed | None = None  # experts that give a token back
+    subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of separate expert weights and biases that are joined by a copy, in forward and again in backward."""
+        views = (*self.w_up, *self.b_up, self.w_down, *([self.b_down] if self.b_down else []))
+        return sum(view.copied_bytes for view in views)
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A candidate that is left alone."""
+
+    root: fx.Node
+    node: fx.Node
+    reason: Reason
+    detail: str
+    ids: frozenset[Value] = field(default_factory=frozenset)
+    chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``, the experts of its sum
+    rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far the proof came, and for how many experts."""
+        return self.reason.rank, self.chosen.total()
+
+
+def furthest(declined: Sequence[Decline]) -> list[Decline]:
+    """The best attempt for each set of ids, innermost of equals; ``declined`` is in reversed graph order."""
+    best: dict[frozenset[Value], Decline] = {}
+    for decline in declined:
+        known = best.get(decline.ids)
+        if known is None or decline.progress >= known.progress:
+            best[decline.ids] = decline
+    return list(best.values())

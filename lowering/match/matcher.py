@@ -1,0 +1,404 @@
+"""Which layers of a graph are Mixtures-of-Experts: every proof obligation, in order.
+
+A candidate is a node that may be the last step of a sum over experts. Its element is expanded by `evaluator`, read as a
+sum of expert terms by `expert_term` and `routing_term`, and the operands that the terms speak of are looked up
+in the graph by `find_operands` and `weight_layout`. Nothing here changes the graph.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator, Unroll
+from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, inplace_name, target_name
+from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
+from moeblaze_ops.lowering.internal_errors import tolerate
+from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
+from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
+from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
+from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
+from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.match.region import Region, prove_region
+from moeblaze_ops.lowering.match.residual import bases
+from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
+from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.match.terms.expert_coverage import (
+    expert_order,
+    extent,
+    prove_distinct,
+    prove_shared_weights,
+    weight_index,
+)
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
+from moeblaze_ops.lowering.match.terms.routing_term import Routing, expert_index, read_compared, read_indexed, without_input_mask
+
+_COMBINES = frozenset((
+    "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
+    "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
+))  # fmt: skip
+
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+
+class Matcher:
+    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
+
+    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
+        self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
+        self._evaluator = Evaluator()
+        self._algebra = self._evaluator.algebra
+        self._formulas = Formulas(self._algebra)
+        self._expert_terms: dict[Expr, bool] = {}
+        self._counted: dict[Value, Counter] = {}
+        self._choices: dict[tuple[Expr, Expr], Chosen] = {}
+
+    def matches(self) -> list[MoEMatch | Decline]:
+        """Every layer in graph order; of several failed attempts at one layer the one that came furthest."""
+        found: list[MoEMatch] = []
+        declined: list[Decline] = []
+        taken: set[fx.Node] = set()
+        parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
+        for node in reversed(list(self.view.graph.nodes)):
+            if node in taken or node in parts or not _may_combine(node):
+                continue
+            if self.view.is_gradient_off(node) is not self.view.numbers_only:
+                continue
+            result = self._attempt(node)
+            if isinstance(result, MoEMatch):
+                found.append(result)
+                taken.update(result.region.nodes)
+            elif result is not None:
+                declined.append(result)
+                parts.update(self._parts(result))
+        for decline in declined:
+            if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
+                result = self._attempt(decline.root, onto_base=True)
+                if isinstance(result, MoEMatch) and not self._is_added_to_base(result, found):
+                    found.append(result)
+                    taken.update(result.region.nodes)
+        results = [*found, *(decline for decline in declined if decline.root not in taken)]
+        declined = furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
+        declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
+        return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
+
+    def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
+        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
+        behind = dependencies(self.view, outer.root) - {outer.root}
+        inner = [result for result in results if result.root in behind]
+        if outer.rows:
+            nodes = set().union(*(dependencies(self.view, result.root) for result in inner))
+            return all(row.node in nodes for row in outer.rows)
+        if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
+            inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
+        return is_sum_of(outer.chosen, [result.chosen for result in inner])
+
+    def _is_added_to_base(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
+        """Whether a layer onto a base is one that was found without it."""
+        behind = dependencies(self.view, outer.root) - {outer.root}
+        return any(inner.chosen == outer.chosen for inner in found if inner.root in behind)
+
+    def _is_step(self, part: Decline, whole: Decline) -> bool:
+        """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
+        fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
+        return fewer and part.root in dependencies(self.view, whole.root)
+
+    def _parts(self, whole: Decline) -> Iterator[fx.Node]:
+        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
+        total = self._result(whole.root)
+        of_data = set() if total is None else free_unbacked_symbols(total.shape)
+        for node in dependencies(self.view, whole.root):
+            if not _may_combine(node) or (value := self._result(node)) is None:
+                continue
+            if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
+                continue  # a projection of rows of one expert
+            experts = self._experts_of(value)
+            if experts and is_part(experts, whole.chosen):
+                yield node
+
+    def _experts_of(self, value: Value) -> Counter:
+        known = self._counted.get(value)
+        if known is None:
+            known = self._counted[value] = self._experts(self._terms(value), self._indices(value)[1])
+        return known
+
+    def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
+        return self._chosen((term for term in terms if self._is_expert(term, feature)), feature)
+
+    def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
+        try:
+            return self.match(root, onto_base=onto_base)
+        except Exception as error:
+            return Decline(root, root, Reason.INTERNAL, tolerate(error))
+
+    def match(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
+        """The layer whose output ``root`` completes, or adds to something else if ``onto_base``; None when it is not like one."""
+        value = self._result(root)
+        if value is None:
+            return None
+        tokens, feature = self._indices(value)
+        terms = self._terms(value)
+        experts = [term for term in terms if self._is_expert(term, feature)]
+        ids = frozenset(values_of(self._chosen(terms, feature)))
+        if not experts:
+            rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
+            if rows:
+                detail = "row groups are no running counts of ids"
+                return Decline(root, root, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
+            masked = [term for term in terms if _is_masked(term) and _is_vector(term, feature)]
+            if len(masked) < 2:
+                return None
+            counts = self._chosen(masked, feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
+        try:
+            written = fake_of(self.view.writes.get(root, root))
+            prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
+            others = [term for term in terms if term not in experts]
+            base, experts = self._onto_base(root, value, terms, experts, feature) if others and onto_base else (None, experts)
+            later: tuple[Value, ...] = ()
+            if others and base is None:
+                inner, later = split_off(value, lambda total: self._has_only_experts(total, feature))
+                experts = list(self._terms(inner)) if later else experts
+            prove(not others or base is not None or later, Reason.OTHER_TERMS)
+            return self._prove(root, value, tokens, feature, experts, base, later)
+        except TooLarge:
+            return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
+        except Declined as declined:
+            chosen = self._chosen(experts, feature)
+            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
+
+    def _onto_base(
+        self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: list[Expr], feature: Expr
+    ) -> tuple[fx.Node | None, list[Expr]]:
+        """What the sum of a layer starts from, which may hold layers before it, and the experts that it adds."""
+        for node, base in bases(self.view, root, value):
+            below = Counter(self._terms(base))
+            own = [term for term in experts if term not in below]
+            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
+            if own and apart and below + Counter(own) == Counter(terms):
+                return node, own
+        return None, experts
+
+    def _result(self, root: fx.Node) -> Value | None:
+        target = self.view.writes.get(root, root)
+        value = self.view.value_at(target, self.view.position[root])
+        fits = isinstance(value, Value) and len(value.shape) >= 2 and value.dtype.is_floating_point
+        return value if fits else None
+
+    def _indices(self, value: Value) -> tuple[tuple[Expr, ...], Expr]:
+        """A symbolic token and feature."""
+        *sizes, width = value.shape
+        tokens = tuple(self._algebra.zero if n == 1 else self._algebra.var(i, n, "t") for i, n in enumerate(sizes))
+        return tokens, self._algebra.var(len(sizes), width, "d")
+
+    def _terms(self, value: Value) -> tuple[Expr, ...]:
+        tokens, feature = self._indices(value)
+        try:
+            element = self._evaluator.element(value, (*tokens, feature))
+            terms = tuple(islice(self._distributed(element), MAX_OPERANDS + 1))
+        except (Unroll, TooLarge):
+            return ()
+        if len(terms) > MAX_OPERANDS:
+            return ()
+        experts = [term for term in terms if self._is_expert(term, feature)]
+        # The bias of an expert that is not weighted, or weighted on its input, is a term of its own.
+        biases = [term for term in terms if is_chosen_bias(term)]
+        if len(experts) != 1 or not biases:
+            return terms
+        others = [term for term in terms if term not in (*experts, *biases)]
+        return self._algebra.add(*experts, *biases), *others
+
+    def _distributed(self, e: Expr) -> Iterator[Expr]:
+        """Terms of a sum; what is around a sum of several experts is multiplied out, or summed term by term."""
+        if e.kind == "add":
+            for term in e.args:
+                yield from self._distributed(term)
+        elif e.kind == "sum" and _sums_experts(e):
+            var, body = self._algebra.open(e)
+            for term in self._distributed(body):
+                yield self._algebra.sum(var, term)
+        elif (
+            e.kind == "mul"
+            and len(inner := [f for f in e.args if _sums_experts(f)]) == 1
+            and (terms := list(self._distributed(inner[0]))) != inner
+        ):
+            others = [f for f in e.args if f is not inner[0]]
+            for term in terms:
+                yield from self._distributed(self._algebra.mul(term, *others))
+        elif e.kind == "mul" and e.has_dot and (choices := next(filter(_adds_choices, e.args), None)) is not None:
+            others = [f for f in e.args if f is not choices]
+            for term in choices.args:
+                yield from self._distributed(self._algebra.mul(term, *others))
+        else:
+            yield e
+
+    def _has_only_experts(self, total: Value, feature: Expr) -> bool:
+        terms = self._terms(total)
+        return bool(terms) and all(self._is_expert(term, feature) for term in terms)
+
+    def _is_expert(self, term: Expr, feature: Expr) -> bool:
+        known = self._expert_terms.get(term)
+        if known is None:
+            known = self._expert_terms[term] = is_expert_term(term, feature)
+        return known
+
+    def _chosen(self, terms: Iterable[Expr], feature: Expr) -> Counter:
+        """How often each expert is chosen."""
+        return Counter(self._choice(term, feature) for term in terms)
+
+    def _choice(self, term: Expr, feature: Expr) -> Chosen:
+        known = self._choices.get((term, feature))
+        if known is None:
+            known = self._choices[term, feature] = chosen_by(term, feature)
+        return known
+
+    def _prove(
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr], base: fx.Node | None,
+        later: tuple[Value, ...],
+    ) -> MoEMatch:  # fmt: skip
+        experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
+        finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
+        experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
+        experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
+        routings = [self._routing(expert, feature) for expert in experts]
+        depth = MAX_PROJECTIONS if experts[0].scale else 0
+        ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
+        kept = find_kept(self._algebra, finder, routings)
+        x = find_x(finder, experts)
+        prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
+        lead = experts[0]
+        order = expert_order(routings)
+        prove_shared_weights(self._algebra, routings, experts)
+        chosen = [experts[i] for i in order]
+        indices = [weight_index(routing, expert) for routing, expert in ((routings[i], experts[i]) for i in order)]
+        num_experts = extent(routings[order[0]].expert, len(order))
+
+        def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
+            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
+
+        w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
+        num_experts = E
+        (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
+        b_up: tuple[WeightView, ...] = ()
+        if _all_or_none([u.bias for e in chosen for u in e.up]):
+            b_up, _ = views([[u.bias for u in e.up] for e in chosen], [(e.width,) for e in chosen], True)
+        b_down = None
+        if _all_or_none([e.down.bias for e in chosen]):
+            (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
+        on_input = bool(lead.scale)
+        passed = None
+        if later:
+            alike = not (on_input or kept or scales)
+            prove(alike, Reason.ROUTING, "experts that are routed otherwise than those without weights")
+            passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
+        dense = routings[0].expert is not None
+        prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
+        prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
+        gathered = weights is not None and weights.gathered
+        prove_distinct(routings, of_all=gathered and top_k > 1)
+        prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
+        bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
+        prove(all(isinstance(bound, int) and bound <= E for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
+        prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
+        dtype = w_down.dtype
+        b_up = tuple(_in_dtype(view, dtype) for view in b_up)
+        b_down = b_down and _in_dtype(b_down, dtype)
+        same = all(view.dtype == dtype for view in w_up)
+        prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
+        weights = usable_weights(weights, dtype)
+        scales = tuple(usable_scale(scale, dtype) for scale in scales)
+        D = value.shape[-1]
+        prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
+        views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []))
+        position = self.view.position[root]
+        for stored in (v for view in views_used for v in view.values):
+            prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
+        tensors = (x, ids, *(s.operand for s in scales), *filter(None, (weights, kept, passed and passed.x)), *views_used)
+        region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
+        bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
+        return MoEMatch(
+            root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
+            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
+            activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
+            spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
+            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
+            subscripts=not (dense or bounded or passed or _has_row_groups(region)),
+        )  # fmt: skip
+
+    def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
+        index = expert_index(expert, feature)
+        factors = (*expert.routing, *expert.scale)
+        prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
+        if index is None or index in expert.binders:
+            return read_compared(self._algebra, index, expert.binders, factors)
+        permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
+        prove(not permuted, Reason.SAME_PERMUTATION, "groups of rows do not follow the sorted expert ids")
+        return read_indexed(self._algebra, index, expert.binders, factors)
+
+
+def _sums_experts(e: Expr) -> bool:
+    if e.kind == "sum" and e.args[0].args[2] == "r":
+        body = e.args[1]
+        return any(_sums_experts(f) or _adds_choices(f) for f in factors_of(body))
+    return e.kind == "add" and sum(term.has_dot for term in e.args) > 1
+
+
+def _adds_choices(e: Expr) -> bool:
+    """A score as the sum of those of single slots."""
+    return e.kind == "add" and not e.has_dot and all(map(_is_masked, e.args))
+
+
+def _may_combine(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return (inplace_name(node) or target_name(node)) in _COMBINES
+
+
+def _is_row_product(e: Expr) -> bool:
+    return e.kind == "leaf" and e.args[0].op == "grouped_mm"
+
+
+def _is_vector(term: Expr, feature: Expr) -> bool:
+    """Whether features differ by more than by comparisons: a tensor of scores ``[T, E]`` compares ids with its last index."""
+    return any(feature in f.free and f.kind not in ("eq", "any") for f in factors_of(term))
+
+
+def _is_masked(term: Expr) -> bool:
+    return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None
+
+
+def _all_or_none(biases: list[Expr | None]) -> bool:
+    present = [b is not None for b in biases]
+    prove(all(present) or not any(present), Reason.WEIGHT_LAYOUT, "some experts have a bias")
+    return all(present)
+
+
+def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
+    """A bias as the products it is added to, whose sum the ops round to their dtype anyway."""
+    prove(bias.dtype.itemsize >= dtype.itemsize, Reason.DTYPE_PATH, "a bias of less precision")
+    return bias if bias.dtype == dtype else replace(bias, dtype=dtype, cast=True)
+
+
+def _spelling(region: Region, routing: Routing) -> str:
+    names = {target_name(node) for node in region.nodes}
+    if not names.isdisjoint(_GROUPED):
+        return "sorted grouped_mm"
+    fakes = (fake_of(node) for node in region.nodes)
+    if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
+        return "loop over experts"
+    if routing.expert is None:
+        return "gathered weights"
+    return "dense batched" if routing.expert.kind == "var" else "masked experts"
+
+
+def _has_row_groups(region: Region) -> bool:
+    return not {target_name(node) for node in region.nodes}.isdisjoint((*_GROUPED, "searchsorted", "bucketize"))

@@ -1,0 +1,192 @@
+"""Which node of the graph holds a tensor that a proof describes by its elements."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size, same_size
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A node that holds an operand of the ops, up to a reshape to ``[T, C]``, a cast to ``dtype`` and a constant factor.
+
+    ``gathered``: it holds scores ``[T, E]``, and the operand is what the layer's ids choose from them; ``turned``: it holds
+    them as ``[E, T]``. ``rest``: it holds the first slot of each token, and these the others.
+    """
+
+    node: fx.Node
+    dtype: torch.dtype
+    gathered: bool = False
+    turned: bool = False
+    factor: float = 1
+    rest: tuple["Operand", ...] = ()
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return (self.node, *(slot.node for slot in self.rest))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the cast to ``dtype`` changes numbers."""
+        return torch.promote_types(fake_of(self.node).dtype, self.dtype) != self.dtype
+
+
+class Finder:
+    """Looks for operands among the nodes that one result depends on, the latest first."""
+
+    def __init__(
+        self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: tuple[Expr, ...], sizes: tuple[Size, ...]
+    ):
+        self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
+        self._position = view.position[root]
+        tensors = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
+        nodes = filter(has_storage, tensors)  # no slice under vmap
+        self._nodes = sorted(nodes, key=view.position.__getitem__, reverse=True)
+        self._found: dict[tuple, Operand | None] = {}
+
+    def find(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
+        """The node ``[..., width]`` whose element at (token, column) is the target, for every column."""
+        key = (targets, columns, depth)
+        if key not in self._found:
+            self._found[key] = self._search(targets, columns, width, depth)
+        return self._found[key]
+
+    def find_turned(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
+        """The node ``[width, T]`` whose element at (column, token) is the target, for every column."""
+        sizes = (width, math.prod(self._sizes))
+        (token,) = self._evaluator.reshape_indices(self._sizes, sizes[1:], self._tokens)
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            if not isinstance(value, Value) or len(value.shape) != 2 or not all(map(same_size, value.shape, sizes)):
+                continue
+            try:
+                elements = [self._evaluator.element(value, (column, token), depth) for column in columns]
+            except Unroll:
+                continue
+            if all(element is target for element, target in zip(elements, targets, strict=True)):
+                return Operand(node, value.dtype, turned=True)
+        return None
+
+    def find_of_experts(self, targets: tuple[Expr, ...], experts: tuple[Expr, ...], count: int) -> Operand | None:
+        """The node of ``count`` elements, whatever the token, of which each expert's is the target."""
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            if not isinstance(value, Value) or not same_size(math.prod(value.shape), count):
+                continue
+            at = (self._evaluator.reshape_indices((count,), value.shape, (expert,)) for expert in experts)
+            try:
+                elements = [self._evaluator.element(value, indices) for indices in at]
+            except Unroll:
+                continue
+            if all(element is target for element, target in zip(elements, targets, strict=True)):
+                return Operand(node, value.dtype)
+        return None
+
+    def find_ids(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size) -> Operand | None:
+        """The same for expert ids; a cast of them to floating point has the same elements."""
+        found = self.find(targets, columns, width)
+        if found is None or not found.dtype.is_floating_point:
+            return found
+        nodes = [node for node in self._nodes if not getattr(fake_of(node), "dtype", torch.float32).is_floating_point]
+        return self._search(targets, columns, width, 0, nodes)
+
+    def find_scaled(
+        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0
+    ) -> Operand | None:
+        """The same, or the node that gives all targets when it is multiplied by one number."""
+        found = self.find(targets, columns, width, depth)
+        if found is not None:
+            return found
+        numbers, rests = zip(*map(self._number_and_rest, targets), strict=True)
+        if len(set(numbers)) != 1 or numbers[0] is None:
+            return None
+        for held in (None, *self._numbers_beside(rests[0], columns[0], width, depth)):
+            multiples = rests if held is None else tuple(self._evaluator.algebra.mul(held, rest) for rest in rests)
+            if (found := self.find(multiples, columns, width, depth)) is not None:
+                return replace(found, factor=numbers[0] / (1 if held is None else held.args[0]))
+        return None
+
+    def _numbers_beside(self, rest: Expr, column: Expr, width: Size, depth: int) -> list[Expr]:
+        """Numbers, each of which some node holds multiplied by ``rest``."""
+        found: dict[Expr, None] = {}
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            for e in self._elements(value, column, width, depth) if isinstance(value, Value) else ():
+                number, other = self._number_and_rest(e)
+                if number and other is rest:
+                    found[self._evaluator.algebra.const(number)] = None
+        return list(found)
+
+    def _search(
+        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, nodes: list[fx.Node] | None = None
+    ) -> Operand | None:
+        for node in self._nodes if nodes is None else nodes:
+            value = self._view.value_at(node, self._position)
+            if isinstance(value, Value) and self._holds(value, targets, columns, width, depth):
+                return Operand(node, value.dtype)
+        casts = {t.args[0] if t.kind == "cast" else None for t in targets}
+        if len(casts) == 1 and None not in casts:
+            found = self._search(tuple(t.args[1] for t in targets), columns, width, depth)
+            return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
+        return None
+
+    def _holds(self, value: Value, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> bool:
+        for token in self._token_indices(value.shape, width):
+            rank = len(token)
+            try:
+                if all(
+                    self._evaluator.element(value, (*token, column)[: len(value.shape)], depth) is target
+                    for target, column in zip(targets, columns, strict=True)
+                ) and len(value.shape) in (rank, rank + 1):
+                    return True
+            except Unroll:
+                continue
+        return False
+
+    def _number_and_rest(self, e: Expr) -> tuple[float | None, Expr | None]:
+        """The number in a product, None where there is none, and the product without it."""
+        numbers = [f.args[0] for f in e.args if f.kind == "const"] if e.kind == "mul" else []
+        return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
+
+    def _elements(self, value: Value, column: Expr, width: Size, depth: int) -> Iterable[Expr]:
+        for token in self._token_indices(value.shape, width):
+            if len(value.shape) in (len(token), len(token) + 1):
+                try:
+                    yield self._evaluator.element(value, (*token, column)[: len(value.shape)], depth)
+                except Unroll:
+                    continue
+
+    def _token_indices(self, shape: tuple[Size, ...], width: Size) -> Iterable[tuple[Expr, ...]]:
+        """Token indices that fit ``[*tokens, width]``, or ``[*tokens]`` when width is 1, over any axes of the tokens."""
+        forms = [shape[:-1]] if shape and same_size(shape[-1], width) else []
+        for sizes in (*forms, shape) if width == 1 else forms:
+            if sizes == self._sizes:
+                yield self._tokens
+            elif sizes and same_size(math.prod(sizes), math.prod(self._sizes)):
+                yield self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
+
+
+def dependencies(view: GraphView, root: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:
+    """Nodes that ``root`` depends on, writes into shared buffers included, not past ``stop``."""
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for writer, written in view.all_writes():
+        for alias in view.aliases(written):
+            writers.setdefault(alias, []).append(writer)
+    seen: set[fx.Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in stop and node is not root:
+            continue
+        stack.extend(node.all_input_nodes)
+        stack.extend(w for w in writers.get(node, ()) if view.position[w] <= view.position[root])
+    return seen

@@ -1,0 +1,162 @@
+"""The nodes that a match replaces, and why none of them is missed by anyone else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.match.operands.find_operands import dependencies
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+
+_PROJECTIONS = frozenset((
+    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes between the operands and the root, in graph order, and the nodes that hold the result afterwards.
+
+    ``ignores_autocast``: its products are computed in another dtype than the one that autocast is on for.
+    """
+
+    root: fx.Node
+    nodes: tuple[fx.Node, ...]
+    carriers: tuple[fx.Node, ...]
+    ignores_autocast: bool
+
+
+def prove_region(
+    view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None = None
+) -> Region:
+    """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
+    above = set().union(*(dependencies(view, n) for n in (*operands, *([base] if base else []))))
+    # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
+    buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
+    nodes = {n for n in dependencies(view, root, frozenset(above - buffer)) - above if n.op not in ("placeholder", "get_attr")}
+    computed = _computed(view, nodes)
+    carriers = _carriers(view, root, nodes)
+    _prove_writes(view, root, nodes, carriers)
+    _prove_users(view, root, nodes, computed, carriers)
+    _prove_saved(view, root, operands)
+    prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
+    for node in computed:
+        prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
+        _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
+    kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, [])}
+    if base in buffer:
+        between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
+        staying = [w for w, to in between if to in buffer and w not in nodes - kept]
+        prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
+    ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
+    return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
+
+
+def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that hold, or are computed from, what a projection gave."""
+    computed: set[fx.Node] = set()
+    buffers: set[fx.Node] = set()  # they hold it since a node before this one
+    for node in sorted(nodes, key=view.position.__getitem__):
+        made = target_name(node) in _PROJECTIONS
+        if node.op != "output" and (made or any(n in computed or n in buffers for n in node.all_input_nodes)):
+            computed.add(node)
+            if (target := view.writes.get(node)) is not None:
+                buffers.update(view.aliases(target))
+    return computed
+
+
+def _carriers(view: GraphView, root: fx.Node, nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes of the root's buffer: whoever reads them after the root reads the result."""
+    target = view.writes.get(root)
+    if target is None:
+        return (root,)
+    position = view.position[root]
+    result = view.value_at(target, position)
+    carriers = []
+    for alias in view.aliases(target):
+        if view.position[alias] > position:
+            continue
+        prove(alias.op not in ("placeholder", "get_attr"), Reason.OTHER_TERMS, "the buffer is an input", alias)
+        held = view.value_at(alias, position)
+        whole = held is result or (isinstance(held, Value) and held.op == "reshape" and held.args[0] is result)
+        late = any(view.position[user] > position for user in alias.users)
+        prove(whole or not late, Reason.BUFFER_ALIASED, "a view of part of the buffer is read afterwards", alias)
+        if whole:
+            carriers.append(alias)
+    return tuple(carriers)
+
+
+def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
+    """Every buffer that the region writes belongs to it, so that the writes can go."""
+    for node, target in view.all_writes():
+        for alias in view.aliases(target) if node in nodes else ():
+            if view.position[alias] > view.position[root]:
+                continue
+            own = alias in nodes or alias in carriers or all(view.position[u] < view.position[node] for u in alias.users)
+            prove(own and alias.op != "placeholder", Reason.BUFFER_ALIASED, f"'{alias.name}' shares a written buffer", node)
+
+
+def _prove_users(
+    view: GraphView, root: fx.Node, nodes: set[fx.Node], computed: set[fx.Node], carriers: tuple[fx.Node, ...]
+) -> None:
+    position = view.position[root]
+    buffer = view.aliases(view.writes[root]) if root in view.writes else []
+    for node in computed:
+        if node is root or node in carriers:
+            continue
+        if used := _used_outside(view, node, nodes, buffer):
+            detail, user = used
+            raise Declined(Reason.EXTRA_USER, detail, user)
+    for carrier in carriers if root in view.writes else ():
+        writers = [n for n in nodes if n in view.writes and carrier in view.aliases(view.writes[n])]
+        first_write = min(map(view.position.__getitem__, writers), default=position)
+        for user in carrier.users:
+            between = first_write <= view.position[user] <= position
+            prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
+
+
+def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: list[fx.Node]) -> tuple[str, fx.Node] | None:
+    """Who reads, outside of the region, what a node holds or what it wrote into another buffer than the result's."""
+    target = view.writes.get(node)
+    written = [alias for alias in view.aliases(target) if alias not in buffer] if target is not None else []
+    for holder in (node, *written):
+        for user in holder.users:
+            late = holder is node or view.position[user] > view.position[node]
+            if late and user not in nodes and not reads_size(user):
+                return f"'{holder.name}' is also used by '{user.name}'", user
+    return None
+
+
+def _prove_saved(view: GraphView, root: fx.Node, operands: frozenset[fx.Node]) -> None:
+    """The ops save their operands for the backward, where eager may have saved copies that a later write leaves alone."""
+    if not fake_of(view.writes.get(root, root)).requires_grad:
+        return
+    saved = {alias for n in operands if fake_of(n).is_floating_point() for alias in view.aliases(n)}
+    for node, target in view.all_writes():
+        late = view.position[node] > view.position[root]
+        prove(not (late and target in saved), Reason.OPERAND_CHANGED, "written before the backward", node)
+
+
+def reads_size(node: fx.Node) -> bool:
+    fake = fake_of(node)
+    return node.op != "output" and fake is not None and not isinstance(fake, (torch.Tensor, tuple, list))
+
+
+def _autocast_dtype(view: GraphView, root: fx.Node) -> torch.dtype | None:
+    """What autocast would cast the operands of ops at ``root`` to, None where it is off."""
+    device = fake_of(view.writes.get(root, root)).device.type
+    inside = [args for name, args in view.context[root] if name == "_enter_autocast" and args[0] == device]
+    dtype, enabled = inside[-1][1:3] if inside else (None, torch.is_autocast_enabled(device))
+    return (dtype or torch.get_autocast_dtype(device)) if enabled else None
+
+
+def _prove_dtype(node: fx.Node, dtype: torch.dtype, result: torch.Tensor) -> None:
+    fake = fake_of(node)
+    if not isinstance(fake, torch.Tensor) or not fake.dtype.is_floating_point:
+        return
+    allowed = {dtype, torch.float32, torch.float64} if dtype.itemsize < 4 else {dtype, torch.float64}
+    if dtype == torch.float64:
+        allowed = {dtype}
+    if fake.dtype not in allowed and fake.dtype != result.dtype:
+        raise Declined(Reason.DTYPE_PATH, f"{fake.dtype} inside a layer computed in {dtype}", node)

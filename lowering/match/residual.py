@@ -1,0 +1,28 @@
+"""What a layer's sum starts from, where that is not zeros: the output of shared experts, a residual."""
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from moeblaze_ops.lowering.evaluate.evaluator import accumulators
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
+
+
+def bases(view: GraphView, root: fx.Node, value: Value) -> Iterator[tuple[fx.Node, Value]]:
+    """What ``value`` adds to, and the node that holds it at ``root``, or will once the writes of the sum are gone."""
+    buffer = view.aliases(view.writes[root]) if root in view.writes else []
+    for base in _addends(value):
+        node = base.node
+        kept = view.value_at(node, view.position[root]) is base or node in buffer
+        if kept and node not in view.writes and view.value(node) is base and base.dtype == value.dtype:
+            yield node, base
+
+
+def _addends(value: Value) -> Iterator[Value]:
+    stack, seen = accumulators(value), set()
+    while stack:
+        inner = stack.pop()
+        if inner not in seen:
+            seen.add(inner)
+            yield inner
+            stack += accumulators(inner)

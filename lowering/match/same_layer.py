@@ -1,0 +1,100 @@
+"""Several candidates over the same experts: which are parts of a layer, and which only add something around layers.
+
+A sum over experts is built step by step, and what is built is added to other things: a residual, shared experts,
+another layer. Each step may be taken for a layer. ``Chosen`` says of a term which expert it is; sums are compared by
+counting what their terms chose.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import sympy
+
+from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+
+_VARIABLE = "var"
+
+
+class Chosen(NamedTuple):
+    """An expert of a sum: the tensors of ids that choose it, and how, whatever the token."""
+
+    ids: frozenset[Value]
+    how: frozenset[Hashable]
+
+
+def chosen_by(term: Expr, feature: Expr) -> Chosen:
+    """What chooses the expert of a term: comparisons, or ids that its weights are indexed by."""
+    factors = list(_own_factors(term, feature))
+    compared = {_anywhere(e) for factor in factors for e in subexpressions(factor, lambda e: e.kind == "eq")}
+    indexed = () if compared else (_anywhere(e) for factor in factors for e in _indices(factor))
+    return Chosen(frozenset(v for factor in factors for v in _routed_by(factor)), frozenset(compared or indexed))
+
+
+def is_part(sum_: Counter, whole: Counter) -> bool:
+    """Whether a sum has some of the experts of a layer in ``whole``, or some of them more often than others.
+
+    ``whole`` may be the sum of several layers that share their ids.
+    """
+    ids = {chosen.ids for chosen in sum_}
+    own = {chosen: count for chosen, count in whole.items() if chosen.ids in ids}
+    if ids - {chosen.ids for chosen in own}:
+        return False
+    return own.keys() != sum_.keys() or len({own[chosen] / count for chosen, count in sum_.items()}) > 1
+
+
+def is_sum_of(whole: Counter, layers: Sequence[Counter]) -> bool:
+    """Whether all experts of ``whole`` may be those of the layers."""
+    known = values_of(chosen for layer in layers for chosen in layer)
+    enough = 0 < whole.total() <= sum(layer.total() for layer in layers)
+    return enough and all(chosen.ids and chosen.ids <= known for chosen in whole)
+
+
+def values_of(experts: Iterable[Chosen]) -> set[Value]:
+    """The tensors of ids that choose any of the experts."""
+    return set().union(*(chosen.ids for chosen in experts))
+
+
+def _own_factors(term: Expr, feature: Expr) -> Iterator[Expr]:
+    """The factors of a term but for what all features share and a product gave: it may come from other layers."""
+    if term.kind == "mul" or (term.kind == "sum" and term.args[0].args[2] == "r"):
+        for part in term.args if term.kind == "mul" else term.args[1:]:
+            yield from _own_factors(part, feature)
+    elif feature in term.free or not term.has_dot:
+        yield term
+
+
+def _routed_by(term: Expr) -> Iterator[Value]:
+    """Integer tensors that a term compares with an expert or indexes weights by."""
+    for e in subexpressions(term, lambda e: e.kind == "leaf"):
+        if not e.args[0].dtype.is_floating_point:
+            yield e.args[0]
+        for index in e.args[1]:
+            yield from (leaf.args[0] for leaf in subexpressions(index, lambda i: i.kind == "leaf"))
+
+
+def _indices(term: Expr) -> Iterator[Expr]:
+    """Leaves by which leaves are indexed."""
+    for e in subexpressions(term, lambda e: e.kind == "leaf"):
+        for index in e.args[1]:
+            yield from subexpressions(index, lambda i: i.kind == "leaf")
+
+
+def _anywhere(e: Expr) -> Hashable:
+    """The structure of an expression with every variable alike, be it one or, as of tokens in several axes, made of several."""
+    if e.kind == "const":
+        return e.args[0]
+    if e.kind == "leaf":
+        return e.args[0], tuple(map(_anywhere, e.args[1]))
+    if e.kind == "eq":
+        return frozenset(map(_anywhere, e.args))
+    if e.kind == "linear":
+        constant, atoms = e.args[0], [(coefficient, _anywhere(atom)) for coefficient, atom in e.args[1]]
+        others = frozenset((coefficient, atom) for coefficient, atom in atoms if atom != _VARIABLE)
+        steps = [coefficient for coefficient, atom in atoms if atom == _VARIABLE]
+        return (constant, others, reduce(sympy.gcd, steps, 0)) if constant or others else _VARIABLE
+    if e.kind in ("div", "mod") and _anywhere(e.args[0]) == _VARIABLE:
+        return _VARIABLE
+    return e.kind

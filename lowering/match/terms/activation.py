@@ -1,0 +1,154 @@
+"""Which fused activation an expression between the two projections is."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import reduce
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
+from moeblaze_ops.lowering.forms.pointwise import UNFUSED
+from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
+from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
+
+POINTWISE = {
+    **{name: getattr(torch, name) for name in ("relu", "sigmoid", "tanh", "erf", "exp", "sqrt", "rsqrt", "abs", "reciprocal")},
+    **{name: getattr(F, name, None) or getattr(torch, name) for name in UNFUSED},
+    "gelu": F.gelu,
+    "gelu_tanh": F.gelu,
+    "clamp": torch.clamp,
+    "pow": torch.pow,
+}
+"""The function of every pointwise name that may be repeated on the experts' rows."""
+
+
+def is_pointwise(e: Expr, symbols: tuple[Expr, ...]) -> bool:
+    """Whether ``e`` is made of symbols and constants by functions in ``POINTWISE``, sums and products."""
+    if e.kind in ("add", "mul"):
+        return all(is_pointwise(part, symbols) for part in e.args)
+    if e.kind == "call":
+        return e.args[0] in POINTWISE and all(is_pointwise(part, symbols) for part in e.args[1])
+    return e.kind == "const" or e in symbols
+
+
+def emit(e: Expr, symbols: dict[Expr, Any], call: Callable[..., Any], made: dict[Expr, Any]) -> Any:
+    """Compute a pointwise expression with ``call(function, *args)``; constants are numbers."""
+    if e.kind == "const":
+        return e.args[0]
+    if e in symbols:
+        return symbols[e]
+    if e not in made:
+        if e.kind == "call":
+            name, args, params = e.args
+            keywords = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+            made[e] = call(POINTWISE[name], *(emit(part, symbols, call, made) for part in args), *params, **keywords)
+        else:
+            parts = [emit(part, symbols, call, made) for part in sorted(e.args, key=lambda p: p.kind == "const")]
+            made[e] = reduce(lambda a, b: call(torch.add if e.kind == "add" else torch.mul, a, b), parts)
+    return made[e]
+
+
+class Formulas:
+    """The fused activations as expressions of one algebra, in every form people write."""
+
+    def __init__(self, algebra: Algebra):
+        self._algebra = algebra
+        self.gate = algebra.var(-2, 0, "r")
+        self.up = algebra.var(-3, 0, "r")
+        self._named = {e: name for name, forms in self._all() for e in forms}
+
+    def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
+        """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one.
+
+        Numbers that may change count as what they are now, with a guard where that gives a name.
+        """
+        numbers = {e: e.args[0].args[0] for e in subexpressions(activation, is_changing)}
+        present = {e: self._algebra.const(number.present) for e, number in numbers.items()}
+        for order in permutations(halves):
+            symbols = dict(zip(order, (self.gate, self.up), strict=False))
+            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols | present)))
+            if name is not None:
+                for number in numbers.values():
+                    number.guard()
+                return name, order
+        return None
+
+    def _rounded(self, e: Expr) -> Expr:
+        """Constants rounded, so that 1 / sqrt(2) written in two ways is one number."""
+        return _map_constants(self._algebra, e)
+
+    def _all(self) -> Iterator[tuple[str, list[Expr]]]:
+        g, u = self.gate, self.up
+        for gated, ungated, forms in (
+            ("swiglu", "silu", self._silu(g)),
+            ("geglu", "gelu", self._gelu(g)),
+            ("geglu_tanh", "gelu_tanh", self._gelu_tanh(g)),
+            ("reglu", "relu", [self._call("relu", g)]),
+        ):
+            yield ungated, [self._rounded(e) for e in forms]
+            yield gated, [self._rounded(self._algebra.mul(e, u)) for e in forms]
+        yield "relu2", [self._call("square", self._call("relu", g))]
+        yield "swiglu_clamped", [self._rounded(self._clamped(g, u))]
+        yield "swiglu_limited", [self._rounded(e) for e in self._limited(g, u)]
+
+    def _call(self, name: str, *args: Expr, params: tuple = ()) -> Expr:
+        return apply_pointwise(self._algebra, name, list(args), params, integers=False)
+
+    def _scaled(self, number: float, e: Expr) -> Expr:
+        return self._algebra.mul(self._algebra.const(number), e)
+
+    def _silu(self, g: Expr) -> list[Expr]:
+        exponential = self._call("exp", self._scaled(-1, g))
+        by_hand = self._call("div", g, self._algebra.add(self._algebra.one, exponential))
+        return [self._call("silu", g), by_hand]
+
+    def _gelu(self, g: Expr) -> list[Expr]:
+        by_hand = self._algebra.add(self._algebra.one, self._call("erf", self._scaled(1 / math.sqrt(2), g)))
+        return [self._call("gelu", g), self._algebra.mul(self._algebra.const(0.5), g, by_hand)]
+
+    def _gelu_tanh(self, g: Expr) -> list[Expr]:
+        cube = self._scaled(0.044715, self._algebra.mul(g, g, g))
+        cube_pow = self._scaled(0.044715, self._call("pow", g, params=(3,)))
+        scale = self._algebra.const(math.sqrt(2 / math.pi))
+
+        def by_hand(cubed: Expr) -> Expr:
+            inner = self._algebra.mul(scale, self._algebra.add(g, cubed))
+            outer = self._algebra.add(self._algebra.one, self._call("tanh", inner))
+            return self._algebra.mul(self._algebra.const(0.5), g, outer)
+
+        return [self._call("gelu_tanh", g), by_hand(cube), by_hand(cube_pow)]
+
+    def _bounded(self, g: Expr, u: Expr, limit: float) -> tuple[Expr, Expr]:
+        return self._call("clamp", g, params=(None, limit)), self._call("clamp", u, params=(-limit, limit))
+
+    def _limited(self, g: Expr, u: Expr) -> list[Expr]:
+        g, u = self._bounded(g, u, SILU_LIMIT)
+        return [self._algebra.mul(silu, u) for silu in self._silu(g)]
+
+    def _clamped(self, g: Expr, u: Expr) -> Expr:
+        g, u = self._bounded(g, u, CLAMP_LIMIT)
+        gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
+        return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
+
+
+def _map_constants(algebra: Algebra, e: Expr) -> Expr:
+    constants: dict[Expr, Expr] = {}
+    stack: list[Expr] = [e]
+    seen: set[Expr] = set()
+    while stack:
+        top = stack.pop()
+        if top in seen:
+            continue
+        seen.add(top)
+        if top.kind == "const" and isinstance(top.args[0], float):
+            constants[top] = algebra.const(float(f"{top.args[0]:.5g}"))
+        elif top.kind in ("add", "mul"):
+            stack.extend(top.args)
+        elif top.kind == "call":
+            stack.extend(top.args[1])
+    return algebra.substitute(e, constants) if constants else e

@@ -1,0 +1,65 @@
+"""Every expert is there once, with its own weights, and no token chooses one twice."""
+
+from collections.abc import Sequence
+
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+from moeblaze_ops.lowering.match.terms.routing_term import Routing
+
+
+def expert_order(routings: Sequence[Routing]) -> list[int]:
+    """Indices of the terms that stand for experts 0 to E-1, once every slot is proven to have each of them once."""
+    lead = routings[0].expert
+    if lead is None or lead.kind == "var":
+        prove(len({r.ids for r in routings}) == len(routings), Reason.EXPERT_COVERAGE, "a slot is used twice")
+        alike = all(r.expert is lead or (lead and r.expert and r.expert.args[1:] == lead.args[1:]) for r in routings)
+        prove(alike, Reason.EXPERT_COVERAGE, "mixed forms")
+        return [0]
+    by_slot: dict[Expr, dict[int, int]] = {}
+    for i, routing in enumerate(routings):
+        prove(routing.expert is not None and routing.expert.kind == "const", Reason.EXPERT_COVERAGE, "mixed forms")
+        own = by_slot.setdefault(routing.ids, {})
+        number = routing.expert.args[0]
+        prove(number not in own, Reason.EXPERT_COVERAGE, f"expert {number} is used twice")
+        own[number] = i
+    first = next(iter(by_slot.values()))
+    for own in by_slot.values():
+        prove(sorted(own) == list(range(len(first))), Reason.EXPERT_COVERAGE, f"experts {sorted(own)}")
+    return [first[e] for e in range(len(first))]
+
+
+def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:
+    """Slots written out one by one reach the same weights."""
+    weights_of: dict[Expr | None, tuple] = {}
+    for routing, expert in zip(routings, experts, strict=True):
+        leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
+        number, index = routing.expert, weight_index(routing, expert)
+        if index is not None:
+            number = algebra.var(-5, 0, "r")
+            leaves = [algebra.substitute(leaf, {index: number}) for leaf in leaves]
+        own = tuple(leaves)
+        prove(weights_of.setdefault(number, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
+
+
+def weight_index(routing: Routing, expert: ExpertTerm) -> Expr | None:
+    if routing.expert is None:
+        return routing.ids
+    return routing.expert if routing.expert.kind == "var" else None
+
+
+def extent(expert: Expr | None, count: int) -> int | None:
+    if expert is None:
+        return None
+    if expert.kind == "var":
+        prove(isinstance(expert.args[1], int), Reason.EXPERT_COVERAGE, "a symbolic number of experts")
+        return expert.args[1]
+    return count
+
+
+def prove_distinct(routings: Sequence[Routing], *, of_all: bool) -> None:
+    """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
+    for ids in {ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))}:
+        prove(are_distinct(ids), Reason.DISTINCT_EXPERTS)

@@ -1,0 +1,300 @@
+"""From one term of the combining sum to an expert: up projection, activation, down projection.
+
+A term is a product. Its one factor that depends on the feature of the output is the expert, everything else decides
+how much of it a token gets and is left to `routing_term`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from moeblaze_ops.arguments.activations import IDENTITY
+from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
+from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.match.terms.activation import Formulas, is_pointwise
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``weight`` (and ``bias``) as elements: leaves, or casts of leaves, indexed by expert and feature variables."""
+
+    weight: Expr
+    bias: Expr | None
+
+
+@dataclass(frozen=True)
+class ExpertTerm:
+    """One expert's part of the sum, with the variables its weights are indexed by."""
+
+    binders: tuple[Expr, ...]
+    routing: tuple[Expr, ...]
+    x: Expr
+    scale: tuple[Expr, ...]
+    up: tuple[Projection, ...]
+    down: Projection
+    activation: str
+    formula: Expr | None  # what the activation is, in symbols, where it is not a fused one
+    symbols: tuple[Expr, ...]  # of the pre-activations, in the order of ``up``
+    width: Expr  # the variable of F
+    feature_in: Expr  # the variable of D inside the up projection
+
+
+def _terms(e: Expr) -> tuple[Expr, ...]:
+    return e.args if e.kind == "add" else (e,)
+
+
+def is_expert_term(e: Expr, feature: Expr) -> bool:
+    """A cheap look: two projections, chosen by a comparison, beside them or on the input, or by their weights' indices."""
+    chosen = False
+    binders: set[Expr] = set()
+    while True:
+        outputs = [f for f in factors_of(e) if feature in f.free]
+        chosen = chosen or any(map(_compares, (f for f in factors_of(e) if f not in outputs)))
+        if len(outputs) != 1:
+            return False
+        e = outputs[0]
+        if e.kind != "sum" or e.args[0].args[2] != "r":
+            break
+        binders.add(e.args[0])
+        e = e.args[1]
+    sums = (_scaled_sum(term, feature) for term in _terms(e))
+    down = next((s for s in sums if s is not None and s.args[1].has_dot), None)
+    if down is None or chosen:
+        return down is not None
+    return any(_chooses(f, binders) if feature in f.free else _scales_input(f) for f in factors_of(down.args[1]))
+
+
+def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:
+    """The projection's sum in a term that is one, up to factors that are the same for every feature of the output."""
+    found = [f for f in factors_of(e) if f.kind == "sum" and f.args[0].args[2] == "d" and feature in f.free]
+    return found[0] if len(found) == 1 and all(f is found[0] or feature not in f.free for f in factors_of(e)) else None
+
+
+def _scales_input(hidden: Expr) -> bool:
+    """Whether a factor of what the last projection takes compares: a weight, or an activation of a weighted projection.
+
+    A sum of projections is no activation: it may be the output of another layer, for a linear layer behind it.
+    """
+    return _compares(hidden) and not (hidden.has_dot and hidden.kind in ("add", "mul", "sum"))
+
+
+def _compares(e: Expr) -> bool:
+    return next(iter(subexpressions(e, lambda s: s.kind in ("eq", "any"))), None) is not None
+
+
+def _chooses(weight: Expr, binders: set[Expr]) -> bool:
+    """Whether a weight is indexed by data, by the group of a row, or by the variable of a sum around the expert."""
+    for leaf in subexpressions(weight, lambda s: s.kind == "leaf"):
+        for index in leaf.args[1]:
+            atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]
+            if any(atom.kind in ("leaf", "group") or atom in binders for atom in atoms):
+                return True
+    return False
+
+
+def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr) -> ExpertTerm:
+    binders: list[Expr] = []
+    routing: list[Expr] = []
+    core = term
+    while True:
+        outputs = [f for f in factors_of(core) if feature in f.free]
+        routing += [f for f in factors_of(core) if feature not in f.free]
+        prove(len(outputs) == 1, Reason.NOT_TWO_PROJECTIONS, "the output is a product of several feature vectors")
+        core = outputs[0]
+        if core.kind == "sum" and core.args[0].args[2] == "r":
+            var, core = algebra.open(core)
+            binders.append(var)
+            continue
+        break
+    down_sum, scale, down_bias = _projection(core, feature)
+    width, body = algebra.open(down_sum)
+    weights = [f for f in factors_of(body) if feature in f.free]
+    prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
+    hidden = algebra.mul(*scale, *(f for f in factors_of(body) if feature not in f.free))
+    read = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
+    down = Projection(weights[0], down_bias)
+    return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
+
+
+def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:
+    """``[scale *] sum over d of ... [+ bias]``."""
+    products = [t for t in _terms(e) if _scaled_sum(t, output) is not None]
+    others = [t for t in _terms(e) if t not in products]
+    prove(len(products) == 1, Reason.NOT_TWO_PROJECTIONS, describe(e, output))
+    prove(len(others) <= 1 and all(_is_weight_element(b) for b in others), Reason.NOT_TWO_PROJECTIONS, "bias")
+    product = _scaled_sum(products[0], output)
+    return product, [f for f in factors_of(products[0]) if f is not product], others[0] if others else None
+
+
+def _is_weight_element(e: Expr) -> bool:
+    while e.kind == "cast":
+        e = e.args[1]
+    return e.kind == "leaf"
+
+
+def is_chosen_bias(e: Expr) -> bool:
+    return _is_weight_element(e) and _chooses(e, set())
+
+
+def describe(e: Expr, feature: Expr) -> str:
+    """What stands where a projection is expected: the operator that ``feature`` leads to."""
+    while e.kind in ("cast", "mul", "add", "sum"):
+        parts = e.args[1:] if e.kind in ("cast", "sum") else e.args
+        e = next((part for part in parts if feature in part.free), parts[0])
+    if e.kind == "leaf":
+        node = e.args[0].node
+        return f"'{getattr(node.target, '__name__', node.target)}' where a projection is expected"
+    return f"'{e.args[0] if e.kind == 'call' else e.kind}' where a projection is expected"
+
+
+def _read_hidden(
+    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr, movable: bool
+) -> dict[str, object]:
+    halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
+    parts = {factor for half in halves if half.kind == "add" for part in half.args for factor in (part, *factors_of(part))}
+    halves = tuple(sorted((half for half in halves if half not in parts), key=lambda e: e.uid))
+    prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
+    scale = _input_scale(hidden, halves)
+    symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
+    hidden = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
+    if scale and all(half.kind == "sum" for half in halves):
+        hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale, movable)
+    activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols, movable)
+    projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
+    inputs = {(x, feature_in) for _, x, feature_in in projections}
+    prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
+    x, feature_in = inputs.pop()
+    return {
+        "routing": routing,
+        "x": x,
+        "scale": tuple(map(algebra.unscaled, scale)),
+        "up": tuple(projection for projection, _, _ in projections),
+        "activation": activation,
+        "formula": formula,
+        "symbols": order,
+        "feature_in": feature_in,
+    }
+
+
+def _in_symbols(algebra: Algebra, e: Expr, symbols: dict[Expr, Expr]) -> Expr:
+    """``e`` with pre-activations as symbols, also where a projection and its bias are two terms of a longer sum."""
+    if e in symbols:
+        return symbols[e]
+    if e.kind == "call":
+        return algebra.call(e.args[0], tuple(_in_symbols(algebra, a, symbols) for a in e.args[1]), *e.args[2])
+    if e.kind not in ("add", "mul"):
+        return e
+    args = list(e.args)
+    for half, symbol in symbols.items():
+        if e.kind == half.kind == "add" and all(part in args for part in half.args):
+            args = [a for a in args if a not in half.args] + [symbol]
+    return getattr(algebra, e.kind)(*(_in_symbols(algebra, a, symbols) for a in args))
+
+
+def _named_activation(
+    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...], movable: bool
+) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...], Expr | None]:
+    """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
+
+    They are not ``movable`` where they would be out of a sum with a bias.
+    """
+    constants = tuple(f for f in routing if f.kind == "const") if movable else ()
+    others = tuple(f for f in routing if f not in constants)
+    half = algebra.const(0.5)  # of the GELU written by hand, when the routing weight has a constant too
+    doubled = (algebra.mul(algebra.const(2), *constants), *others)
+    for own, rest in (((), routing), (constants, others), ((half,) if constants else (), doubled)):
+        named = formulas.name(algebra.mul(hidden, *own), halves)
+        if named is not None:
+            return *named, rest, None
+    if is_pointwise(hidden, halves):
+        return IDENTITY, halves, routing, hidden
+    raise Declined(Reason.ACTIVATION, _spelled_activation(hidden, halves))
+
+
+def _is_up_projection(e: Expr, width: Expr) -> bool:
+    """A projection onto ``width``, or one plus a bias."""
+    if width not in e.free:
+        return False
+    if e.kind == "sum":
+        return e.args[0].args[2] == "d"
+    return e.kind == "add" and len(e.args) == 2 and any(
+        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b)
+        for a, b in (e.args, e.args[::-1])
+    )  # fmt: skip
+
+
+def _is_scaled_projection(e: Expr, width: Expr) -> bool:
+    sums = [f for f in factors_of(e) if f.kind == "sum" and f.args[0].args[2] == "d" and width in f.free]
+    return len(sums) == 1 and all(f is sums[0] or width not in f.free for f in factors_of(e))
+
+
+def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Factors on the experts' input: they stand beside the projection inside a function or a bias addition."""
+    for half in halves:
+        if half.kind == "add":
+            (product,) = [t for t in half.args if t.has_dot]
+            return tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d")
+    for product in subexpressions(hidden, lambda e: e.kind == "mul" and e is not hidden and any(h in e.args for h in halves)):
+        scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const" and not is_changing(f))
+        if scale:
+            return scale
+    return ()
+
+
+def _unscaled(
+    algebra: Algebra,
+    hidden: Expr,
+    routing: tuple[Expr, ...],
+    halves: tuple[Expr, ...],
+    scale: tuple[Expr, ...],
+    movable: bool,
+) -> tuple[Expr, tuple[Expr, ...]]:
+    """``hidden`` with every scaled projection written as the bare one, which then stands for the pre-activation.
+
+    A scale that is a factor of the hidden value too has moved out of the down projection's sum, among the routing; it is
+    not ``movable`` out of a sum with a bias.
+    """
+    inverse = algebra.var(-4, 0, "r")
+    once = [s for s in scale if s.kind in IDEMPOTENT]
+    scaling = [inverse, *(s for s in scale if s.kind not in IDEMPOTENT)]  # one of them twice where it is squared
+
+    def cancel(e: Expr) -> Expr:
+        if e.kind == "mul":
+            factors = [cancel(f) for f in e.args]
+            scaled = all(s in factors for s in once) and Counter(scaling) <= Counter(factors)
+            while scaled and Counter(scaling) <= Counter(factors):
+                for gone in scaling:
+                    factors.remove(gone)
+            return algebra.mul(*(f for f in factors if not (scaled and f in once)))
+        if e.kind == "add":
+            return algebra.add(*map(cancel, e.args))
+        if e.kind == "call":
+            return algebra.call(e.args[0], tuple(map(cancel, e.args[1])), *e.args[2])
+        return e
+
+    marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
+    bare = cancel(algebra.mul(marked, *routing) if movable else marked)
+    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
+    if not movable:
+        return bare, routing
+    inside = [f for f in factors_of(bare) if any(half in f.free for half in halves)]
+    outside = tuple(f for f in factors_of(bare) if f not in inside)
+    return algebra.mul(*inside), outside
+
+
+def _read_up(algebra: Algebra, half: Expr, width: Expr) -> tuple[Projection, Expr, Expr]:
+    bias = None
+    if half.kind == "add":
+        (bias,) = [t for t in half.args if not t.has_dot]
+        (half,) = [f for t in half.args for f in factors_of(t) if f.kind == "sum" and f.args[0].args[2] == "d"]
+    feature_in, body = algebra.open(half)
+    weights = [f for f in factors_of(body) if width in f.free]
+    prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "up projection")
+    x = algebra.mul(*(algebra.unscaled(f) for f in factors_of(body) if width not in f.free))
+    return Projection(weights[0], bias), x, feature_in
+
+
+def _spelled_activation(hidden: Expr, halves: tuple[Expr, ...]) -> str:
+    names = sorted({e.args[0] for e in subexpressions(hidden, lambda e: e.kind == "call")})
+    return f"{'gated ' if len(halves) == 2 else ''}{' of '.join(names) if names else 'no function'}"

@@ -1,0 +1,183 @@
+"""From the factors beside an expert to its routing: which ids choose it, and with which weights."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+
+_NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One term's routing. ``ids`` and ``weights`` are elements at the term's token and ``slot``."""
+
+    expert: Expr | None  # a constant or a bound variable that ids are compared with; None when ids index weights
+    ids: Expr
+    slot: Expr | None  # the variable over K, or None for one fixed slot
+    weights: tuple[Expr, ...]
+    distinct: tuple[Expr, ...] = ()  # ids that must differ within a token
+    kept: Expr | None = None  # 1 where ``expert`` takes a token that chose it, 0 where it drops it; None where it takes all
+    score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
+
+
+def expert_index(expert: ExpertTerm, feature: Expr) -> Expr | None:
+    """The expert id that all weights are indexed by, None where each expert has tensors of its own."""
+    leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
+    indices = _indices(leaves, (expert.width, expert.feature_in, feature))
+    prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
+    return next(iter(indices), None)
+
+
+def _indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
+    """What weights are indexed by that is no feature variable."""
+    found: set[Expr] = set()
+    for weight in weights:
+        while weight.kind == "cast":
+            weight = weight.args[1]
+        prove(weight.kind == "leaf", Reason.PROJECTION_WEIGHTS, f"'{weight.kind}' of tensors")
+        for index in weight.args[1]:
+            atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]
+            found.update(atom for atom in atoms if atom.kind != "const" and atom not in features)
+    return found
+
+
+def read_indexed(algebra: Algebra, ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Routing:
+    """Weights are gathered by ``ids``: the term is one slot, or the sum over all slots."""
+    prove(len(binders) <= 1, Reason.ROUTING, "several sums around one expert")
+    slot = binders[0] if binders else None
+    prove(slot is None or slot in ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
+    factors, distinct = _without_markers(factors)
+    return Routing(None, ids, slot, factors, distinct)
+
+
+def read_compared(
+    algebra: Algebra, expert: Expr | None, binders: tuple[Expr, ...], factors: tuple[Expr, ...]
+) -> Routing:
+    """Ids are compared with one expert: ``sum over k of (ids == expert) * weight``, or one comparison."""
+    prove(all(b is expert for b in binders), Reason.ROUTING, "a sum around one expert")
+    selections: list[_Selection] = []
+    plain: list[Expr] = []
+    for factor in factors:
+        selection = _selection(algebra, factor, expert)
+        (plain.append(factor) if selection is None else selections.append(selection))
+    prove(selections, Reason.ROUTING, "no comparison with an expert id")
+    weighted = [s for s in selections if s.weights]
+    prove(len(weighted) <= 1, Reason.ROUTING, "several weighted selections")
+    summed = [s for s in selections if not s.once]
+    chosen = weighted[0] if weighted else (summed or selections)[0]
+    distinct = set(chosen.distinct)
+    for other in selections:
+        same = other.expert is chosen.expert and _same_ids(algebra, other, chosen)
+        prove(same, Reason.SLOT_WEIGHTS, "masks of different ids")
+        distinct.update(other.distinct)
+        if other is not chosen and not other.once:
+            distinct.add(other.ids)
+    if chosen.once and chosen.slot is not None:
+        distinct.add(chosen.ids)
+    plain, markers = _without_markers(tuple(plain))
+    kept = [f for f in plain if _keeps(f)]
+    plain = tuple(f for f in plain if f not in kept)
+    weights, score = (*chosen.weights, *plain), algebra.mul(chosen.factor, *plain)
+    kept = algebra.mul(*kept) if kept else None
+    return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), kept, score)
+
+
+def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> ExpertTerm:
+    """An expert with the mask of its input among the weights of its output, where those are zero for what is masked.
+
+    Or where the output is, as that of an expert without biases is for a token of zeros; a mask has no other numbers than 0
+    and 1 there, while elsewhere its ids are proven to differ.
+    """
+    index = expert_index(expert, feature) if expert.routing and expert.scale else None
+    if not expert.routing or not expert.scale or index not in (None, *expert.binders):
+        return expert
+    mask = read_compared(algebra, index, expert.binders, expert.scale)
+    biased = expert.formula is not None or any(p.bias is not None for p in (*expert.up, expert.down))
+    if mask.weights or mask.kept is not None or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
+        return expert
+    return replace(expert, routing=(*expert.routing, *expert.scale), scale=())
+
+
+@dataclass(frozen=True)
+class _Selection:
+    factor: Expr
+    expert: Expr
+    ids: Expr
+    slot: Expr | None
+    weights: tuple[Expr, ...]
+    once: bool  # counts a token once however many of its ids match
+    distinct: tuple[Expr, ...] = ()
+
+
+def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selection | None:
+    if not _compares(factor):
+        return None
+    core, around, dtype = _surroundings(factor)
+    slot, body = algebra.open(core) if core.kind in ("sum", "any") else (None, core)
+    parts = body.args if body.kind == "mul" and slot is not None else (body,)
+    comparisons = [p for p in parts if p.kind == "eq" and _expert_of(p, expert) is not None]
+    prove(len(comparisons) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
+    weights, distinct = _without_markers(tuple(p for p in parts if p is not comparisons[0]))
+    prove(core.kind != "any" or not weights, Reason.ROUTING, "a mask of several conditions")
+    weights = (*around, *weights)
+    if dtype is not None and weights:
+        # A cast of the sum is the cast of its one term.
+        weights = (algebra.cast(dtype, algebra.mul(*weights)),)
+    found, ids = _ids(comparisons[0], expert)
+    return _Selection(factor, found, ids, slot, weights, core.kind == "any", distinct)
+
+
+def _keeps(factor: Expr) -> bool:
+    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only."""
+    return is_indicator(factor) and next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
+
+
+def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:
+    """``cast(factors * selection)`` taken apart; a factor is the same for every slot and every expert."""
+    dtype = None
+    if factor.kind == "cast":
+        dtype, factor = factor.args
+        prove(dtype.is_floating_point, Reason.ROUTING, "a sum of weights as integer")
+    if factor.kind != "mul":
+        return factor, (), dtype
+    selecting = [f for f in factor.args if _compares(f)]
+    prove(len(selecting) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
+    return selecting[0], tuple(f for f in factor.args if f is not selecting[0]), dtype
+
+
+def _compares(e: Expr) -> bool:
+    """Whether comparisons decide if ``e`` is zero; those inside a function, as of another layer's output, do not."""
+    if e.kind in ("mul", "cast", "any") or (e.kind == "sum" and e.args[0].args[2] == "r"):
+        return any(_compares(part) for part in e.args if isinstance(part, Expr))
+    return e.kind == "eq"
+
+
+def _expert_of(comparison: Expr, expert: Expr | None) -> Expr | None:
+    for side in comparison.args:
+        if side is expert or (expert is None and side.kind == "const"):
+            return side
+    return None
+
+
+def _ids(comparison: Expr, expert: Expr | None) -> tuple[Expr, Expr]:
+    found = _expert_of(comparison, expert)
+    a, b = comparison.args
+    return found, b if a is found else a
+
+
+def _same_ids(algebra: Algebra, a: _Selection, b: _Selection) -> bool:
+    if a.slot is None or b.slot is None:
+        return a.slot is b.slot and a.ids is b.ids
+    return algebra.substitute(a.ids, {a.slot: b.slot}) is b.ids
+
+
+def _without_markers(factors: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    markers = tuple(f.args[0] for f in factors if f.kind == "distinct")
+    return tuple(f for f in factors if f.kind != "distinct"), markers

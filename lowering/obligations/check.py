@@ -1,0 +1,134 @@
+"""Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from moeblaze_ops.capture import row_groups
+from moeblaze_ops.lowering.graph.effects import has_effect, writes_beside
+from moeblaze_ops.lowering.graph.functional_view import target_name
+from moeblaze_ops.lowering.obligations.ids_in_range import without_known_ids, without_known_masks
+from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
+from moeblaze_ops.lowering.torch_internals import places
+
+
+def unproven(gm: fx.GraphModule) -> str | None:
+    """What keeps the functions of ``row_groups`` from being what they took the place of; their checks are removed otherwise."""
+    if writes := writes_to_rows(gm):
+        return f"{', '.join(writes)} would write to a copy of rows"
+    if groups_that_overlap(gm):
+        return "rows would be in groups that are no counts of ids"
+    if unknown_ids(gm):
+        return "ids may be no numbers of experts"
+    return "a mask of experts may have negative elements" if unknown_masks(gm) else None
+
+
+def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Sequence[Any]) -> list[str]:
+    """The captured nodes from ``regions`` that are still there and do more than give a value, each with its line."""
+
+    def inside(node: fx.Node) -> bool:
+        return any(region.holds(*place) for place in places(node) for region in regions)
+
+    nodes = [node for node in all_nodes(gm) if node in captured and has_effect(node) and inside(node)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+
+
+def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
+    """The nodes of ``work`` that are still there and do more than give a value, each with its line."""
+    nodes = [node for node in all_nodes(gm) if node in work and has_effect(node)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+
+
+def writes_to_rows(gm: fx.GraphModule) -> list[str]:
+    """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
+    writes = [node for graph in _graphs(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in writes))
+
+
+def groups_that_overlap(gm: fx.GraphModule) -> bool:
+    """Whether slices by numbers on the host, which may overlap or stand in any order, became groups of rows, which do not.
+
+    Or whether slices of some rows only were concatenated: what took their place has all rows.
+    """
+
+    def searches(node: fx.Node) -> bool:
+        return node.target is torch.searchsorted and _is_of_row_groups(node, "rows")
+
+    def joined(graph: fx.Graph) -> bool:
+        return any(_is_of_row_groups(node, "put") for node in graph.nodes)
+
+    return any(without_running_counts(graph, searches, covering=joined(graph)) for graph in _graphs(gm))
+
+
+def unknown_ids(gm: fx.GraphModule) -> bool:
+    """Whether a loop over the numbers among ids became one over all experts, of which some id may be none.
+
+    Otherwise the checks of that are removed.
+    """
+
+    def checks(node: fx.Node) -> bool:
+        return _is_of_row_groups(node, "numbers")
+
+    return any(without_known_ids(graph, checks) for graph in _graphs(gm))
+
+
+def unknown_masks(gm: fx.GraphModule) -> bool:
+    """Whether a loop over the experts that a mask hits became one over all, where an element of the mask may be negative.
+
+    Otherwise the checks of that are removed.
+    """
+
+    def checks(node: fx.Node) -> bool:
+        return _is_of_row_groups(node, "masked_numbers")
+
+    return any(without_known_masks(graph, checks) for graph in _graphs(gm))
+
+
+def drop_unread_copies(gm: fx.GraphModule) -> None:
+    """Remove copies of numbers that would have been on the host, where nothing reads them, and what only they are made of."""
+    for graph in _graphs(gm):
+        unread: set[fx.Node] = set()
+        for node in reversed(list(graph.nodes)):
+            copied = node.op in ("call_function", "call_method") and _is_of_row_groups(node, "kept")
+            if not node.users and (copied or node in unread) and node.op != "placeholder" and not has_effect(node):
+                unread.update(node.all_input_nodes)
+                graph.erase_node(node)
+        if unread:
+            graph.owning_module.recompile()
+
+
+def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:
+    return any(file == row_groups.__file__ and function in functions for file, _, function in places(node)[-1:])
+
+
+def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
+    """The ops that make tensors of a size that only the data tell, or ``numbers`` on the host, each once with its line."""
+
+    def depends_on_data(node: fx.Node) -> bool:
+        value = node.meta.get("example_value")
+        tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
+        return any(free_unbacked_symbols(tensor) for tensor in tensors)
+
+    nodes = all_nodes(gm)
+    dependent = {node for node in nodes if depends_on_data(node)}
+    dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
+    sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
+
+
+def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """All nodes, those of bodies of higher-order operators included."""
+    return [node for graph in _graphs(gm) for node in graph.nodes]
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
+    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _line(node: fx.Node) -> str:
+    stack = places(node)
+    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else "source unknown"

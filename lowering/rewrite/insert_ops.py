@@ -1,0 +1,169 @@
+"""The operators that take the place of a matched layer, and how they get its operands."""
+
+import operator
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+import moeblaze_ops.ops.dispatch
+import moeblaze_ops.ops.expert_down
+import moeblaze_ops.ops.expert_mlp
+import moeblaze_ops.ops.expert_mlp_chunked
+import moeblaze_ops.ops.expert_mlp_ranged
+import moeblaze_ops.ops.expert_up
+import moeblaze_ops.ops.route  # noqa: F401
+from moeblaze_ops import config
+from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.lowering.graph.functional_view import at_least_fp32, fake_of
+from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.operands.find_operands import Operand
+from moeblaze_ops.lowering.match.operands.find_scales import Scale
+from moeblaze_ops.lowering.match.terms.activation import emit
+from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.router.match_router import RouterMatch
+from moeblaze_ops.memory.estimate import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.memory.row_ranges import choose_parts
+
+_ops = torch.ops.moeblaze
+
+
+def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
+    """Insert what computes a matched layer from its operands; returns its result, ``[T, D]``, and what the layer became."""
+    x_TD = insert.rows(match.x, match.D)
+    weights_TK, ids_TK = _routing_operands(insert, match, router)
+    for scale in match.scales:
+        if not scale.is_mask:
+            scale_TK = _scale(insert, match, scale, ids_TK)
+            weights_TK = scale_TK if weights_TK is None else insert.call(torch.mul, weights_TK, scale_TK)
+    for mask in (scale for scale in match.scales if scale.is_mask):
+        masked = insert.call(torch.eq, insert.rows(mask.operand, mask.width), 0)
+        ids_TK = insert.call("masked_fill", ids_TK, masked, -1)
+    if match.kept is not None:
+        ids_TK = _without_dropped(insert, match, ids_TK)
+    experts_TK = insert.call("masked_fill", ids_TK, insert.call(torch.ge, ids_TK, match.E), -1) if match.passed else ids_TK
+    out, became = _insert_layer(insert, match, x_TD, weights_TK, experts_TK)
+    if match.passed:
+        out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
+    result = fake_of(match.region.carriers[0])
+    return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
+
+
+def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> fx.Node:
+    """What the weight of each slot is multiplied by, ``[T, K]``."""
+    if scale.width is not None:
+        return insert.call("expand", insert.rows(scale.operand, scale.width), -1, match.K)
+    numbers_TK = insert.call("clamp", ids_TK, 0, match.E - 1)  # an id may be no expert's
+    return insert.call(operator.getitem, insert.numbers(scale.operand), numbers_TK)
+
+
+def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.Node:
+    """Ids with -1 for those whose expert has no room for the token."""
+    index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
+    kept_TK = insert.call("gather", insert.rows(match.kept, match.E), 1, index)
+    return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), -1)
+
+
+def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.Node) -> fx.Node:
+    """What tokens get of themselves by ids behind those of the experts."""
+    below, above = insert.call(torch.lt, ids_TK, match.E), insert.call(torch.ge, ids_TK, match.E + match.passed.count)
+    share_TK = insert.call("masked_fill", weights_TK, insert.call(torch.logical_or, below, above), 0)
+    x_TD = insert.rows(match.passed.x, match.D)
+    return insert.call(torch.mul, x_TD, insert.call("sum", share_TK, 1, True))
+
+
+def _insert_layer(
+    insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
+) -> tuple[fx.Node, str]:
+    w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
+    w_down = insert.weights([match.w_down])
+    b_down = insert.weights([match.b_down] if match.b_down is not None else [])
+    keeps_input = _keeps_input(match, fake_of(x_TD))
+    parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
+    parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
+    if parts == "chunks":
+        chunked = (x_TD, *parameters, experts_TK, match.E, size, *settings)
+        return insert.call(_ops.expert_mlp_chunked.default, *chunked), f"expert_mlp_chunked({match.activation})"
+    routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
+    if parts == "ranges":
+        out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
+        return out, f"expert_mlp_ranged({match.activation})"
+    if parts == "whole":
+        return insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings), f"expert_mlp({match.activation})"
+    up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
+    became = f"expert_up({match.activation}) -> expert_down"
+    up = insert.call(_ops.expert_up.default, x_TD, w_up, b_up, up_weights, *routing, match.activation)
+    h_NGF, a_NF = insert.items(up, 2)
+    if match.formula is not None:
+        h_NGF, a_NF = _activated(insert, match, h_NGF), None
+        became = "expert_up -> unfused activation -> expert_down"
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
+    return insert.call(_ops.expert_down.default, *operands), became
+
+
+def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
+    """Whether the layer becomes one op that leaves no pre-activation behind, as ``moe`` decides it for ``config.keep``."""
+    keep = config.keep
+    require(keep in KEEP, "rewrite", "config.keep", f"be one of {', '.join(KEEP)}", repr(keep))
+    if match.formula is not None:
+        return False  # it is computed on the pre-activation
+    if not torch.is_grad_enabled():
+        return True
+    if keep != "auto":
+        return keep == "input"
+    if free_unbacked_symbols(x_TD):
+        return False
+    gated = is_gated(match.activation)
+    sizes = LayerSizes(D=match.D, F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
+    return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=True) == "input"
+
+
+def _parts(match: MoEMatch, x_TD: torch.Tensor) -> tuple[str, int]:
+    """How the layer goes through its tokens, as ``moe`` decides it: a symbolic T gets a guard on the limit's side.
+
+    As a whole for a T that depends on data, about which nothing can be guarded.
+    """
+    if free_unbacked_symbols(x_TD):
+        return "whole", 0
+    gated = is_gated(match.activation)
+    return choose_parts(x_TD.shape[0], match.D, match.F, match.E, match.K, match.dtype, gated, x_TD.device)
+
+
+def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:
+    """Routing weights and expert ids: those of the graph, or of the fused router in its place."""
+    if router is None:
+        experts_TK = insert.rows(match.experts, match.K)
+        if match.subscripts:
+            numbers_E = insert.call(torch.arange, match.E, device=fake_of(experts_TK).device)
+            experts_TK = insert.call(operator.getitem, numbers_E, experts_TK)
+        if match.weights is None:
+            return None, experts_TK
+        if not match.weights.gathered:
+            return insert.rows(match.weights, match.K), experts_TK
+        ids_TK = experts_TK if match.experts.dtype == torch.int64 else insert.call("to", experts_TK, torch.int64)
+        return insert.call("gather", insert.rows(match.weights, match.E), 1, ids_TK), experts_TK
+    logits = fake_of(router.logits)
+    logits_TE = insert.rows(Operand(router.logits, logits.dtype), logits.shape[-1])
+    choice, bias_E = router.choice, router.choice.bias
+    if bias_E is not None and fake_of(bias_E).dtype not in (torch.float32, logits.dtype):
+        bias_E = insert.call("to", bias_E, torch.float32)
+    options = (router.scoring, router.renormalize, router.scale, choice.num_groups, choice.top_groups)
+    routed = insert.call(_ops.route.default, logits_TE, bias_E, match.K, *options)
+    weights_TK, experts_TK = insert.items(routed, 2)
+    for dtype in (fake_of(match.weights.node).dtype, match.weights.dtype):
+        if fake_of(weights_TK).dtype != dtype:
+            weights_TK = insert.call("to", weights_TK, dtype)
+    if match.weights.factor != 1:
+        weights_TK = insert.call(torch.mul, weights_TK, match.weights.factor)
+    return weights_TK, experts_TK
+
+
+def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
+    """The user's own pointwise functions on the rows of the pre-activation, ``[N, 1, F]``."""
+    wide = at_least_fp32(match.dtype)
+    rows = h_NGF if wide == match.dtype else insert.call("to", h_NGF, wide)
+    halves = {symbol: insert.call("select", rows, 1, i) for i, symbol in enumerate(match.symbols)}
+    activated = emit(match.formula, halves, insert.call, {})
+    activated = activated if wide == match.dtype else insert.call("to", activated, match.dtype)
+    return insert.call("unsqueeze", activated, 1)

@@ -1,0 +1,274 @@
+"""Replace the matched layers of a Dynamo graph by ``torch.ops.moeblaze``, and report what was found.
+
+``rewrite_graph`` is the entry. It visits the bodies of higher-order operators (activation checkpointing) too, changes
+nothing that was not proven, and finds nothing when run again.
+"""
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.solve_split_sizes import sizes_of_splits
+from moeblaze_ops.lowering.index_notation.expr import same_size, settling, size_of
+from moeblaze_ops.lowering.internal_errors import tolerate
+from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
+from moeblaze_ops.lowering.match.matcher import Matcher
+from moeblaze_ops.lowering.match.operands.find_operands import Operand
+from moeblaze_ops.lowering.match.reasons import Reason
+from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
+from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
+from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
+from moeblaze_ops.lowering.torch_internals import counters, places
+
+log = logging.getLogger("moeblaze")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layer that was looked at.
+
+    ``became`` is the text of what replaced it; ``reason`` (a name of `reasons.Reason`) and ``detail`` say why it was
+    left alone. Sizes are ints, or text for symbolic ones. ``copied_bytes`` of separate expert weights are joined by a copy in
+    forward, and again in backward.
+    """
+
+    module_path: str
+    source: str
+    became: str | None = None
+    reason: str | None = None
+    meaning: str = ""
+    detail: str = ""
+    spelling: str = ""
+    activation: str = ""
+    T: int | str | None = None
+    K: int | None = None
+    E: int | None = None
+    D: int | None = None
+    F: int | None = None
+    dtype: torch.dtype | None = None
+    copied_bytes: int = 0
+
+
+@dataclass
+class RewriteReport:
+    """What became of every candidate of one graph, bodies of higher-order operators included."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+
+    @property
+    def rewritten(self) -> list[Candidate]:
+        return [c for c in self.candidates if c.reason is None]
+
+    @property
+    def declined(self) -> list[Candidate]:
+        return [c for c in self.candidates if c.reason is not None]
+
+
+def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
+    """Rewrite every proven layer of ``gm`` and its bodies in place.
+
+    Args:
+        gm: a graph as Dynamo captured it: torch-level nodes, fakes in ``meta["example_value"]``.
+
+    Returns:
+        Every candidate in graph order. Also counted in ``torch._dynamo.utils.counters["moeblaze"]`` (``rewritten``, and
+        ``declined_<reason>``) and logged at debug level by the logger ``moeblaze``. An error of our own leaves the graph,
+        or the body, as it was; its layers are then declined as ``INTERNAL``.
+
+    Raises:
+        Exception: such an error, where ``config.strict`` is set.
+    """
+    report = RewriteReport()
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            _rewrite_one(module, report)
+    return report
+
+
+def _is_in_order(graph: fx.Graph) -> bool:
+    """Dynamo of torch 2.11 puts what a tensor hook reads behind the hook, where sizes follow from data."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            return False
+        seen.add(node)
+    return True
+
+
+def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
+    if not _is_in_order(gm.graph):
+        return
+    results: list[MoEMatch | Decline] = []
+    edits = Edits(gm.graph)
+    try:
+        with settling(sizes_of_splits(gm.graph)):
+            results, views = _matches(gm.graph)
+            matched = [result for result in results if isinstance(result, MoEMatch)]
+            routers = {match.root: match_router(views[match.root], match) for match in matched}
+            candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
+        if edits.mark():
+            gm.graph.lint()
+        dead = _dead(gm.graph, [result for result, c in zip(results, candidates, strict=True) if c.reason is None])
+    except Exception as error:
+        edits.undo()
+        detail = tolerate(error)
+        candidates = [_declined(decline) for decline in _failed(gm.graph, results, detail)]
+    else:
+        _erase(gm, dead)
+    for candidate in candidates:
+        report.candidates.append(candidate)
+        counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
+        outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
+        log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+
+
+def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:
+    """Layers and failed attempts in graph order, and the view of the graph that each was found in."""
+    results: list[MoEMatch | Decline] = []
+    views: dict[fx.Node, GraphView] = {}
+    switches = any(target_name(node) == "_set_grad_enabled" for node in graph.nodes if node.op == "call_function")
+    for gradient_off in (False, True) if switches else (False,):
+        matcher = Matcher(graph, gradient_off=gradient_off)
+        found = matcher.matches()
+        results += found
+        views |= {result.root: matcher.view for result in found}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(results, key=lambda result: order[result.root]), views
+
+
+def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> list[Decline]:
+    """What becomes of the results where something went wrong: no layer of the graph is rewritten."""
+    somewhere = next((node for node in graph.nodes if _source(node)), graph.output_node())
+    roots = [result.root for result in results if isinstance(result, MoEMatch)] or [somewhere]
+    internal = [Decline(root, root, Reason.INTERNAL, detail) for root in roots]
+    return [*(result for result in results if isinstance(result, Decline)), *internal]
+
+
+def _declined(result: Decline) -> Candidate:
+    at = result.node if _source(result.node) else result.root
+    return Candidate(
+        _module_path(result.root), _source(at), reason=result.reason.name, meaning=result.reason.value,
+        detail=result.detail, dtype=getattr(fake_of(result.root), "dtype", None),
+    )  # fmt: skip
+
+
+def _rewritten(result: MoEMatch, became: str) -> Candidate:
+    return Candidate(
+        module_path=_module_path(result.root),
+        source=_source(result.root),
+        became=became,
+        spelling=result.spelling,
+        activation=result.activation,
+        T=result.T if isinstance(result.T, int) else str(result.T),
+        K=result.K,
+        E=result.E,
+        D=result.D,
+        F=result.F,
+        dtype=result.dtype,
+        copied_bytes=result.copied_bytes,
+    )
+
+
+def _source(node: fx.Node) -> str:
+    """``file:line`` of the user's code that made a node."""
+    stack = places(node)
+    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else ""
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return paths[-1] if paths else ""
+
+
+def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | None) -> Candidate:
+    """Put the ops in place of a match; nothing is changed if they do not take its operands."""
+    if isinstance(result, Decline):
+        return _declined(result)
+    mark, insert = edits.mark(), Inserter(edits, result.root)
+    device = fake_of(result.x.node).device.type
+    autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
+    try:
+        with autocast_off:
+            out, became = insert_layer_ops(insert, result, router)
+        _redirect(edits, result, insert, out)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        edits.undo(mark)
+        return _declined(Decline(result.root, result.root, Reason.OPERANDS, str(error)))
+    return _rewritten(result, became)
+
+
+def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> None:
+    """Whoever reads the old result after the root reads the new one."""
+    if match.base is not None:
+        out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.D), out)
+    order = {node: i for i, node in enumerate(edits.graph.nodes)}
+    after = order[match.root]
+    inserted = set(insert.nodes)
+    for carrier in match.region.carriers:
+        readers = [u for u in carrier.users if order[u] > after and u not in inserted]
+        if readers:
+            replacement = out if fake_of(carrier).dim() == 2 else _unflattened(insert, out, match, carrier)
+            for reader in readers:
+                edits.redirect(reader, carrier, replacement)
+
+
+def _unflattened(insert: Inserter, out: fx.Node, match: MoEMatch, carrier: fx.Node) -> fx.Node:
+    """``out``, ``[T, D]``, in the shape of ``carrier``, of which one size may follow from the others."""
+    sizes = [size if isinstance(size, int) else _read_size(insert, match, size) for size in fake_of(carrier).shape]
+    require(sizes.count(None) <= 1, "rewrite", "the result", "have sizes that the graph's inputs have", fake_of(carrier).shape)
+    return insert.call("reshape", out, tuple(-1 if size is None else size for size in sizes))
+
+
+def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node | None:
+    """A node that gives a symbolic size: an input that is that size, or an axis of one."""
+    for node in (match.x.node, *match.x.node.graph.find_nodes(op="placeholder")):
+        fake = fake_of(node)
+        if isinstance(fake, torch.SymInt) and same_size(size_of(fake), size_of(size)):
+            return node
+        for axis, extent in enumerate(fake.shape if isinstance(fake, torch.Tensor) else ()):
+            if same_size(size_of(extent), size_of(size)):
+                return insert.call(torch.ops.aten.sym_size.int, node, axis)
+    return None
+
+
+_ASSERTS = frozenset((
+    "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
+))  # fmt: skip
+
+
+def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
+    """The regions as far as nobody else uses them, with the assertions about their data-dependent sizes."""
+    own = set().union(*(match.region.nodes for match in replaced))
+    dead = set(own)
+    for node in graph.nodes:
+        if node not in dead and _is_plumbing(node) and any(n in dead for n in node.all_input_nodes):
+            dead.add(node)
+    while kept := {n for n in dead if any(u not in dead for u in n.users) or _lost_its_input(n, dead, own)}:
+        dead -= kept
+    return [node for node in graph.nodes if node in dead]
+
+
+def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
+    for node in reversed(dead):
+        gm.graph.erase_node(node)
+    if dead:
+        gm.recompile()
+
+
+def _lost_its_input(node: fx.Node, dead: set[fx.Node], own: set[fx.Node]) -> bool:
+    return node not in own and not any(n in dead for n in node.all_input_nodes)
+
+
+def _is_plumbing(node: fx.Node) -> bool:
+    """Reads a size or a part of a result, or asserts something about one."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = target_name(node)
+    tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
+    return name in _ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)

@@ -1,0 +1,154 @@
+"""Changes of a graph that can be undone, and the nodes that a rewrite adds."""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.match.operands.find_operands import Operand
+from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
+
+
+class Edits:
+    """Nodes inserted and readers redirected, in a way that ``undo`` takes back.
+
+    The nodes themselves stay: a copy of the graph would lose the attributes that Dynamo sets on its nodes.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self._successors: dict[fx.Node, fx.Node] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def insert(self, after: fx.Node, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
+        args = fx.node.map_arg(args, lambda node: self._successors.get(node, node))
+        with self.graph.inserting_after(after):
+            create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
+            node = create(target, args, kwargs)
+        self._undo.append(lambda: self.graph.erase_node(node))
+        return node
+
+    def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """Let ``reader``, and whatever is inserted later, read ``new``."""
+        self._successors[old] = new
+        args, kwargs = reader.args, reader.kwargs
+
+        def restore() -> None:
+            reader.args, reader.kwargs = args, kwargs
+            self._successors.pop(old, None)
+
+        self._undo.append(restore)
+        reader.replace_input_with(old, new)
+
+    def mark(self) -> int:
+        """A point to go back to."""
+        return len(self._undo)
+
+    def undo(self, mark: int = 0) -> None:
+        """Take back everything since ``mark``."""
+        while len(self._undo) > mark:
+            self._undo.pop()()
+
+
+class Inserter:
+    """Adds nodes after one node, each with the fake value that it gives."""
+
+    def __init__(self, edits: Edits, after: fx.Node):
+        self._edits, self._after, self._meta = edits, after, after.meta
+        self.nodes: list[fx.Node] = []
+        fakes = (fake_of(node) for node in edits.graph.nodes)
+        self._mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+
+    def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self._add(target, args, kwargs)
+        fakes = fx.node.map_arg(args, fake_of)
+        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+        with self._mode, _nothing_saved_for_the_caller():
+            node.meta["example_value"] = function(*fakes, **kwargs)
+        return node
+
+    def _add(self, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
+        node = self._edits.insert(self._after, target, args, kwargs)
+        self.nodes.append(node)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self._meta:
+                node.meta[key] = self._meta[key]
+        self._after = node
+        return node
+
+    @contextmanager
+    def without_autocast(self, device: str) -> Iterator[None]:
+        """What is added inside computes in the dtypes of its operands."""
+        settings = (device, torch.get_autocast_dtype(device), False, torch.is_autocast_cache_enabled())
+        mode = self._add(torch.amp.autocast_mode._enter_autocast, settings, {})
+        with torch.autocast(device, enabled=False):
+            yield
+        self._add(torch.amp.autocast_mode._exit_autocast, (mode,), {})
+
+    def items(self, node: fx.Node, count: int) -> list[fx.Node]:
+        return [self.call(operator.getitem, node, i) for i in range(count)]
+
+    def weights(self, views: Sequence[WeightView]) -> list[fx.Node]:
+        """The tensors that the ops take, by views of the stored ones: experts that are stored apart stay apart.
+
+        Where they are cast they are stacked before: it takes one cast instead of E, and the cast is all that is kept.
+        """
+        if all(view.apart and not view.cast for view in views):
+            return [self._viewed(node, view) for view in views for node in view.nodes]
+        return [self._whole(view) for view in views]
+
+    def _whole(self, view: WeightView) -> fx.Node:
+        stored = view.nodes[0]
+        if view.apart:
+            stored = self.call(torch.stack, [self._part(node, view) for node in view.nodes])
+            view = replace(view, parts=(), sizes=(len(view.nodes), *view.sizes[1:]))
+        node = self._viewed(stored, view)
+        return self.call("to", node, view.dtype) if view.cast else node
+
+    def _viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
+        node = self._reshaped(self._part(node, view), view.sizes)
+        return node if view.order == tuple(range(len(view.order))) else self.call("permute", node, view.order)
+
+    def _part(self, node: fx.Node, view: WeightView) -> fx.Node:
+        for part in view.parts:
+            node = self.call("narrow", self._reshaped(node, part.sizes), len(part.sizes) - 1, part.start, part.length)
+        return node
+
+    def _reshaped(self, node: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
+        return node if tuple(fake_of(node).shape) == sizes else self.call("reshape", node, sizes)
+
+    def rows(self, operand: Operand, width: int) -> fx.Node:
+        """An operand as ``[T, width]`` in the dtype it is used in."""
+        if operand.rest:
+            slots = (replace(operand, rest=()), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
+            return self.call(torch.cat, [self.rows(slot, 1) for slot in slots], 1)
+        node, fake = operand.node, fake_of(operand.node)
+        if operand.turned:
+            node = self.call("t", node)
+        elif fake.dim() != 2 or fake.shape[1] != width:
+            node = self.call("reshape", node, (-1, width))
+        if fake.dtype != operand.dtype:
+            node = self.call("to", node, operand.dtype)
+        return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
+
+    def numbers(self, operand: Operand) -> fx.Node:
+        """An operand without tokens as one axis, in the dtype it is used in."""
+        stored = (operand, *operand.rest)
+        flat = [self.call("reshape", part.node, (-1,)) for part in stored]
+        node = self.call(torch.cat, flat) if operand.rest else flat[0]
+        return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
+
+
+def _nothing_saved_for_the_caller() -> saved_tensors_hooks:
+    """A context in which what autograd saves of fakes does not reach the hooks of who called the compiled function.
+
+    ``torch.utils.checkpoint`` around it counts what is saved, and would find less when it runs the function again.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

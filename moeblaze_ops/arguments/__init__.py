@@ -1,0 +1,1 @@
+"""What ops take: how weights are stored, which activations there are, and the checks of arguments."""

@@ -1,0 +1,342 @@
+"""Argument checks shared by the real and the fake implementation of every op.
+
+Each check raises ``<op>: <argument> must <rule>, got <value>``: ``ValueError`` for values, shapes and devices,
+``TypeError`` for types and dtypes.
+"""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.arguments.activations import ACTIVATIONS, IDENTITY, is_gated
+from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
+
+MAX_EXPERTS = 4096
+ROW_BLOCK = 128
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def schedule_rows(num_slots: int, num_experts: int) -> int:
+    """Rows B of ``blocks_B2``: an upper bound on the 128-row blocks of all experts, plus the count."""
+    return num_slots // ROW_BLOCK + num_experts + 1
+
+
+def require(condition: bool, op: str, argument: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{op}: {argument} must {rule}, got {value}")
+
+
+def require_dtype(condition: bool, op: str, argument: str, rule: str, value: object) -> None:
+    if not condition:
+        raise TypeError(f"{op}: {argument} must {rule}, got {value}")
+
+
+def check_dispatch(op: str, experts_TK: Tensor, num_experts: int) -> None:
+    require(experts_TK.dim() == 2, op, "experts_TK", "have 2 dimensions [T, K]", f"shape {shape_of(experts_TK)}")
+    require_dtype(experts_TK.dtype in _ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
+    require(1 <= num_experts <= MAX_EXPERTS, op, "num_experts", f"be between 1 and {MAX_EXPERTS}", num_experts)
+    top_k = experts_TK.shape[1]
+    require(1 <= top_k <= num_experts, op, "experts_TK", f"have 1 to num_experts={num_experts} columns", top_k)
+
+
+def check_expert_up(
+    op: str,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> UpShape:
+    shape = _check_projection(op, x_TD, w_up, b_up, activation)
+    check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
+    check_routing_weights(op, weights_TK, x_TD, positions_TK)
+    return shape
+
+
+def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], activation: str) -> UpShape:
+    check_float(op, "x_TD", x_TD)
+    require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {shape_of(x_TD)}")
+    shape = check_up_weights(op, w_up, b_up, x_TD)
+    require(x_TD.shape[1] == shape.D, op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
+    check_activation(op, activation, shape.G)
+    return shape
+
+
+def check_up_weights(op: str, w_up: list[Tensor], b_up: list[Tensor], like: Tensor) -> UpShape:
+    require(len(w_up) in (1, 2), op, "w_up", "hold one tensor, or gate and up", f"{len(w_up)} tensors")
+    for w in w_up:
+        require(w.dim() == 4, op, "w_up", "have 4 dimensions [E, G, F, D]", f"shape {shape_of(w)}")
+        check_like(op, "w_up", w, like)
+    require(w_up[0].shape[1] in (1, 2), op, "w_up", "have G of 1 or 2 on axis 1", w_up[0].shape[1])
+    if len(w_up) == 2:
+        for w in w_up:
+            require(w.shape[1] == 1, op, "w_up", "have G = 1 when gate and up are two tensors", f"shape {shape_of(w)}")
+        gate, up = w_up
+        require(gate.shape == up.shape, op, "w_up", f"have equal shapes, gate {shape_of(gate)}", f"up {shape_of(up)}")
+    shape = up_shape(w_up)
+    require(len(b_up) in (0, len(w_up)), op, "b_up", f"hold as many tensors as w_up ({len(w_up)}) or none", len(b_up))
+    for b, w in zip(b_up, w_up, strict=False):
+        expected = list(w.shape[:3])
+        require(list(b.shape) == expected, op, "b_up", f"have shape {expected} of w_up", f"shape {shape_of(b)}")
+        check_like(op, "b_up", b, like)
+    return shape
+
+
+def check_expert_down(
+    op: str,
+    h_NGF: Tensor,
+    a_NF: Tensor | None,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> None:
+    check_float(op, "h_NGF", h_NGF)
+    require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
+    N, G, F = h_NGF.shape
+    check_activation(op, activation, G)
+    require(activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {shape_of(h_NGF)}")
+    if a_NF is not None:
+        expected = f"have shape [{N}, {F}] (rows and width of h_NGF)"
+        require(list(a_NF.shape) == [N, F], op, "a_NF", expected, f"shape {shape_of(a_NF)}")
+        check_like(op, "a_NF", a_NF, h_NGF)
+    check_down_weights(op, w_down, b_down, h_NGF)
+    require(w_down[0].shape[1] == F, op, "w_down", f"have size F={F} of h_NGF on axis 1", f"shape {shape_of(w_down[0])}")
+    T = positions_TK.shape[0]
+    check_routing(op, h_NGF, w_down[0].shape[0], T, slots_N, offsets_E1, positions_TK, blocks_B2)
+    require(slots_N.shape[0] == N, op, "h_NGF", f"have {slots_N.shape[0]} rows, one per slot", N)
+    check_routing_weights(op, weights_TK, h_NGF, positions_TK)
+
+
+def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like: Tensor) -> None:
+    require(len(w_down) == 1, op, "w_down", "hold one tensor", f"{len(w_down)} tensors")
+    (w,) = w_down
+    require(w.dim() == 3, op, "w_down", "have 3 dimensions [E, F, D]", f"shape {shape_of(w)}")
+    check_like(op, "w_down", w, like)
+    require(len(b_down) <= 1, op, "b_down", "hold one tensor or none", f"{len(b_down)} tensors")
+    for b in b_down:
+        expected = [w.shape[0], w.shape[2]]
+        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {shape_of(b)}")
+        check_like(op, "b_down", b, like)
+
+
+def check_expert_mlp(
+    op: str,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    weight_on_input: bool,
+) -> UpShape:
+    shape = check_expert_up(op, x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
+    return shape
+
+
+def _check_down_of_mlp(
+    op: str, shape: UpShape, x_TD: Tensor, w_down: list[Tensor], b_down: list[Tensor], activation: str
+) -> None:
+    require(activation != IDENTITY or shape.G == 1, op, "w_up", "have one half with activation 'identity'", f"G={shape.G}")
+    check_down_weights(op, w_down, b_down, x_TD)
+    expected = [shape.E, shape.F]
+    require(
+        list(w_down[0].shape[:2]) == expected,
+        op,
+        "w_down",
+        f"have leading shape {expected} (experts and width of w_up)",
+        f"shape {shape_of(w_down[0])}",
+    )
+
+
+def check_expert_mlp_chunked(
+    op: str,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    experts_TK: Tensor,
+    num_experts: int,
+    chunk_tokens: int,
+    activation: str,
+    weight_on_input: bool,
+) -> UpShape:
+    shape = _check_projection(op, x_TD, w_up, b_up, activation)
+    _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
+    require(num_experts == shape.E, op, "num_experts", f"be {shape.E}, the experts of w_up", num_experts)
+    check_dispatch(op, experts_TK, num_experts)
+    check_device(op, "experts_TK", experts_TK, x_TD)
+    T, rows = x_TD.shape[0], experts_TK.shape[0]
+    require(rows == T, op, "experts_TK", f"have {T} rows, one per token", rows)
+    check_routing_weights(op, weights_TK, x_TD, experts_TK, "experts_TK")
+    require(chunk_tokens >= 1, op, "chunk_tokens", "be at least 1", chunk_tokens)
+    return shape
+
+
+def check_expert_mlp_chunked_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+    """``rest``: the arguments of ``expert_mlp_chunked`` after x."""
+    shape = check_expert_mlp_chunked(op, x_TD, *rest)
+    _check_dout(op, dout_TD, x_TD, rest[2])
+    return shape
+
+
+def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest) -> UpShape:
+    """``rest``: the arguments of ``expert_mlp`` after x."""
+    shape = check_expert_mlp(op, x_TD, *rest)
+    _check_dout(op, dout_TD, x_TD, rest[2])
+    return shape
+
+
+def _check_dout(op: str, dout_TD: Tensor, x_TD: Tensor, w_down: list[Tensor]) -> None:
+    expected = [x_TD.shape[0], w_down[0].shape[2]]
+    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
+    check_like(op, "dout_TD", dout_TD, x_TD)
+
+
+def check_routing(
+    op: str,
+    like: Tensor,
+    num_experts: int,
+    num_tokens: int,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+) -> None:
+    """The four tensors of ``dispatch``: int32, on one device, and of sizes that agree with each other."""
+    routing = {"slots_N": slots_N, "offsets_E1": offsets_E1, "positions_TK": positions_TK, "blocks_B2": blocks_B2}
+    for name, tensor in routing.items():
+        require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
+        check_device(op, name, tensor, like)
+    require(positions_TK.dim() == 2, op, "positions_TK", "have 2 dimensions [T, K]", f"shape {shape_of(positions_TK)}")
+    T, K = positions_TK.shape
+    require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
+    require(list(slots_N.shape) == [T * K], op, "slots_N", f"have shape [{T * K}] (slots of positions_TK)", shape_of(slots_N))
+    require(
+        list(offsets_E1.shape) == [num_experts + 1],
+        op,
+        "offsets_E1",
+        f"have shape [{num_experts + 1}] (experts of the weights, plus one)",
+        shape_of(offsets_E1),
+    )
+    expected = [schedule_rows(T * K, num_experts), 2]
+    require(list(blocks_B2.shape) == expected, op, "blocks_B2", f"have shape {expected}", shape_of(blocks_B2))
+
+
+def check_routing_weights(
+    op: str, weights_TK: Tensor | None, like: Tensor, choices_TK: Tensor, name: str = "positions_TK"
+) -> None:
+    """``choices_TK``: what has an entry for every slot, and its ``name``."""
+    if weights_TK is None:
+        return
+    require(
+        weights_TK.shape == choices_TK.shape,
+        op,
+        "weights_TK",
+        f"have shape {shape_of(choices_TK)} of {name}",
+        f"shape {shape_of(weights_TK)}",
+    )
+    allowed = (torch.float32, like.dtype)
+    require_dtype(weights_TK.dtype in allowed, op, "weights_TK", f"be float32 or {like.dtype}", weights_TK.dtype)
+    check_device(op, "weights_TK", weights_TK, like)
+
+
+def check_activation(op: str, activation: str, G: int) -> None:
+    if activation == IDENTITY:
+        return
+    known = ", ".join((*ACTIVATIONS, IDENTITY))
+    require(activation in ACTIVATIONS, op, "activation", f"be one of {known}", repr(activation))
+    expected = 2 if is_gated(activation) else 1
+    require(expected == G, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation))
+
+
+def check_expert_up_backward(
+    op: str,
+    dh_NGF: Tensor,
+    x_TD: Tensor | None,
+    w_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None,
+    w_router_ED: Tensor | None = None,
+    max_bytes: int | None = None,
+) -> UpShape:
+    shape = check_up_weights(op, w_up, [], dh_NGF)
+    expected = [slots_N.shape[0], shape.G, shape.F]
+    require(list(dh_NGF.shape) == expected, op, "dh_NGF", f"have shape {expected}", f"shape {shape_of(dh_NGF)}")
+    T = positions_TK.shape[0]
+    check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
+    check_routing_weights(op, weights_TK, dh_NGF, positions_TK)
+    require((x_TD is None) == (weights_TK is None), op, "x_TD", "be given exactly when weights_TK is", x_TD)
+    if x_TD is not None:
+        require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {shape_of(x_TD)}")
+    require((dlogits_TE is None) == (w_router_ED is None), op, "dlogits_TE", "be given exactly when w_router_ED is", dlogits_TE)
+    if dlogits_TE is not None:
+        fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T
+        require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {shape_of(dlogits_TE)}")
+        expected, given = [dlogits_TE.shape[1], shape.D], shape_of(w_router_ED)
+        require(given == expected, op, "w_router_ED", f"have shape {expected}", f"shape {given}")
+        check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
+        check_like(op, "w_router_ED", w_router_ED, dh_NGF)
+    require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
+    return shape
+
+
+def check_expert_down_backward(
+    op: str,
+    dout_TD: Tensor,
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> None:
+    check_expert_down(op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    expected = [positions_TK.shape[0], w_down[0].shape[2]]
+    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
+    check_like(op, "dout_TD", dout_TD, h_NGF)
+
+
+def check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        require_dtype(False, op, name, f"have the activations' dtype {like.dtype}", tensor.dtype)
+    check_device(op, name, tensor, like)
+
+
+def check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.device != like.device:
+        require(False, op, name, f"be on {like.device} like the activations", tensor.device)
+
+
+def check_float(op: str, name: str, tensor: Tensor) -> None:
+    rule = "be bfloat16, float16, float32 or (on CPU) float64"
+    if tensor.dtype not in _FLOAT_DTYPES or (tensor.dtype == torch.float64 and tensor.is_cuda):
+        require_dtype(False, op, name, rule, f"{tensor.dtype} on {tensor.device}")
+
+
+def shape_of(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

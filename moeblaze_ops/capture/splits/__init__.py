@@ -1,0 +1,1 @@
+"""Loops over rows that counts on the host split."""

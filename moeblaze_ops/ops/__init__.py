@@ -1,0 +1,1 @@
+"""The ops, one file each: schema, checks, fake, device functions and autograd."""

@@ -1,0 +1,77 @@
+"""``moeblaze::dispatch``: which expert gets which token, as four small index tensors."""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops import config
+from moeblaze_ops.arguments.validation import check_dispatch, require, schedule_rows
+from moeblaze_ops.cpu import dispatch as cpu_routing
+from moeblaze_ops.ops.register import register_op
+
+
+def _dispatch_fake(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_dispatch("dispatch", experts_TK, num_experts)
+    T, K = experts_TK.shape
+    slots_N = experts_TK.new_empty(T * K, dtype=torch.int32)
+    offsets_E1 = experts_TK.new_empty(num_experts + 1, dtype=torch.int32)
+    positions_TK = experts_TK.new_empty((T, K), dtype=torch.int32)
+    blocks_B2 = experts_TK.new_empty((schedule_rows(T * K, num_experts), 2), dtype=torch.int32)
+    return slots_N, offsets_E1, positions_TK, blocks_B2
+
+
+def _dispatch_cpu(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_dispatch("dispatch", experts_TK, num_experts)
+    _check_ids(experts_TK, num_experts)
+    return cpu_routing.dispatch(experts_TK, num_experts)
+
+
+def _dispatch_launcher():
+    from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
+
+    def launch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        check_dispatch("dispatch", experts_TK, num_experts)
+        _check_ids(experts_TK, num_experts)
+        return launch_dispatch(experts_TK, num_experts)
+
+    return launch
+
+
+def _check_ids(experts_TK: Tensor, num_experts: int) -> None:
+    if not config.check_expert_ids or experts_TK.numel() == 0:
+        return
+    smallest, largest = (int(bound) for bound in torch.aminmax(experts_TK))
+    rule = f"hold expert ids below num_experts={num_experts}, or -1 for an unused slot"
+    require(smallest >= -1, "dispatch", "experts_TK", rule, smallest)
+    require(largest < num_experts, "dispatch", "experts_TK", rule, largest)
+
+
+def _dispatch_backward(ctx, *grads):
+    return None, None
+
+
+dispatch = register_op(
+    "dispatch",
+    "(Tensor experts_TK, SymInt num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_dispatch_fake,
+    cpu=_dispatch_cpu,
+    launcher=_dispatch_launcher,
+    backward=_dispatch_backward,
+)
+"""Sort the routed slots by expert, stably, without a sort, an atomic or a host sync.
+
+Args:
+    experts_TK: expert id of each token's choices. Shape [T, K], int32 or int64, any strides, T may be 0.
+        An id outside [0, E) marks an unused slot (with ``config.check_expert_ids`` only -1 does, and others raise).
+    num_experts: E, 1 to 4096.
+
+Returns:
+    slots_N: slots ``t * K + k`` in expert order, in slot order inside an expert; -1 after the last used one.
+    offsets_E1: expert e owns rows ``offsets_E1[e]`` to ``offsets_E1[e + 1]``.
+    positions_TK: the row of each slot, -1 when unused.
+    blocks_B2: the schedule of the GEMM kernels. Row 0 is (number of blocks, 0); the next rows are
+        (expert, first row) of every 128-row block; the rest is (-1, 0).
+    All int32. Two runs agree bit for bit.
+
+Raises:
+    ValueError: wrong shape, K > E, or a bad id in debug mode. TypeError: ids are not int32 or int64.
+"""

@@ -1,0 +1,151 @@
+"""``moeblaze::expert_down`` and its backward: back to the model width, summed over each token's experts."""
+
+from torch import Tensor
+
+from moeblaze_ops.arguments.separate_experts import split_as_given
+from moeblaze_ops.arguments.validation import check_expert_down, check_expert_down_backward
+from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.ops.expert_up import routing_gradient_like
+from moeblaze_ops.ops.register import register_op
+from moeblaze_ops.ops.weight_grad import expert_bias_grad, weight_gradients
+
+_ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2"
+
+
+def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation):
+    check_expert_down(
+        "expert_down", h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+    )
+    return h_NGF.new_empty((positions_TK.shape[0], w_down[0].shape[2]))
+
+
+def _expert_down_cpu(*args) -> Tensor:
+    check_expert_down("expert_down", *args)
+    return cpu.expert_down(*args)
+
+
+def _expert_down_launcher():
+    from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
+
+    def launch(*args) -> Tensor:
+        check_expert_down("expert_down", *args)
+        return launch_expert_down(*args)
+
+    return launch
+
+
+def _expert_down_setup_context(ctx, inputs, output) -> None:
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = inputs
+    ctx.set_materialize_grads(False)
+    ctx.activation = activation
+    ctx.num_w_down, ctx.num_b_down = len(w_down), len(b_down)
+    ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_down, *b_down)
+
+
+def _expert_down_gradient(ctx, dout_TD):
+    b_none = [None] * ctx.num_b_down
+    if dout_TD is None:
+        return None, None, [None] * ctx.num_w_down, b_none, None, None, None, None, None, None
+    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *parameters = ctx.saved_tensors
+    w_down, b_down = parameters[: ctx.num_w_down], parameters[ctx.num_w_down :]
+    top_k = positions_TK.shape[1]
+    dout_TD = dout_TD.contiguous()
+    dh_NGF, dweights_TK, wa_NF = expert_down_backward(
+        dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, ctx.activation
+    )
+    dw_down, db_down = [None] * ctx.num_w_down, b_none
+    if any(ctx.needs_input_grad[2]):
+        dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
+    if any(ctx.needs_input_grad[3]):
+        db_down = [expert_bias_grad(dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
+    dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
+    dweights_TK = None if weights_TK is None else dweights_TK
+    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None
+
+
+def _expert_down_backward_fake(
+    dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+):
+    check_expert_down_backward(
+        "expert_down_backward", dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2,
+        activation,
+    )  # fmt: skip
+    N, G, F = h_NGF.shape
+    dh_NGF = h_NGF.new_empty((N, G, F))
+    return dh_NGF, routing_gradient_like(weights_TK, positions_TK), h_NGF.new_empty((N, F))
+
+
+def _expert_down_backward_cpu(*args) -> tuple[Tensor, Tensor, Tensor]:
+    check_expert_down_backward("expert_down_backward", *args)
+    return cpu.expert_down_backward(*args)
+
+
+def _expert_down_backward_launcher(overwrite_h: bool = False):
+    from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
+
+    def launch(dout_TD, h_NGF, *args) -> tuple[Tensor, Tensor, Tensor]:
+        check_expert_down_backward("expert_down_backward", dout_TD, h_NGF, *args)
+        _, G, F = h_NGF.shape
+        dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=overwrite_h and dense)
+
+    return launch
+
+
+def _down_flops(h_shape, a_shape, w_down_shapes, *args, **kwargs) -> int:
+    _, F, D = w_down_shapes[0]
+    return 2 * h_shape[0] * F * D
+
+
+expert_down_backward = register_op(
+    "expert_down_backward",
+    f"(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_expert_down_backward_fake,
+    cpu=_expert_down_backward_cpu,
+    launcher=_expert_down_backward_launcher,
+    overwriting=(1, lambda: _expert_down_backward_launcher(overwrite_h=True)),
+    flops=lambda dout_shape, h_shape, w_down_shapes, *args, **kwargs: _down_flops(h_shape, None, w_down_shapes),
+)
+"""One GEMM and everything that hangs on it: gradients of h and of the routing weights, and the scaled activation.
+
+With ``dA'[r] = dout[token(r)] @ W[e]^T`` and a = act(h) recomputed: ``dweights[slot] = <dA'[r], a[r]> +
+<dout[token(r)], b[e]>``, ``dh = act'(h) * s * dA'`` and ``wa = s * a`` (SonicMoE, arXiv 2512.14080, eq. 11-13).
+
+Returns:
+    dh_NGF, dweights_TK (zero at unused slots, in the dtype of the weights; [0, K] fp32 without weights), wa_NF.
+    Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
+"""
+
+expert_down = register_op(
+    "expert_down",
+    f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation) -> Tensor",
+    fake=_expert_down_fake,
+    cpu=_expert_down_cpu,
+    launcher=_expert_down_launcher,
+    backward=_expert_down_gradient,
+    setup_context=_expert_down_setup_context,
+    autocast=(0, 1, 2, 3),
+    flops=_down_flops,
+)
+"""Project each row back to the model width and sum each token's rows, weighted.
+
+``out[t] = sum_k s[t, k] * (a[positions[t, k]] @ W[e] + b[e])``; unused slots add nothing.
+
+Args:
+    h_NGF: pre-activation from ``expert_up``: what is differentiated and kept for backward.
+    a_NF: activation from ``expert_up``: what is computed with. None: computed from h.
+    w_down: one [E, F, D] tensor, any strides (``nn.Linear`` storage [E, D, F] comes as ``.transpose(1, 2)``), or with
+        experts stored apart E tensors [1, F, D].
+    b_down: one [E, D] tensor, or E tensors [1, D], or empty.
+    weights_TK: routing weights, fp32 or dtype of h, or None for 1.
+    slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
+    activation: the one of ``expert_up``.
+
+Returns:
+    out_TD in token order, dtype of h. Rows are rounded to that dtype before the sum over K, which is taken in fp32
+    in a fixed order (fp64 for fp64): two runs agree bit for bit.
+
+Raises:
+    ValueError, TypeError: an argument breaks one of the rules above.
+"""

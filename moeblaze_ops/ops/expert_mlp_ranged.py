@@ -1,0 +1,224 @@
+"""``moeblaze::expert_mlp_ranged`` and its backward: ``expert_mlp`` with all gradients taken range of rows by range of rows.
+
+What backward allocates beside its results is that of one range, see ``row_ranges`` and ``ranged_backward``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+
+from moeblaze_ops.arguments.separate_experts import num_joined
+from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward, require
+from moeblaze_ops.arguments.weight_storage import up_shape
+from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.memory.row_ranges import capped, range_sizes, routing_bytes
+from moeblaze_ops.ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
+from moeblaze_ops.ops.expert_mlp_chunked import as_given, gradient_buffers
+from moeblaze_ops.ops.expert_up import routing_gradient_like
+from moeblaze_ops.ops.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
+from moeblaze_ops.ops.register import register_op
+
+_ARGUMENTS = f"{ARGUMENTS}, int max_bytes"
+
+
+def _check(op: str, x_TD: Tensor, *rest) -> None:
+    *arguments, max_bytes = rest
+    check_expert_mlp(op, x_TD, *arguments)
+    require(max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
+
+
+def _fake(x_TD, w_up, b_up, w_down, *rest) -> Tensor:
+    _check("expert_mlp_ranged", x_TD, w_up, b_up, w_down, *rest)
+    return x_TD.new_empty((x_TD.shape[0], w_down[0].shape[2]))
+
+
+def _forward_cpu(*args) -> Tensor:
+    _check("expert_mlp_ranged", *args)
+    return cpu.expert_mlp(*args[:-1])
+
+
+def forward_launcher():
+    from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp
+    from moeblaze_ops.kernels.launch import size_hint
+
+    def launch(*args) -> Tensor:
+        _check("expert_mlp_ranged", *args)
+        x_TD, w_up, *rest, max_bytes = args
+        E, G, F, D = up_shape(w_up)
+        sizes = range_sizes(D, F, E, x_TD.dtype, G == 2)
+        num_rows = size_hint(args[6].shape[0])
+        return launch_expert_mlp(x_TD, w_up, *rest, capped(sizes.forward_column_bytes(max_bytes, num_rows)))
+
+    return launch
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *arguments, ctx.max_bytes = inputs
+    setup_context(ctx, arguments, output)
+
+
+def _gradient(ctx, dout_TD):
+    none_for_the_rest = (None,) * 7
+    if dout_TD is None:
+        return None, *([None] * count for count in ctx.counts), None, *none_for_the_rest
+    x_TD, weights_TK, *routing, parameters = *ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    groups = split_groups(parameters, ctx.counts)
+    needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
+    needs = [needs_x, *(any(group) for group in needs_groups)]
+    num_experts = routing[1].shape[0] - 1
+    column_bytes = _traced_column_bytes(groups[0], x_TD, routing[0].shape[0], num_experts, needs, ctx.max_bytes)
+    if column_bytes is not None:
+        return *expert_mlp_gradient(ctx, dout_TD, column_bytes), None
+    buffers = gradient_buffers(groups, needs[1:], num_experts)
+    arguments = (dout_TD, x_TD, *groups, weights_TK, *routing, ctx.activation, ctx.weight_on_input, ctx.max_bytes, needs)
+    if any(buffers):
+        dx_TD, dweights_TK, gradients = expert_mlp_ranged_backward_add(*arguments, buffers[0] or [], buffers[2] or [])
+    else:
+        dx_TD, dweights_TK, gradients = expert_mlp_ranged_backward(*arguments)
+    wanted = [need and buffer is None for need, buffer in zip(needs[1:], buffers, strict=True)]
+    dx_TD = dx_TD if needs_x else None
+    dweights_TK = None if weights_TK is None else dweights_TK
+    return dx_TD, *as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
+
+
+def _traced_column_bytes(
+    w_up: list[Tensor], x_TD: Tensor, num_rows: int, num_experts: int, needs: Sequence[bool], max_bytes: int
+) -> int | None:
+    """What the rows of dx may take in a graph where the ops of ``expert_mlp`` hold the limit, else None.
+
+    Those are inlined in the code that Inductor generates, while a loop over ranges is called; eagerly one op is faster.
+    """
+    if TracingContext.try_get() is None or not isinstance(num_rows, int):
+        return None
+    _, G, F, D = w_up[0].shape
+    gated = G == 2 or num_joined(w_up, num_experts) == 2
+    sizes = range_sizes(D, F, num_experts, x_TD.dtype, gated, needs[1], needs[3])
+    left = sizes.whole_column_bytes(max_bytes - routing_bytes(num_rows, num_experts), num_rows)
+    return None if left is None else capped(left)
+
+
+def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    *arguments, max_bytes, needs = args
+    check_expert_mlp_backward(op, *arguments)
+    dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
+    settings = (activation, weight_on_input, needs, buffers, max_bytes)
+    backward = Backward(device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
+    return gradients_in_ranges(op, backward)
+
+
+def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return _run("expert_mlp_ranged_backward", cpu_device(), args, ([], []))
+
+
+def backward_launcher():
+    return lambda *args: _run("expert_mlp_ranged_backward", gpu_device(), args, ([], []))
+
+
+def _backward_add_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return _run("expert_mlp_ranged_backward_add", cpu_device(), args[:-2], args[-2:])
+
+
+def _backward_add_launcher():
+    return lambda *args: _run("expert_mlp_ranged_backward_add", gpu_device(), args[:-2], args[-2:])
+
+
+def _backward_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return _fake_gradients("expert_mlp_ranged_backward", args, ([], []))
+
+
+def _backward_add_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return _fake_gradients("expert_mlp_ranged_backward_add", args[:-2], args[-2:])
+
+
+def _fake_gradients(op: str, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    *arguments, _, needs = args
+    check_expert_mlp_backward(op, *arguments)
+    _, x_TD, w_up, b_up, w_down, b_down, weights_TK, _, _, positions_TK, *_ = arguments
+    needs_x, *needs_groups = needs
+    added_up, added_down = map(bool, buffers)
+    weights_alike, contiguous = torch.preserve_format, torch.contiguous_format
+    forms = (weights_alike, contiguous, weights_alike, contiguous)
+    groups = zip((w_up, b_up, w_down, b_down), needs_groups, (added_up, False, added_down, False), forms, strict=True)
+    gradients = [
+        torch.empty_like(parameter, memory_format=form)
+        for group, is_needed, is_added, form in groups
+        if is_needed and not is_added
+        for parameter in group
+    ]
+    dx_TD = x_TD.new_empty((x_TD.shape[0] if needs_x else 0, x_TD.shape[1]))
+    return dx_TD, routing_gradient_like(weights_TK, positions_TK), gradients
+
+
+def _backward_flops(dout_shape, x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, slots_shape, *rest, **kwargs) -> int:
+    """h again, dA, and as much as forward for each of what is needed: dX and the weight gradients."""
+    needs_x, needs_w_up, _, needs_w_down, _ = rest[6]
+    _, F, D = w_down_shapes[0]
+    up, down = sum(2 * G * F * D for _, G, F, D in w_up_shapes), 2 * F * D
+    return slots_shape[0] * (up * (1 + needs_x + needs_w_up) + down * (1 + needs_w_down))
+
+
+expert_mlp_ranged_backward = register_op(
+    "expert_mlp_ranged_backward",
+    f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs) -> (Tensor, Tensor, Tensor[])",
+    fake=_backward_fake,
+    cpu=_backward_cpu,
+    launcher=backward_launcher,
+    flops=_backward_flops,
+    inline=False,
+)
+"""All gradients of ``expert_mlp_ranged``.
+
+Args:
+    dout_TD: gradient of the output. Shape [T, D].
+    Others: as for ``expert_mlp_ranged``. needs: whether x, w_up, b_up, w_down and b_down want gradients.
+
+Returns:
+    dx_TD ([0, D] if not needed), dweights_TK (dtype of the weights, [0, K] fp32 without them), and one list with the gradients
+    of w_up, b_up, w_down and b_down that are needed, in the parameters' shapes and dtype, with the weights' dense strides.
+    Sums over the rows of a range are taken in fp32 (fp64 for fp64). The weight gradient of an expert is rounded once for
+    each range that has rows of it, the gradient of a token's x once for each range that has rows of the token, at most K
+    times; biases and routing weights once. Two runs agree bit for bit.
+"""
+
+expert_mlp_ranged_backward_add = register_op(
+    "expert_mlp_ranged_backward_add",
+    f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs, Tensor(a!)[] dw_up, Tensor(b!)[] dw_down) -> (Tensor, Tensor, Tensor[])",
+    fake=_backward_add_fake,
+    cpu=_backward_add_cpu,
+    launcher=_backward_add_launcher,
+    flops=_backward_flops,
+    inline=False,
+)
+"""``expert_mlp_ranged_backward`` with the gradients of some weights added to tensors, as ``expert_weight_grad_add`` does it.
+
+Args:
+    dw_up, dw_down: what is added to, in the form of the weights and their dtype or fp32; empty for gradients that are
+        returned.
+    Others: as for ``expert_mlp_ranged_backward``. Eager only, like all that ``accumulate_grad`` sets up.
+"""
+
+expert_mlp_ranged = register_op(
+    "expert_mlp_ranged",
+    f"({_ARGUMENTS}) -> Tensor",
+    fake=_fake,
+    cpu=_forward_cpu,
+    launcher=forward_launcher,
+    backward=_gradient,
+    setup_context=_setup_context,
+    autocast=(0, 1, 2, 3, 4),
+    flops=mlp_flops,
+)
+"""``expert_mlp`` whose backward allocates at most ``max_bytes`` beside its results.
+
+Args:
+    max_bytes: what backward may allocate beside the gradients. The routing and the experts' biases are small and not counted.
+    Others: as for ``expert_mlp``.
+
+Returns:
+    out_TD as ``expert_mlp`` returns it. The gradients round where ranges of rows meet, see ``expert_mlp_ranged_backward``.
+
+Raises:
+    ValueError, TypeError: an argument breaks one of the rules above, or backward finds no room for 128 rows.
+"""

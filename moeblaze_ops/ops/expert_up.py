@@ -1,0 +1,161 @@
+"""``moeblaze::expert_up`` and its backward: x to the experts' hidden width, rows of x read by index."""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.arguments.activations import IDENTITY
+from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
+from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_backward
+from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.ops.register import register_op
+from moeblaze_ops.ops.weight_grad import up_bias_gradients, weight_gradients
+
+_ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2"
+
+
+def _expert_up_fake(
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+) -> tuple[Tensor, Tensor]:
+    shape = check_expert_up("expert_up", x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    N = slots_N.shape[0]
+    h_NGF = x_TD.new_empty((N, shape.G, shape.F))
+    a_NF = x_TD.new_empty((0 if activation == IDENTITY else N, shape.F))
+    return h_NGF, a_NF
+
+
+def _expert_up_cpu(*args) -> tuple[Tensor, Tensor]:
+    check_expert_up("expert_up", *args)
+    return cpu.expert_up(*args)
+
+
+def _expert_up_launcher():
+    from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
+
+    def launch(*args) -> tuple[Tensor, Tensor]:
+        check_expert_up("expert_up", *args)
+        return launch_expert_up(*args)
+
+    return launch
+
+
+def _expert_up_setup_context(ctx, inputs, output) -> None:
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.num_w_up = len(w_up)
+    ctx.num_b_up = len(b_up)
+    ctx.num_joined_b_up = num_joined(b_up, offsets_E1.shape[0] - 1)
+    ctx.save_for_backward(x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up)
+
+
+def _expert_up_gradient(ctx, dh_NGF, da_NF):
+    none_for_inputs = (None, [None] * ctx.num_w_up, [None] * ctx.num_b_up, None, None, None, None, None, None)
+    if dh_NGF is None:
+        return none_for_inputs
+    x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up = ctx.saved_tensors
+    top_k = positions_TK.shape[1]
+    dh_NGF = dh_NGF.contiguous()
+    dx_TD, dweights_TK, dw_up, db_up = None, None, [None] * ctx.num_w_up, [None] * ctx.num_b_up
+    if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+        x_or_none = None if weights_TK is None else x_TD
+        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
+        dweights_TK = None if weights_TK is None else dscale_TK
+    if any(ctx.needs_input_grad[2]):
+        db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
+    # Last: expert_up_backward needs room for [N, D], which the weight gradient would be allocated on top of.
+    if any(ctx.needs_input_grad[1]):
+        dw_up = weight_gradients(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
+    dw_up, db_up = split_as_given(dw_up, ctx.num_w_up), split_as_given(db_up, ctx.num_b_up)
+    return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None
+
+
+def _expert_up_backward_fake(
+    dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *rest
+) -> tuple[Tensor, Tensor]:
+    shape = check_expert_up_backward(
+        "expert_up_backward", dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *rest
+    )
+    return dh_NGF.new_empty((positions_TK.shape[0], shape.D)), routing_gradient_like(weights_TK, positions_TK)
+
+
+def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:
+    """An empty gradient of the routing weights: [T, K] of their dtype, or [0, K] fp32 where there are none."""
+    if weights_TK is None:
+        return positions_TK.new_empty((0, positions_TK.shape[1]), dtype=torch.float32)
+    return positions_TK.new_empty(positions_TK.shape, dtype=weights_TK.dtype)
+
+
+def _expert_up_backward_cpu(*args) -> tuple[Tensor, Tensor]:
+    check_expert_up_backward("expert_up_backward", *args)
+    return cpu.expert_up_backward(*args)
+
+
+def _expert_up_backward_launcher():
+    from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
+
+    def launch(*args) -> tuple[Tensor, Tensor]:
+        check_expert_up_backward("expert_up_backward", *args)
+        return launch_expert_up_backward(*args)
+
+    return launch
+
+
+def _up_flops(x_shape, w_up_shapes, b_up, weights, slots_shape, *args, **kwargs) -> int:
+    return sum(2 * slots_shape[0] * G * F * D for _, G, F, D in w_up_shapes)
+
+
+def _up_backward_flops(dh_shape, x_shape, w_up_shapes, *args, **kwargs) -> int:
+    return sum(2 * dh_shape[0] * G * F * D for _, G, F, D in w_up_shapes)
+
+
+expert_up_backward = register_op(
+    "expert_up_backward",
+    f"(Tensor dh_NGF, Tensor? x_TD, Tensor[] w_up, Tensor? weights_TK, {_ROUTING}, Tensor? dlogits_TE=None,"
+    " Tensor? w_router_ED=None, int? max_bytes=None) -> (Tensor, Tensor)",
+    fake=_expert_up_backward_fake,
+    cpu=_expert_up_backward_cpu,
+    launcher=_expert_up_backward_launcher,
+    flops=_up_backward_flops,
+)
+"""Gradient of ``expert_up`` for x, summed over each token's K rows, and for weights on the input.
+
+``dx_TD[t] = sum_k s[t, k] * rows[positions_TK[t, k]]`` with ``rows[r] = sum_gf dh[r, g, f] * W[e, g, f, :]``, and
+``dweights_TK[t, k] = <rows[positions_TK[t, k]], x_TD[t]>``; without weights s is 1 and dweights is [0, K].
+``dlogits_TE @ w_router_ED``, the gradient that reaches x through a linear router, is added to dx_TD if given (dtype of dh, any
+strides, E any number): in the same fp32 sum, where a product of its own would read and write dx_TD once more.
+On CUDA ``rows`` takes at most max_bytes, or those of 256 columns; None: ``config.max_transient_bytes``.
+Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
+"""
+
+expert_up = register_op(
+    "expert_up",
+    f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation) -> (Tensor, Tensor)",
+    fake=_expert_up_fake,
+    cpu=_expert_up_cpu,
+    launcher=_expert_up_launcher,
+    backward=_expert_up_gradient,
+    setup_context=_expert_up_setup_context,
+    autocast=(0, 1, 2),
+    flops=_up_flops,
+)
+"""Project every routed token to its expert's hidden width and activate, without a routed copy of x.
+
+``h[r] = s[r] * x[token(r)] @ W[e]^T + b[e]`` and ``a[r] = act(h[r])``, s the routing weight if it applies to the
+expert's input, else 1. The activation reads h rounded to its dtype, so that backward sees what forward saw.
+
+Args:
+    x_TD: tokens. Shape [T, D], bf16, fp16, fp32, or fp64 on CPU; contiguous in D is fastest; T may be 0.
+    w_up: [E, G, F, D] (G = 2: gate, up), or gate and up as two [E, 1, F, D]; dtype of x, any strides. With experts
+        stored apart E tensors [1, G, F, D], or E gates and E ups [1, 1, F, D].
+    b_up: biases in one of these forms without D, or empty.
+    weights_TK: routing weights on the experts' input (fp32 or dtype of x), or None.
+    slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
+    activation: a name in ``activations.ACTIVATIONS``, or ``identity``.
+
+Returns:
+    h_NGF: pre-activation in expert order, differentiable. Rows of unused slots are zero on CPU, unspecified on CUDA.
+    a_NF: activation in expert order, not differentiable (``expert_down`` takes h to differentiate); [0, F] for identity.
+
+Raises:
+    ValueError, TypeError: an argument breaks one of the rules above. Accumulates in fp32 (fp64 for fp64).
+"""

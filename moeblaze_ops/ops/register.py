@@ -1,0 +1,175 @@
+"""The ``moeblaze`` operator namespace: one call that registers everything a first-class op needs."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._library.triton import set_wrap_triton_enabled
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import register_flop_formula
+
+from moeblaze_ops.arguments.separate_experts import (
+    OneByOne,
+    copied,
+    empty_joined,
+    joined,
+    with_experts_joined,
+    with_shapes_joined,
+)
+
+NAMESPACE = "moeblaze"
+
+LAUNCHERS: dict[torch._ops.OpOverload, Callable[[], Callable]] = {}
+"""What returns the CUDA implementation of an op that Inductor inlines, and what its lowering traces."""
+
+PACKAGED: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+"""What code of AOTInductor calls in place of an op with lists: it hands over None for an empty list."""
+
+OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {}
+"""Of an op that can write a result over an argument: the argument's position, and a launcher that does so."""
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_packaged = torch.library.Library(f"{NAMESPACE}_packaged", "FRAGMENT")
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+
+def register_op(
+    name: str,
+    schema: str,
+    *,
+    fake: Callable,
+    cpu: Callable,
+    launcher: Callable[[], Callable],
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    autocast: tuple[int, ...] = (),
+    flops: Callable | None = None,
+    inline: bool = True,
+    overwriting: tuple[int, Callable[[], Callable]] | None = None,
+) -> torch._ops.OpOverload:
+    """Define ``moeblaze::<name>`` and register all of its behaviour.
+
+    An op that writes into its arguments has no gradient: it is for gradients, which are not differentiated.
+
+    Implementations and formulas see the experts of every weight joined (see ``separate_experts``), backward as they were given.
+
+    Args:
+        name: operator name inside the namespace.
+        schema: arguments and returns, in the dispatcher's schema language.
+        fake: metadata-only implementation; raises the same errors as the real ones.
+        cpu: eager implementation on CPU tensors.
+        launcher: returns the CUDA implementation; called at the first CUDA call, so that importing
+            this package does not import Triton.
+        backward: gradient formula; without one the op raises on backward (the ``*_backward`` ops).
+        setup_context: what ``backward`` keeps.
+        autocast: positions of the arguments that autocast casts. Routing weights are never cast.
+        flops: flop formula from the argument shapes.
+        inline: let Inductor put what the launcher does in place of the op; otherwise generated code calls the op.
+        overwriting: the position of an argument, and the launcher to inline where its memory is the compiled graph's own:
+            one that writes a result over it.
+    """
+    # Without these tags Inductor may hand an op other strides than its fake implementation saw.
+    _library.define(f"{name}{schema}", tags=_TAGS)
+    qualname = f"{NAMESPACE}::{name}"
+    op = getattr(torch.ops.moeblaze, name).default
+    torch.library.register_fake(qualname, _announced(with_experts_joined(op, fake, empty_joined)), lib=_library)
+    # What is not inlined is made of ops, and they take tensors.
+    _library.impl(name, with_experts_joined(op, cpu, OneByOne if inline else joined), "CPU")
+    _library.impl(name, _cuda_implementation(lambda: with_experts_joined(op, launcher(), joined)), "CUDA")
+    if inline:
+        LAUNCHERS[op] = lambda: with_experts_joined(op, launcher(), copied)
+    if overwriting is not None:
+        position, overwriting_launcher = overwriting
+        OVERWRITING[op] = position, lambda: with_experts_joined(op, overwriting_launcher(), copied)
+    if not op._schema.is_mutable:
+        _define_packaged(name, schema, op)
+        gradient = backward or _no_double_backward(name)
+        torch.library.register_autograd(qualname, gradient, setup_context=setup_context, lib=_library)
+    if autocast:
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
+    torch.library.register_vmap(qualname, _no_vmap(name), lib=_library)
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.moeblaze, name))(with_shapes_joined(op, flops))
+    return op
+
+
+def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
+    """Define the twin of ``op`` that takes None for an empty list, if ``op`` takes lists.
+
+    AOTInductor's proxy executor leaves the argument of an empty list unset (pytorch/pytorch#194324).
+    """
+    lists = [i for i, argument in enumerate(op._schema.arguments) if isinstance(argument.type, torch.ListType)]
+    if not lists:
+        return
+
+    def call(*args):
+        return op(*([] if i in lists and arg is None else arg for i, arg in enumerate(args)))
+
+    arguments, arrow, results = schema.partition("->")
+    _packaged.define(f"{name}{arguments.replace('[] ', '[]? ')}{arrow}{results}", tags=_TAGS)
+    _packaged.impl(name, call, "CompositeImplicitAutograd")
+    PACKAGED[op] = getattr(torch.ops.moeblaze_packaged, name).default
+
+
+def _announced(fake: Callable) -> Callable:
+    """``fake``, after telling ``compile`` that a compiler traces: before it looks up a cache or lowers anything."""
+
+    @functools.wraps(fake)
+    def run(*args, **kwargs):
+        # AOTInductor traces an exported program without a context.
+        if TracingContext.try_get() is not None or "torch._inductor.lowering" in sys.modules:
+            from moeblaze_ops.compile import on_trace
+
+            on_trace()
+        return fake(*args, **kwargs)
+
+    return run
+
+
+def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:
+    launcher = functools.cache(launcher)
+
+    def launch(*args):
+        # Triton launches on the current device, whatever device its arguments are on.
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with set_wrap_triton_enabled(False), torch.cuda.device(device):
+            return launcher()(*args)
+
+    return launch
+
+
+def _autocast_implementation(op: torch._ops.OpOverload, device: str, positions: tuple[int, ...]) -> Callable:
+    """Cast the arguments at ``positions`` to the autocast dtype, then run the op with autocast off.
+
+    ``torch.library.register_autocast`` would cast every floating argument, routing weights included.
+    """
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+    def cast(value):
+        dtype = torch.get_autocast_dtype(device.lower())
+        eligible = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if eligible else value
+
+    def run(*args):
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(*(tree_map(cast, arg) if i in positions else arg for i, arg in enumerate(args)))
+
+    return run
+
+
+def _no_double_backward(name: str) -> Callable:
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{name}: the gradient of a gradient is not available, differentiate once (create_graph=False)")
+
+    return backward
+
+
+def _no_vmap(name: str) -> Callable:
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError(f"{name}: vmap is not supported, fold the mapped axis into the tokens")
+
+    return vmap

@@ -1,0 +1,302 @@
+"""``moeblaze::route`` and its backward: router logits to the ids and weights of each token's experts, in one kernel."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
+from moeblaze_ops.ops.register import register_op
+
+SCORINGS = ("softmax", "softmax_topk", "sigmoid")
+MAX_TOP_K = 32
+SIGMOID_EPS = 1e-20
+"""Added to the sum that renormalizes sigmoid scores, as DeepSeek-V3 does; softmax scores are divided by their sum."""
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    bias: Tensor | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The weights and ids of each token's best experts, in descending order of their choice scores.
+
+    An expert's score is ``softmax(logits)[e]``, or ``sigmoid(logits[e])``; for ``softmax_topk`` the K experts are chosen
+    by their logits and scored by a softmax over these K. The choice goes by score + bias, the weights come from the scores.
+    Where that has the order of the logits, it goes by these, in which no rounding makes two experts equal.
+
+    - Mixtral, Qwen-MoE: ``softmax`` with ``renormalize=True``; OLMoE: ``softmax``; gpt-oss: ``softmax_topk``;
+    - DeepSeek-V2: ``softmax`` with groups and a scale; DeepSeek-V3: ``sigmoid`` with all options; Llama 4: ``sigmoid``.
+
+    Args:
+        logits: router logits. Shape [..., E], bf16, fp16, fp32, or fp64 on CPU, any strides, may be empty. Autocast
+            leaves them as they are.
+        top_k: K, at most 32.
+        bias: added for the choice only (to the logits for ``softmax_topk``), not differentiable. Shape [E], fp32 or
+            the dtype of the logits.
+        scoring: ``softmax``, ``softmax_topk`` or ``sigmoid``.
+        renormalize: divide a token's weights by their sum, plus 1e-20 for ``sigmoid``.
+        scale: positive factor of the weights, applied last.
+        num_groups: groups of neighbouring experts. A group's score is its largest choice score, or for ``sigmoid``
+            the sum of its largest two; a token chooses inside its ``top_groups`` best groups.
+        top_groups: groups a token may choose from.
+
+    Returns:
+        weights: shape [..., K], fp32 (fp64 for fp64), differentiable in the logits.
+        experts: shape [..., K], int32, distinct ids for each token. The lower id wins between equal scores; NaN counts
+            as larger than any number, as in ``torch.topk``.
+
+    Raises:
+        ValueError, TypeError: an argument breaks one of the rules above. Computes in fp32 (fp64 for fp64); two runs
+        agree bit for bit.
+    """
+    require(logits.dim() >= 1, "route", "logits", "have shape [..., E]", f"shape {list(logits.shape)}")
+    weights_TK, experts_TK = _route_op(
+        logits.reshape(-1, logits.shape[-1]), bias, top_k, scoring, renormalize, scale, num_groups, top_groups
+    )
+    shape = (*logits.shape[:-1], top_k)
+    return weights_TK.view(shape), experts_TK.view(shape)
+
+
+def check_route(
+    op: str,
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> None:
+    _check_logits(op, logits_TE)
+    _check_scoring(op, scoring, scale)
+    E = int(logits_TE.shape[1])
+    largest = min(E, MAX_TOP_K)
+    require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest} (the experts, and at most {MAX_TOP_K})", top_k)
+    if bias_E is not None:
+        shape = list(bias_E.shape)
+        require(shape == [E], op, "bias_E", f"have shape [{E}] (experts of logits_TE)", f"shape {shape}")
+        allowed = (torch.float32, logits_TE.dtype)
+        require_dtype(bias_E.dtype in allowed, op, "bias_E", f"be float32 or {logits_TE.dtype}", bias_E.dtype)
+        _check_device(op, "bias_E", bias_E, logits_TE)
+    require(num_groups >= 1 and E % num_groups == 0, op, "num_groups", f"divide the {E} experts", num_groups)
+    require(1 <= top_groups <= num_groups, op, "top_groups", f"be between 1 and num_groups={num_groups}", top_groups)
+    group_size = E // num_groups
+    if scoring == "sigmoid" and top_groups < num_groups:
+        rule = "leave 2 experts or more in a group, whose score is the sum of two"
+        require(group_size >= 2, op, "num_groups", rule, num_groups)
+    reachable = top_groups * group_size
+    require(top_k <= reachable, op, "top_k", f"be at most {reachable}, the experts of {top_groups} groups", top_k)
+
+
+def check_route_backward(
+    op: str,
+    dweights_TK: Tensor,
+    logits_TE: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> None:
+    _check_logits(op, logits_TE)
+    _check_scoring(op, scoring, scale)
+    require(
+        experts_TK.dim() == 2 and experts_TK.shape[0] == logits_TE.shape[0],
+        op,
+        "experts_TK",
+        f"have shape [{logits_TE.shape[0]}, K]",
+        f"shape {list(experts_TK.shape)}",
+    )
+    require_dtype(experts_TK.dtype == torch.int32, op, "experts_TK", "be int32 (from route)", experts_TK.dtype)
+    _check_device(op, "experts_TK", experts_TK, logits_TE)
+    wide = _wide_dtype(logits_TE)
+    for name, tensor in {"dweights_TK": dweights_TK, "weights_TK": weights_TK}.items():
+        expected = list(experts_TK.shape)
+        require(
+            tensor.shape == experts_TK.shape,
+            op,
+            name,
+            f"have shape {expected} of experts_TK",
+            f"shape {list(tensor.shape)}",
+        )
+        require_dtype(tensor.dtype == wide, op, name, f"be {wide}", tensor.dtype)
+        _check_device(op, name, tensor, logits_TE)
+
+
+def _check_logits(op: str, logits_TE: Tensor) -> None:
+    shape = list(logits_TE.shape)
+    require(logits_TE.dim() == 2, op, "logits_TE", "have 2 dimensions [T, E]", f"shape {shape}")
+    require(1 <= logits_TE.shape[1] <= MAX_EXPERTS, op, "logits_TE", f"have 1 to {MAX_EXPERTS} experts", f"shape {shape}")
+    allowed = logits_TE.dtype in _FLOAT_DTYPES and not (logits_TE.dtype == torch.float64 and logits_TE.is_cuda)
+    rule = "be bfloat16, float16, float32 or (on CPU) float64"
+    require_dtype(allowed, op, "logits_TE", rule, f"{logits_TE.dtype} on {logits_TE.device}")
+
+
+def _check_scoring(op: str, scoring: str, scale: float) -> None:
+    require(scoring in SCORINGS, op, "scoring", f"be one of {', '.join(SCORINGS)}", repr(scoring))
+    require(0 < scale < math.inf, op, "scale", "be positive and finite", scale)
+
+
+def _check_device(op: str, name: str, tensor: Tensor, logits_TE: Tensor) -> None:
+    require(tensor.device == logits_TE.device, op, name, f"be on {logits_TE.device} like logits_TE", tensor.device)
+
+
+def _wide_dtype(logits_TE: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic and of the weights."""
+    return torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
+
+
+def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
+    check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
+    shape = (logits_TE.shape[0], top_k)
+    return logits_TE.new_empty(shape, dtype=_wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
+
+
+def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
+    check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
+    logits_TE = logits_TE.to(_wide_dtype(logits_TE))
+    choice_TE = _choice_scores(logits_TE, bias_E, scoring, top_groups < num_groups)
+    if top_groups < num_groups:
+        choice_TE, order_TE = _order_groups_first(choice_TE, scoring, num_groups, top_groups)
+        experts_TK = order_TE.gather(1, _descending(choice_TE)[:, :top_k])
+    else:
+        experts_TK = _descending(choice_TE)[:, :top_k]
+    chosen_TK = logits_TE.gather(1, experts_TK)
+    if scoring == "sigmoid":
+        weights_TK = chosen_TK.sigmoid()
+    elif scoring == "softmax_topk":
+        weights_TK = chosen_TK.softmax(1)
+    else:
+        weights_TK = logits_TE.softmax(1).gather(1, experts_TK)
+    if renormalize and scoring != "softmax_topk":
+        eps = SIGMOID_EPS if scoring == "sigmoid" else 0
+        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + eps)
+    return (weights_TK * scale).contiguous(), experts_TK.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _choice_scores(logits_TE: Tensor, bias_E: Tensor | None, scoring: str, grouped: bool) -> Tensor:
+    """What the K largest are taken of; ``grouped``: also the groups with the largest sums of two sigmoids."""
+    if scoring == "sigmoid" and (bias_E is not None or grouped):
+        scores_TE = logits_TE.sigmoid()
+    elif scoring == "softmax" and bias_E is not None:
+        scores_TE = logits_TE.softmax(1)
+    else:
+        scores_TE = logits_TE
+    return scores_TE if bias_E is None else scores_TE + bias_E
+
+
+def _order_groups_first(choice_TE: Tensor, scoring: str, num_groups: int, top_groups: int) -> tuple[Tensor, Tensor]:
+    """The choice scores of the kept groups' experts, and the ids of these experts, in the order of ids."""
+    E = choice_TE.shape[1]
+    grouped = choice_TE.unflatten(1, (num_groups, E // num_groups))
+    group_scores = grouped.topk(2, 2).values.sum(2) if scoring == "sigmoid" else grouped.amax(2)
+    kept = _descending(group_scores)[:, :top_groups].sort(1).values
+    order_TE = torch.arange(E).view(num_groups, -1)[kept].flatten(1)
+    return choice_TE.gather(1, order_TE), order_TE
+
+
+def _descending(scores: Tensor) -> Tensor:
+    return scores.sort(dim=1, descending=True, stable=True).indices
+
+
+def _route_launcher():
+    from moeblaze_ops.kernels.routing.route import launch_route
+
+    def launch(*args) -> tuple[Tensor, Tensor]:
+        check_route("route", *args)
+        return launch_route(*args)
+
+    return launch
+
+
+def _route_setup_context(ctx, inputs, output) -> None:
+    logits_TE, _, _, scoring, renormalize, scale, _, _ = inputs
+    weights_TK, experts_TK = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(experts_TK)
+    ctx.options = scoring, renormalize, scale
+    ctx.save_for_backward(logits_TE, weights_TK, experts_TK)
+
+
+def _route_gradient(ctx, dweights_TK, dexperts_TK):
+    dlogits_TE = None
+    if dweights_TK is not None and ctx.needs_input_grad[0]:
+        dlogits_TE = route_backward(dweights_TK, *ctx.saved_tensors, *ctx.options)
+    return dlogits_TE, None, None, None, None, None, None, None
+
+
+def _route_backward_fake(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
+    check_route_backward("route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale)
+    return logits_TE.new_empty(logits_TE.shape)
+
+
+def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
+    check_route_backward("route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale)
+    experts_TK = experts_TK.long()
+    wide_TE = logits_TE.to(_wide_dtype(logits_TE))
+    zeros_TE = torch.zeros_like(wide_TE, memory_format=torch.contiguous_format)
+    centred_TK = scale * dweights_TK
+    if scoring != "sigmoid" or renormalize:
+        centre_T1 = (dweights_TK * weights_TK).sum(1, keepdim=True)
+        centred_TK = centred_TK - centre_T1
+    if scoring == "sigmoid":
+        scores_TK = wide_TE.gather(1, experts_TK).sigmoid()
+        slope_TK = scores_TK * (1 - scores_TK)
+        if renormalize:
+            slope_TK = slope_TK / (scores_TK.sum(1, keepdim=True) + SIGMOID_EPS)
+        dlogits_TE = zeros_TE.scatter(1, experts_TK, slope_TK * centred_TK)
+    elif scoring == "softmax_topk" or renormalize:
+        dlogits_TE = zeros_TE.scatter(1, experts_TK, weights_TK / scale * centred_TK)
+    else:
+        dlogits_TE = wide_TE.softmax(1) * (zeros_TE.scatter(1, experts_TK, scale * dweights_TK) - centre_T1)
+    return dlogits_TE.to(logits_TE.dtype).contiguous()
+
+
+def _route_backward_launcher():
+    from moeblaze_ops.kernels.routing.route import launch_route_backward
+
+    def launch(*args) -> Tensor:
+        check_route_backward("route_backward", *args)
+        return launch_route_backward(*args)
+
+    return launch
+
+
+route_backward = register_op(
+    "route_backward",
+    "(Tensor dweights_TK, Tensor logits_TE, Tensor weights_TK, Tensor experts_TK, str scoring, bool renormalize,"
+    " float scale) -> Tensor",
+    fake=_route_backward_fake,
+    cpu=_route_backward_cpu,
+    launcher=_route_backward_launcher,
+)
+"""Gradient of ``route`` for the logits, in their dtype and contiguous.
+
+``dlogits[j] = slope[j] * (scale * dweights[j] - sum_k dweights[k] * weights[k])`` with dweights 0 where j was not chosen;
+``kernels/routing/route.py`` has the slope of each scoring. Computes in fp32 (fp64 for fp64), without atomics.
+"""
+
+_route_op = register_op(
+    "route",
+    "(Tensor logits_TE, Tensor? bias_E, int top_k, str scoring, bool renormalize, float scale, int num_groups,"
+    " int top_groups) -> (Tensor, Tensor)",
+    fake=_route_fake,
+    cpu=_route_cpu,
+    launcher=_route_launcher,
+    backward=_route_gradient,
+    setup_context=_route_setup_context,
+)
+"""``moeblaze::route``: what the function ``route`` documents, for logits of shape [T, E].
+
+Backward needs the logits and both results, nothing else.
+"""

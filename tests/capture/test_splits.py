@@ -1,0 +1,219 @@
+"""Rows that are split by counts on the host: captured in one graph where that is the same function."""
+
+import pytest
+import torch
+from torch import nn
+
+import moeblaze_ops
+from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops.capture import row_groups
+from moeblaze_ops.capture.functions import captured
+from tests.capture import test_capture as guarded
+from tests.capture.test_capture import assert_one_rewritten_graph, check, make_layer, rewriting_backend, scratch  # noqa: F401
+from tests.corpus.loops import split
+from tests.corpus.loops import split_lookalikes as lookalikes
+from tests.corpus.zoo import catalogue as zoo
+
+T = guarded.T
+
+
+@pytest.mark.parametrize("combine", [*split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
+def test_one_graph(combine):
+    layer = make_layer(combine, expert=zoo.PlainMLP if combine is split.split_list else zoo.GluMLP)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        check(layer, torch.compile(layer, backend=backend, fullgraph=True))
+    assert_one_rewritten_graph(records)
+
+
+@pytest.mark.parametrize("combine", [f for f in split.SPLIT if f is not split.split_list], ids=lambda f: f.__name__)
+def test_spellings_break_without_us(combine):
+    layer = make_layer(combine)
+    assert not guarded.captures(layer, torch.randn(T, zoo.D))
+
+
+@pytest.mark.parametrize("combine", lookalikes.NEAR_MISSES, ids=lambda f: f.__name__)
+def test_near_misses_are_left_alone(combine):
+    guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
+
+
+@pytest.mark.parametrize("combine", [split.scattered, *split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
+def test_inference(combine):
+    layer = make_layer(combine)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
+        run = torch.compile(layer, backend=backend, fullgraph=True)
+        for num_tokens in (T, 5):
+            x = torch.randn(num_tokens, zoo.D)
+            torch.testing.assert_close(run(x), layer(x))
+    graphs = guarded.kept(records, moeblaze_compile.GraphRecord)
+    assert graphs and all(len(graph.report.rewritten) == 1 for graph in graphs)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 1), (5, 1, 1)], ids=["one_token", "one_of_all", "one_expert"])
+@pytest.mark.parametrize("combine", [*split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
+def test_degenerate_sizes_compile(combine, shape):
+    """Some are rewritten, and the others run as they did."""
+    num_tokens, num_experts, top_k = shape
+    layer = zoo.ModuleListMoE(combine, E=num_experts, K=top_k)
+    layer.calls = 0
+    with rewriting_backend() as backend, torch.no_grad():
+        x = torch.randn(num_tokens, zoo.D)
+        torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
+
+
+class Model(nn.Module):
+    """Part of the class as in DeepSeek: without gradients in inference."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make_layer(split.deepseek_infer)
+        self.router, self.calls, self.experts = self.layer.router, 0, self.layer.experts
+
+    def forward(self, x):
+        return self.infer(x, *self.router(x))
+
+    @torch.no_grad()
+    def infer(self, x, weights, ids):
+        return split.deepseek_infer(self, x, weights, ids)
+
+
+def test_without_gradients_inside():
+    layer = Model()
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
+        x = torch.randn(T, zoo.D)
+        torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x))
+    assert_one_rewritten_graph(records)
+
+
+def test_without_gradients_where_others_have_them():
+    layer = Model()
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        x = torch.randn(T, zoo.D, requires_grad=True)
+        out = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, layer(x))
+    assert_one_rewritten_graph(records)
+
+
+@pytest.mark.parametrize("expert", [guarded.CountingExpert, guarded.BufferExpert, guarded.ListingExpert])
+def test_effects_of_experts_are_not_repeated(expert):
+    guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(split.running_sum, expert=expert)))
+
+
+class WritingExpert(zoo.GluMLP):
+    def forward(self, x):
+        y = super().forward(x)
+        x.detach().zero_()
+        return y
+
+
+def reads_rows_afterwards(self, x, weights, ids):
+    order = ids.flatten().argsort()
+    rows, outputs, start = x[order // ids.shape[1]].detach(), [], 0
+    for e, count in enumerate(ids.flatten().bincount(minlength=len(self.experts)).tolist()):
+        if count == 0:
+            continue
+        outputs.append(self.experts[e](rows[start : start + count]))
+        start += count
+    y = torch.cat(outputs)[order.argsort()].view(*ids.shape, -1)
+    return (y * weights.unsqueeze(-1)).sum(1) + rows.sum(0)
+
+
+def test_experts_that_write_to_their_input():
+    """It is a view: what it holds afterwards is read."""
+    torch.manual_seed(0)
+    layer = make_layer(reads_rows_afterwards, expert=WritingExpert)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
+        x = torch.randn(T, zoo.D)
+        torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
+    guarded.assert_left_alone(records)
+    assert any("would write to a copy" in (getattr(record, "dropped", None) or "") for record in records)
+
+
+def test_any_number_of_tokens():
+    layer = make_layer(split.deepseek_infer)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        run = torch.compile(layer, backend=backend, dynamic=True)
+        for num_tokens in (5, 9, 14):
+            x = torch.randn(num_tokens, zoo.D)
+            torch.testing.assert_close(guarded.step(layer, run, x), guarded.step(layer, layer, x))
+    assert_one_rewritten_graph(records)
+
+
+@pytest.mark.parametrize("combine", [*split.SPLIT, split.scattered], ids=lambda f: f.__name__)
+def test_changed_code_runs_alike(combine):
+    """The changed code is the same function without a compiler, too, branches aside."""
+    layer = make_layer(combine)
+    code = captured(combine.__code__, vars(split)).code
+    changed = type(combine)(code, combine.__globals__)
+    x = torch.randn(T, zoo.D)
+    weights, ids = layer.router(x)
+    with torch.no_grad():
+        torch.testing.assert_close(changed(layer, x, weights, ids), combine(layer, x, weights, ids))
+
+
+def test_explain_says_what_was_done():
+    explanation = moeblaze_ops.explain(make_layer(split.running_sum), torch.randn(T, zoo.D))
+    assert [candidate.became for candidate in explanation.candidates] == ["expert_up(swiglu) -> expert_down"]
+    assert any("captured without numbers of tokens on the host" in note for note in explanation.notes)
+
+
+def test_explain_says_why_a_loop_stays():
+    explanation = moeblaze_ops.explain(make_layer(lookalikes.reads_a_count), torch.randn(T, zoo.D))
+    assert any("stays" in note and "count is more than the bound of a slice" in note for note in explanation.notes)
+
+
+def test_a_loop_that_is_not_proven_is_not_changed():
+    """Though another loop of the function is."""
+    result = captured(lookalikes.behind_a_name_for_a_mode.__code__, vars(lookalikes))
+    assert len(result.done) == 1 and any("what is around it has to stay" in line for line in result.left)
+
+
+def test_rows_of_groups():
+    ends, x = torch.tensor([2, 2, 5]), torch.arange(6.0)
+    assert [row_groups.rows(ends, e, x).tolist() for e in range(3)] == [[0, 1], [], [2, 3, 4]]
+    parts = None
+    for e in range(3):
+        rows = row_groups.rows(ends, e, x)
+        parts = row_groups.put(parts, row_groups.take(x + 1, rows, x), rows, x)
+    torch.testing.assert_close(parts, torch.tensor([1.0, 2, 3, 4, 5, 0]))
+    with pytest.raises(ValueError, match=r"x must have 6 rows, got 5"):
+        row_groups.take(x[:5], rows, x)
+
+
+def test_counts_of_ids():
+    ids = torch.tensor([0, 2, 2])
+    torch.testing.assert_close(row_groups.counts(ids, 4), torch.bincount(ids, minlength=4))
+    with pytest.raises(RuntimeError):
+        row_groups.counts(ids, 2)
+    with pytest.raises(ValueError, match=r"ids must have one axis, got 2"):
+        row_groups.counts(ids[None], 4)
+
+
+def groups_of_an_argument(x, sizes, weights):
+    parts = x.split(sizes, dim=0)
+    out = []
+    for i in range(len(weights)):
+        out.append(parts[i] @ weights[i])
+    return torch.cat(out)
+
+
+def pieces_of_an_argument(x, sizes):
+    parts = x.split(sizes, dim=0)
+    out = []
+    for i in range(len(sizes)):
+        out.append(parts[i] * i)
+    return torch.cat(out)
+
+
+def test_sizes_from_another_function_are_named():
+    (left,) = captured(groups_of_an_argument.__code__, globals()).left
+    assert "sizes says, an argument" in left and str(groups_of_an_argument.__code__.co_firstlineno + 3) in left
+    assert not captured(pieces_of_an_argument.__code__, globals()).left
+
+
+def test_numbers_in_the_place_of_rows():
+    of, number = torch.randn(5, 4), torch.tensor([2])
+    torch.testing.assert_close(row_groups.item(of, 2), of[number])
+    assert row_groups.item([7, 8, 9], 2) == 9
+    for rows in (torch.tensor([0, 3, 3]), torch.tensor([[0], [3]]), torch.tensor(3), of[:, 0] > 0, 1):
+        torch.testing.assert_close(of[rows, row_groups.beside(2, rows)], of[rows, number])

@@ -1,0 +1,381 @@
+"""Random layers, with and without a change that makes them another function, through the rewrite.
+
+Three properties: a rewritten graph computes what eager computes, outputs and all gradients, changed or not; an
+unchanged layer is rewritten, as one layer; the rewrite raises nothing that compiling without it does not raise.
+
+    python tests/corpus/fuzz/run.py --seeds 0:10000 --jobs 16 --json fuzz.json
+    python tests/corpus/fuzz/run.py --seeds 0: --seconds 3600
+
+Every failing seed is printed with a program that shows it, and ``--show SEED`` prints that of any seed.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import linecache
+import logging
+import multiprocessing
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
+
+from moeblaze_ops import compile as switch  # noqa: E402
+from moeblaze_ops import config  # noqa: E402
+from moeblaze_ops.lowering.rewrite.rewrite import Candidate  # noqa: E402
+from moeblaze_ops.lowering.router import match_router  # noqa: E402
+from tests.corpus.fuzz.grammar import draw  # noqa: E402
+from tests.corpus.fuzz.layer import Layer  # noqa: E402
+from tests.corpus.fuzz.modes import Kinked, TopkOfTies  # noqa: E402
+from tests.corpus.fuzz.mutations import mutate  # noqa: E402
+from tests.tools.rewrite_harness import rewritten_in  # noqa: E402
+
+AS_EXPECTED = ("rewritten", "compile differs", "tied scores", "rounded at a kink")  # of unchanged layers
+UNCHANGED = 0.35
+# Of the largest value. fp64 programs with fp32 scores are held to those of fp32.
+NOISE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-6}
+AMPLIFIED = 8  # errors of two orders of summation, as multiples of what eager itself is off by
+
+
+@dataclass
+class Case:
+    """One seed's program. ``change`` says how it differs from the supported grammar."""
+
+    seed: int
+    layer: Layer
+    change: str = ""
+
+    def build(self) -> tuple[nn.Module, Tensor]:
+        names: dict = {}
+        file, source = f"<seed {self.seed}>", self.layer.source
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        exec(compile(source, file, "exec"), names)
+        torch.manual_seed(self.seed)
+        dtype = getattr(torch, self.layer.dtype)
+        return names["MoE"]().to(dtype), names["inputs"]().to(dtype)
+
+    @property
+    def reproducer(self) -> str:
+        checks = (
+            f'if __name__ == "__main__":\n    from tests.corpus.fuzz.run import check\n    torch.manual_seed({self.seed})\n'
+            f"    print(check(MoE().to(torch.{self.layer.dtype}), inputs().to(torch.{self.layer.dtype})))\n"
+        )
+        return f"# seed {self.seed}: {self.change or 'unchanged'}\n{self.layer.source}\n\n{checks}"
+
+
+@dataclass
+class Outcome:
+    """``failure`` is empty, ``wrong``, ``missed`` or ``raised``."""
+
+    status: str
+    failure: str = ""
+    detail: str = ""
+
+
+class _Backend:
+    """Rewrites as the switch does, routers as on a GPU; runs what was rewritten through AOTAutograd, what was not as it is."""
+
+    error: Exception | None = None  # of the rewrite
+
+    def __init__(self):
+        self.records: list[switch.Record] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
+        try:
+            with mock.patch.object(match_router, "breaks_ties_as_topk", lambda device: True):
+                report = switch._rewrite(gm)
+        except switch.NotJustified:
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+        return aot_eager(gm, example_inputs) if report.rewritten else gm.forward
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        reports = [record.report for record in self.records if isinstance(record, switch.GraphRecord)]
+        return [candidate for report in reports for candidate in report.candidates]
+
+    @property
+    def rewritten(self) -> list[Candidate]:
+        return rewritten_in(self.records)
+
+
+def case_of(seed: int) -> Case:
+    """The program of a seed; changes that eager does not run are drawn again."""
+    rng = random.Random(seed)
+    layer = draw(rng)
+    if rng.random() < UNCHANGED:
+        return Case(seed, layer)
+    for _ in range(20):
+        changed = copy.deepcopy(layer)
+        change = mutate(changed, rng)
+        case = Case(seed, changed, change)
+        if change and _runs(case):
+            return case
+    return Case(seed, layer)
+
+
+def _runs(case: Case) -> bool:
+    try:
+        module, x = case.build()
+        with torch.no_grad():
+            module(x)
+    except Exception:
+        return False
+    return True
+
+
+def check(module: nn.Module, x: Tensor) -> Outcome:
+    """Compare a module with its rewritten self, with gradients where eager can take them."""
+    train = True
+    try:
+        expected = _run(module, module.__class__.forward, x, train)
+    except Exception:
+        train = False
+        try:
+            expected = _run(module, module.__class__.forward, x, train)
+        except Exception as error:
+            return Outcome("eager fails", detail=repr(error))
+    backend = _Backend()
+    try:
+        with mock.patch.object(config, "strict", True):
+            actual = _compiled(module, x, train, backend)
+    except Exception as error:
+        return _raised(module, x, train, backend.error or error, in_rewrite=backend.error is not None)
+    if not backend.rewritten:
+        return Outcome("declined", detail=", ".join(f"{c.reason} ({c.detail})" for c in backend.candidates) or "no candidate")
+    wrong = _difference(module, x, train, actual, expected)
+    if wrong and _difference(module, x, train, _compiled(module, x, train, aot_eager), expected):
+        return Outcome("compile differs", detail=wrong)
+    if wrong and _ties(module, x):
+        return Outcome("tied scores", detail=wrong)
+    if wrong and x.dtype.itemsize < 4 and _kinks(module, x) and not check(module.double(), x.double()).failure:
+        return Outcome("rounded at a kink", detail=wrong)
+    status = f"rewritten{'' if len(backend.rewritten) == 1 else ' ' + str(len(backend.rewritten)) + ' times'}"
+    return Outcome(status, "wrong" if wrong else "", wrong)
+
+
+def _ties(module: nn.Module, x: Tensor) -> bool:
+    with TopkOfTies() as mode:
+        _run(module, module.__class__.forward, x, False)
+    return mode.found
+
+
+def _kinks(module: nn.Module, x: Tensor) -> bool:
+    with Kinked() as mode:
+        _run(module, module.__class__.forward, x, False)
+    return mode.found
+
+
+def _compiled(module: nn.Module, x: Tensor, train: bool, backend: Callable) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    compiled = torch.compile(module.__class__.forward, backend=backend)
+    if not isinstance(backend, _Backend):
+        return _run(module, compiled, x, train)
+    with mock.patch.object(switch, "_rewriting_backends", [backend]), switch.recording() as backend.records:
+        return _run(module, compiled, x, train)
+
+
+def _raised(module: nn.Module, x: Tensor, train: bool, error: Exception, *, in_rewrite: bool) -> Outcome:
+    try:
+        _compiled(module, x, train, aot_eager)
+    except Exception:
+        if not in_rewrite:
+            return Outcome("compile fails", detail=repr(error)[:200])
+    return Outcome("raised", "raised", f"{type(error).__name__}: {error}")
+
+
+def _run(module: nn.Module, forward: Callable, x: Tensor, train: bool) -> dict[str, Tensor]:
+    """Outputs, gradients, and what became of the input and the parameters."""
+    module = copy.deepcopy(module)
+    grad_mode = torch.is_grad_enabled()
+    try:
+        with torch.set_grad_enabled(train):
+            x = x.clone().requires_grad_(train)
+            out = forward(module, x)
+            outs = out if isinstance(out, tuple) else (out,)
+            named = {f"output {i}": o.detach().clone() for i, o in enumerate(outs)}
+            named |= {"input": x.detach()} | {f"value of {n}": p.detach().clone() for n, p in module.named_parameters()}
+            if train:
+                named |= _gradients(module, x, outs)
+    finally:
+        torch.set_grad_enabled(grad_mode)
+    return named
+
+
+def _gradients(module: nn.Module, x: Tensor, outs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    terms = [(o * torch.randn(o.shape, generator=generator).to(o.dtype)).sum() for o in outs if o.requires_grad]
+    if not terms:
+        return {}
+    sum(terms).backward()
+    named = {"x": x, **dict(module.named_parameters())}
+    return {f"gradient of {n}": p.grad for n, p in named.items() if p.grad is not None}
+
+
+def _difference(
+    module: nn.Module, x: Tensor, train: bool, actual: dict[str, Tensor], expected: dict[str, Tensor]
+) -> str:
+    """What differs by more than rounding explains; judged by eager in fp64."""
+    absent = {n for n in expected.keys() ^ actual.keys() if _nonzero(expected.get(n)) or _nonzero(actual.get(n))}
+    if absent:
+        return f"only one has: {sorted(absent)}"
+    suspects = [n for n in expected if n in actual and not _close(actual[n], expected[n], NOISE[x.dtype])]
+    if not suspects:
+        return ""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float64
+    exact = _run(copy.deepcopy(module).to(wide), module.__class__.forward, x.to(wide), train)
+    gradients = (t.double().nan_to_num(0, 0, 0) for n, t in expected.items() if n.startswith("gradient") and t.numel())
+    largest = max((gradient.abs().max() for gradient in gradients), default=0.0)
+    for name in suspects:
+        value, reference = actual[name].double(), expected[name].double()
+        if value.shape != reference.shape or actual[name].dtype != expected[name].dtype:
+            return f"{name}: {actual[name].dtype}{list(value.shape)} for {expected[name].dtype}{list(reference.shape)}"
+        if not reference.isfinite().all():
+            continue
+        # Gradients that cancel (of a single renormalised weight) are as inexact as those they are made of.
+        scale = largest if name.startswith("gradient") else reference.abs().max()
+        off = (exact[name].double() - reference).abs().max() if name in exact else 0.0
+        noise = NOISE[torch.float32] if x.dtype == torch.float64 and "float" in _source_dtypes(module) else NOISE[x.dtype]
+        allowed = AMPLIFIED * off + noise * scale + 1e-30
+        if not (value - reference).abs().max() <= allowed:
+            return f"{name}: off by {(value - reference).abs().max():.3g}, largest {scale:.3g}, allowed {allowed:.3g}"
+    return ""
+
+
+def _source_dtypes(module: nn.Module) -> tuple[str, ...]:
+    code = module.__class__.forward.__code__
+    return tuple("float" for name in code.co_names if name in ("float32", "float"))
+
+
+def _nonzero(tensor: Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.count_nonzero())
+
+
+def _close(actual: Tensor, expected: Tensor, noise: float) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if not expected.numel():
+        return True
+    value, reference = actual.double(), expected.double()
+    return bool((value - reference).abs().max() <= noise * reference.abs().max() + 1e-30)
+
+
+def outcome_of(case: Case) -> Outcome:
+    """The properties of one program."""
+    module, x = case.build()
+    outcome = check(module, x)
+    if not case.change and not outcome.failure and outcome.status not in AS_EXPECTED:
+        return Outcome(outcome.status, "missed", outcome.detail)
+    return outcome
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one seed. ``seconds`` are of processor time."""
+
+    seed: int
+    family: str
+    changed: bool
+    outcome: str
+    detail: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in FAILURES
+
+
+FAILURES = ("wrong", "missed", "raised")
+
+
+def _result_of(seed: int) -> Result:
+    start = time.process_time()
+    case = case_of(seed)
+    outcome = outcome_of(case)
+    if outcome.failure:
+        print(f"FAILED seed {seed}: {outcome.failure}: {outcome.detail}\n{case.reproducer}", flush=True)
+    said = outcome.failure or outcome.status
+    seconds = round(time.process_time() - start, 3)
+    return Result(seed, case.layer.family, bool(case.change), said, outcome.detail[:500], seconds)
+
+
+def _seeds(text: str) -> Iterator[int]:
+    first, _, end = text.partition(":")
+    return iter(range(int(first), int(end))) if end else itertools.count(int(first)) if ":" in text else iter((int(first),))
+
+
+def _run_shard(seeds: str, shard: int, jobs: int, seconds: float) -> list[Result]:
+    """Every ``jobs``-th seed, until the time is up."""
+    warnings.filterwarnings("ignore")
+    logging.disable()  # what torch says of programs that it cannot compile
+    torch.set_num_threads(1)
+    end, results = time.monotonic() + seconds, []
+    for seed in itertools.islice(_seeds(seeds), shard, None, jobs):
+        if time.monotonic() > end:
+            break
+        results.append(_result_of(seed))
+    return results
+
+
+def _run_shards(seeds: str, jobs: int, seconds: float) -> list[Result]:
+    if jobs == 1:
+        return _run_shard(seeds, 0, 1, seconds)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        shards = [pool.submit(_run_shard, seeds, shard, jobs, seconds) for shard in range(jobs)]
+        return sorted((result for shard in shards for result in shard.result()), key=lambda result: result.seed)
+
+
+def summary(results: list[Result]) -> dict[str, object]:
+    """Counts of outcomes, in all and per family, and the failures."""
+    counts = Counter(result.outcome for result in results)
+    families = {family: Counter(r.outcome for r in results if r.family == family) for family in {r.family for r in results}}
+    return {
+        "torch": torch.__version__,
+        "seeds": len(results),
+        "counts": {name: counts[name] for name in dict.fromkeys(("rewritten", "declined", *FAILURES, *sorted(counts)))},
+        "families": {family: dict(sorted(of.items())) for family, of in sorted(families.items())},
+        "seconds per seed": round(sum(r.seconds for r in results) / max(1, len(results)), 3),
+        "failures": [asdict(result) for result in results if result.failed],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Fuzz the rewrite of Mixture-of-Experts layers.")
+    parser.add_argument("--seeds", default="0:1000", help="FIRST:END, FIRST: or one seed (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the summary to this file")
+    parser.add_argument("--show", type=int, help="print the program of this seed and stop")
+    options = parser.parse_args(arguments)
+    if options.show is not None:
+        print(case_of(options.show).reproducer, flush=True)
+        return 0
+    results = _run_shards(options.seeds, options.jobs, options.seconds)
+    total = summary(results)
+    if options.json:
+        options.json.write_text(json.dumps(total, indent=2) + "\n")
+    for (family, changed, outcome), count in sorted(Counter((r.family, r.changed, r.outcome) for r in results).items()):
+        print(family, "changed" if changed else "unchanged", outcome, count)
+    failures = [(result.seed, result.outcome) for result in results if result.failed]
+    print(f"{len(results)} seeds, {total['seconds per seed']} s each, {len(failures)} failures: {failures}")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Hand-written loops over experts with branches inside, and over masks with more rows than experts, and near-miss twins.
+
+All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out`` for x [T, D].
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def set_in_both_branches(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        if e >= len(self.experts) // 2:
+            y = self.experts[e](x[token])
+        else:
+            y = self.experts[e](x.index_select(0, token))
+        out.index_add_(0, token, y * weights[token, slot, None])
+    return out
+
+
+def set_in_one_branch(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        given = x[token]
+        if self.training is None:
+            given = given.tanh()
+        out.index_add_(0, token, self.experts[e](given) * weights[token, slot, None])
+    return out
+
+
+def hit_of_more_rows(self, x, weights, ids):
+    """transformers' DBRX: no id is that of the last row."""
+    out = torch.zeros_like(x)
+    with torch.no_grad():
+        expert_mask = F.one_hot(ids, num_classes=len(self.experts) + 1).permute(2, 1, 0)
+        expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in expert_hit:
+        expert_idx = expert_idx[0]
+        with torch.no_grad():
+            idx, token_idx = torch.where(expert_mask[expert_idx])
+        expert = self.experts[expert_idx]
+        out.index_add_(0, token_idx, expert(x[token_idx]) * weights[token_idx, idx, None])
+    return out
+
+
+def hit_of_more_rows_that_are_skipped(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = F.one_hot(ids, num_classes=len(self.experts) + 1).permute(2, 1, 0)
+    for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():
+        expert_idx = expert_idx[0]
+        if expert_idx == len(self.experts):
+            continue
+        idx, token_idx = torch.where(expert_mask[expert_idx])
+        out.index_add_(0, token_idx, self.experts[expert_idx](x[token_idx]) * weights[token_idx, idx, None])
+    return out
+
+
+def _first_tokens(self, ids, room):
+    """One-hot rows of the ids, [T, K, E], without those of tokens that an expert has no room for."""
+    chosen = F.one_hot(ids, num_classes=len(self.experts))
+    return chosen * (chosen.sum(dim=1, keepdim=True).cumsum(dim=0) <= room)
+
+
+def _hit_by(self, x, weights, selected):
+    """transformers' Switch Transformers."""
+    out = torch.zeros_like(x)
+    expert_mask = selected.permute(2, 1, 0)
+    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in expert_hit:
+        idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+        current = self.experts[expert_idx[0]](x[None, top_x].reshape(-1, x.shape[-1])) * weights[top_x, idx, None]
+        out.index_add_(0, top_x, current.to(x.dtype))
+    return out
+
+
+def hit_with_room(self, x, weights, ids):
+    return _hit_by(self, x, weights, _first_tokens(self, ids, 3))
+
+
+def hit_with_room_in_a_list(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = _first_tokens(self, ids, 3).permute(2, 1, 0)
+    hits = (expert_mask.sum(dim=(-1, -2)) > 0).nonzero(as_tuple=True)[0]
+    for e in hits.tolist():
+        slot, token = torch.where(expert_mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+BRANCHES = (
+    set_in_both_branches, set_in_one_branch, hit_of_more_rows, hit_of_more_rows_that_are_skipped, hit_with_room,
+    hit_with_room_in_a_list,
+)  # fmt: skip
+
+
+# Near misses.
+
+
+def set_in_one_branch_and_read_later(self, x, weights, ids):
+    """It is what the last expert with tokens left behind."""
+    out, kept = torch.zeros_like(x), torch.zeros_like(x[0])
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        y = self.experts[e](x[token])
+        if e > 0:
+            kept = y.sum(dim=0)
+        else:
+            y = y * 1
+        out.index_add_(0, token, y * weights[token, slot, None])
+    return out + kept
+
+
+def kept_from_the_last_round(self, x, weights, ids):
+    """Without tokens the expert before leaves it as it was."""
+    out, scale = torch.zeros_like(x), 1.0
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        y = self.experts[e](x[token]) * scale
+        if self.training is None:
+            scale = 1.0
+        else:
+            pass
+        out.index_add_(0, token, y * weights[token, slot, None])
+        scale = y.detach().sum()
+    return out
+
+
+def either_mask(self, x, weights, ids):
+    """What is empty is what the branch that is not taken would select."""
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        first = ids[:, 0] == e
+        if not first.any():
+            continue
+        chosen = (ids == e).any(dim=-1)
+        if self.training is None:
+            chosen = first
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        out[chosen] += self.experts[e](x[chosen]) * share[chosen]
+    return out
+
+
+def the_other_mask(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        first = ids[:, 0] == e
+        if not first.any():
+            continue
+        if self.training:
+            chosen = (ids == e).any(dim=-1)
+        else:
+            chosen = first
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        out[chosen] += self.experts[e](x[chosen]) * share[chosen]
+    return out
+
+
+def row_of_no_expert(self, x, weights, ids):
+    """An id may be that of the last row: eager raises an error then."""
+    ids = torch.where(x[:, :1] > 1e9, len(self.experts), ids)
+    out = torch.zeros_like(x)
+    expert_mask = F.one_hot(ids, num_classes=len(self.experts) + 1).permute(2, 1, 0)
+    for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():
+        expert_idx = expert_idx[0]
+        idx, token_idx = torch.where(expert_mask[expert_idx])
+        expert = self.experts[expert_idx]
+        out.index_add_(0, token_idx, expert(x[token_idx]) * weights[token_idx, idx, None])
+    return out
+
+
+def row_of_no_expert_by_another_mask(self, x, weights, ids):
+    """Ids that are known say nothing about the mask."""
+    others = torch.where(x[:, :1] > 1e9, len(self.experts), ids)
+    out = torch.zeros_like(x)
+    expert_mask = F.one_hot(others, num_classes=len(self.experts) + 1).permute(2, 1, 0)
+    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
+    others = ids
+    for expert_idx in expert_hit:
+        expert_idx = expert_idx[0]
+        idx, token_idx = torch.where(expert_mask[expert_idx])
+        expert = self.experts[expert_idx]
+        out.index_add_(0, token_idx, expert(x[token_idx]) * weights[token_idx, idx, None])
+    return out
+
+
+def sum_of_both_signs(self, x, weights, ids):
+    """An expert whose marks add up to less than nothing has tokens all the same."""
+    chosen = F.one_hot(ids, num_classes=len(self.experts))
+    return _hit_by(self, x, weights, chosen - F.one_hot(torch.zeros_like(ids), num_classes=len(self.experts)))
+
+
+def sum_of_given_numbers(self, x, weights, ids):
+    return _hit_by(self, x, weights, F.one_hot(ids, num_classes=len(self.experts)) * x[:, :1, None].sign().long())
+
+
+def row_that_is_hit_more_than_once(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    expert_mask = _first_tokens(self, ids, 3).permute(2, 1, 0)
+    for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 1).nonzero():
+        idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+        out.index_add_(0, top_x, self.experts[expert_idx[0]](x[top_x]) * weights[top_x, idx, None])
+    return out
+
+
+NEAR_MISSES = (
+    sum_of_both_signs, sum_of_given_numbers, row_that_is_hit_more_than_once,
+    set_in_one_branch_and_read_later, kept_from_the_last_round, either_mask, the_other_mask, row_of_no_expert,
+    row_of_no_expert_by_another_mask,
+)  # fmt: skip

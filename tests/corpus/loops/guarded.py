@@ -1,0 +1,451 @@
+"""Hand-written loops over experts that skip those without tokens, and their near-miss twins.
+
+All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out`` for x [T, D].
+"""
+
+import torch
+import torch.nn.functional as F
+
+# Guards.
+
+
+def if_any(self, x, weights, ids):
+    """Tutorials."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if mask.any():
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def if_any_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        chosen = (ids == e).any(dim=-1)
+        if chosen.any():
+            expert_input = x[chosen]
+            share = (weights * (ids == e)).sum(-1)
+            out[chosen] += expert(expert_input) * share[chosen].unsqueeze(1)
+    return out
+
+
+def if_flat_any(self, x, weights, ids):
+    """makeMoE."""
+    scores = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter(-1, ids, weights)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        expert_mask = (ids == i).any(dim=-1)
+        flat_mask = expert_mask.view(-1)
+        if flat_mask.any():
+            expert_input = x[flat_mask]
+            expert_output = expert(expert_input)
+            gating = scores[flat_mask, i].unsqueeze(1)
+            weighted = expert_output * gating
+            out[expert_mask] += weighted.squeeze(1)
+    return out
+
+
+def numel_continue(self, x, weights, ids):
+    """HiDream."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        current = x[token]
+        out[token] += weights[token, slot, None] * expert(current)
+    return out
+
+
+def shape_continue(self, x, weights, ids):
+    """Old Mixtral."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in range(len(self.experts)):
+        idx, top_x = torch.where(mask[e])
+        if top_x.shape[0] == 0:
+            continue
+        current_state = x[None, top_x].reshape(-1, x.shape[-1])
+        current_hidden_states = self.experts[e](current_state) * weights[top_x, idx, None]
+        out.index_add_(0, top_x, current_hidden_states.to(x.dtype))
+    return out
+
+
+def not_any_continue(self, x, weights, ids):
+    out = x.new_zeros(x.shape)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if not torch.any(mask):
+            continue
+        hits = mask.nonzero()
+        token, slot = hits[:, 0], hits[:, 1]
+        out = out.index_add(0, token, expert(x.index_select(0, token)) * weights[token, slot].unsqueeze(1))
+    return out
+
+
+def len_positive(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        if len(token) > 0:
+            y = expert(x[token])
+            y = y * weights[token, slot].unsqueeze(-1)
+            out[token] = out[token] + y
+    return out
+
+
+def sum_is_zero(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if mask.sum() == 0:
+            continue
+        token, slot = torch.where(mask)
+        y = expert(x[token]) * weights[token, slot, None]
+        out.index_add_(0, token, y)
+    return out
+
+
+def gathered_size(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        tokens = x[token]
+        if tokens.size(0) > 0:
+            result = expert(tokens)
+            result *= weights[token, slot, None]
+            out.index_add_(dim=0, index=token, source=result)
+    return out
+
+
+def any_item(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids.eq(e)
+        if not mask.any().item():
+            continue
+        token, slot = mask.nonzero(as_tuple=True)
+        out.index_add_(0, token, expert(x[token]).mul(weights[token, slot, None]))
+    return out
+
+
+# Loops over the experts that were hit.
+
+
+def hit_rows(self, x, weights, ids):
+    """transformers' "eager" experts, with a class for sentinels."""
+    out = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = F.one_hot(ids, num_classes=len(self.experts) + 1)
+        mask = mask.permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in hit:
+        expert_idx = expert_idx[0]
+        if expert_idx == len(self.experts):
+            continue
+        slot, token = torch.where(mask[expert_idx])
+        y = self.experts[expert_idx](x[token])
+        y = y * weights[token, slot, None]
+        out.index_add_(0, token, y.to(out.dtype))
+    return out
+
+
+def hit_rows_squeezed(self, x, weights, ids):
+    """transformers 4.50's Mixtral."""
+    out = torch.zeros_like(x)
+    expert_mask = torch.nn.functional.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in expert_hit:
+        expert_layer = self.experts[expert_idx]
+        idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+        current_state = x[None, top_x].reshape(-1, x.shape[-1])
+        current = expert_layer(current_state) * weights[top_x, idx, None]
+        out.index_add_(0, top_x, current.to(x.dtype))
+    return out
+
+
+def hit_ids(self, x, weights, ids):
+    """Nemotron-H: numbers, and a guard on top."""
+    out = torch.zeros_like(x, dtype=weights.dtype)
+    with torch.no_grad():
+        expert_mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        expert_hit = (expert_mask.sum(dim=(-1, -2)) > 0).nonzero().squeeze(-1)
+    for expert_idx in expert_hit:
+        expert_idx = expert_idx.item()
+        slot, token = torch.where(expert_mask[expert_idx])
+        if token.numel() == 0:
+            continue
+        y = self.experts[expert_idx](x[token])
+        out.index_add_(0, token, y * weights[token, slot, None])
+    return out.to(x.dtype)
+
+
+def slots_by_division(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = torch.where(ids.flatten() == e)[0]
+        if slots.numel() == 0:
+            continue
+        token = slots // ids.shape[1]
+        out.index_add_(0, token, expert(x[token]) * weights.flatten()[slots, None])
+    return out
+
+
+def slots_by_function(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = (ids.flatten() == e).nonzero(as_tuple=True)[0]
+        if len(slots) > 0:
+            token = torch.div(slots, ids.shape[1], rounding_mode="floor").long()
+            out[token] += expert(x[token]) * weights.flatten()[slots, None]
+    return out
+
+
+def slots_of_turned_ids(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = (ids.t().flatten() == e).nonzero(as_tuple=True)[0]
+        if slots.shape[0]:
+            token = slots % ids.shape[0]
+            out.index_add_(0, token, expert(x[token]) * weights.t().flatten()[slots, None])
+    return out
+
+
+GUARDED = (
+    slots_by_division, slots_by_function, slots_of_turned_ids,
+    if_any, if_any_rows, if_flat_any, numel_continue, shape_continue, not_any_continue, len_positive, sum_is_zero,
+    gathered_size, any_item, hit_rows, hit_rows_squeezed, hit_ids,
+)  # fmt: skip
+
+
+# Near misses: what is skipped is not nothing, or the condition says something else.
+
+
+def else_branch(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if mask.any():
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        else:
+            out = out + 1.0
+    return out
+
+
+def bias_to_all_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out += 0.5
+    return out
+
+
+def counts_experts(self, x, weights, ids):
+    out, used = torch.zeros_like(x), 0
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        used += 1
+    return out * used
+
+
+def counts_on_the_module(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        self.calls += 1
+    return out
+
+
+def breaks(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            break
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def reads_the_count(self, x, weights, ids):
+    out, total = torch.zeros_like(x), 0
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        count = int(mask.sum())
+        if count > 0:
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            total += count * (e + 1)
+    return out * total
+
+
+def other_mask(self, x, weights, ids):
+    """The condition is about the next expert."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        if (ids == e + 1).any():
+            token, slot = torch.where(mask)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def more_than_two(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 2:
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def any_of_indices(self, x, weights, ids):
+    """False for token 0 alone, which is not nothing."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.any():
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def keeps_the_last(self, x, weights, ids):
+    out, last = torch.zeros_like(x), x.sum()
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        last = x.mean() * e
+    return out + last
+
+
+def changes_the_mask(self, x, weights, ids):
+    """The mask that is asked is not the one that selected."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        token, slot = torch.where(mask)
+        mask.logical_and_(ids > 0)
+        if mask.any():
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def collects(self, x, weights, ids):
+    out, seen = torch.zeros_like(x), []
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        seen.append(e)
+    return out * len(seen)
+
+
+def next_of_an_iterator(self, x, weights, ids):
+    out, experts = torch.zeros_like(x), iter(self.experts)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        expert = next(experts)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def hit_counted(self, x, weights, ids):
+    out, hits = torch.zeros_like(x), 0
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        slot, token = torch.where(mask[e[0]])
+        out.index_add_(0, token, self.experts[e[0]](x[token]) * weights[token, slot, None])
+        hits = hits + 1
+    return out * hits
+
+
+def hit_more_than_once(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 1).nonzero():
+        e = e[0]
+        slot, token = torch.where(mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def hit_then_break(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        e = e[0]
+        if e == 2:
+            break
+        slot, token = torch.where(mask[e])
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def hit_as_number(self, x, weights, ids):
+    """The variable is part of the result, as a tensor."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        slot, token = torch.where(mask[e[0]])
+        out.index_add_(0, token, self.experts[e[0]](x[token]) * weights[token, slot, None] * (e + 1))
+    return out
+
+
+def collects_in_an_expression(self, x, weights, ids):
+    """The list is made here, so that nothing outside sees the write."""
+    out, seen = torch.zeros_like(x), []
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        unused = seen.append(e)  # noqa: F841
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out * len(seen)
+
+
+def a_sum_is_there_without_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        slots = torch.where(ids.flatten() == e)[0]
+        if slots.numel() == 0:
+            continue
+        token = slots // ids.shape[1]
+        out.index_add_(0, token, expert(x[token]) * weights.flatten()[slots, None])
+        out.index_add_(0, (slots.sum() % x.shape[0]).view(1), torch.ones_like(x[:1]))
+    return out
+
+
+def a_longer_list(self, x, weights, ids):
+    """Sums of lists are longer than both."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out[token.tolist() + [0]] += 1
+    return out
+
+
+NEAR_MISSES = (
+    a_sum_is_there_without_rows, a_longer_list,
+    else_branch, bias_to_all_rows, counts_experts, counts_on_the_module, breaks, reads_the_count, other_mask, more_than_two,
+    any_of_indices, keeps_the_last, changes_the_mask, collects, hit_counted, hit_more_than_once, hit_then_break, hit_as_number,
+    next_of_an_iterator,
+)  # fmt: skip

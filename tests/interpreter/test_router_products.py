@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from moeblaze_ops.kernels.routing.router_products import launch_router_logits, launch_router_weight_grad
+from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle
+
+pytestmark = interpreted
+
+SIZES = [(1, 16, 4), (70, 40, 3), (64, 256, 1), (150, 24, 16), (0, 16, 4)]
+
+
+@pytest.fixture(autouse=True)
+def _mended():
+    mend_interpreter()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("strided", [False, True])
+def test_products_match_oracle(sizes, dtype, strided):
+    torch.manual_seed(0)
+    T, D, E = sizes
+    operands = [torch.randn(shape).to(dtype) for shape in ((T, D), (E, D), (T, E))]
+    x, w, dlogits = [operand.T.contiguous().T if strided else operand for operand in operands]
+    logits, dw = launch_router_logits(x, w), launch_router_weight_grad(dlogits, x)
+    assert logits.dtype == dw.dtype == dtype and logits.is_contiguous() and dw.is_contiguous()
+    assert_near([logits, dw], [oracle("router_logits", x, w), oracle("router_weight_grad", dlogits, x)])
+
+
+def test_a_token_reaches_its_own_logits_only():
+    x, w = torch.randn(70, 16), torch.randn(4, 16)
+    x[66] = float("nan")
+    assert launch_router_logits(x, w).isnan().any(1).nonzero().tolist() == [[66]]

@@ -1,0 +1,194 @@
+"""The Hopper kernels compiled for sm_90 without a GPU: they compile, fit in shared memory and spill next to nothing.
+
+Spills are what a change of Triton or of a kernel costs first: a consumer holds a 64 x 256 accumulator in 168 registers.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from moeblaze_ops.kernels.activations import ACTIVATION_IDS  # noqa: E402
+from moeblaze_ops.kernels.hopper import launch as hopper_launch  # noqa: E402
+from moeblaze_ops.kernels.hopper.configs import num_partials  # noqa: E402
+from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward  # noqa: E402
+from moeblaze_ops.kernels.hopper.expert_up import hopper_expert_up  # noqa: E402
+from moeblaze_ops.kernels.hopper.row_gemm import hopper_down_rows, hopper_up_backward_rows  # noqa: E402
+from moeblaze_ops.kernels.hopper.weight_grad import hopper_weight_grad  # noqa: E402
+
+SHARED_MEMORY_BYTES = 232448
+"""What one program may use on compute capability 9.0."""
+
+SPILL_BYTES = 32
+"""Stack bytes allowed: a few values spilled outside the inner loops cost nothing that can be measured."""
+
+T, K, E, D, F = 64, 2, 4, 512, 768
+N = T * K
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_clamped", "swiglu_limited")
+
+
+class OfflineDriver:
+    """Stands for the driver of a Hopper that is not there."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {
+            "max_shared_mem": SHARED_MEMORY_BYTES,
+            "max_num_regs": 65536,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+        }
+    )
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_interface(self):
+        return torch.cpu
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels compiled, not run, by the launchers that the test calls."""
+    kernels = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **keywords):
+        kernels.append(run(self, *args, grid=grid, warmup=True, **keywords))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(hopper_launch, "num_programs", lambda device: 132)
+    # `driver.reset_active()` raises where there is no GPU.
+    monkeypatch.setattr(driver, "_active", OfflineDriver())
+    return kernels
+
+
+def assert_fits(kernels) -> None:
+    for kernel in kernels:
+        assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(kernel.asm["cubin"])
+            cubin.flush()
+            usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True)
+        assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= SPILL_BYTES, kernel.metadata.name
+
+
+def empty(*shape: int, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype)
+
+
+OFFSETS_E1 = torch.zeros(E + 1, dtype=torch.int32)
+BLOCKS_B2 = torch.zeros(N // 128 + E + 1, 2, dtype=torch.int32)
+SLOTS_N = torch.zeros(N, dtype=torch.int32)
+
+
+def up_weights(storage: str, parts: int, num_f: int, num_d: int, dtype=torch.bfloat16) -> list:
+    if storage == "split":
+        return [empty(E, 1, num_f, num_d, dtype=dtype) for _ in range(parts)]
+    if storage == "f_inner":
+        return [empty(E, num_d, parts, num_f, dtype=dtype).permute(0, 2, 3, 1)]
+    if storage == "interleaved":
+        return [empty(E, num_f, parts, num_d, dtype=dtype).transpose(1, 2)]
+    return [empty(E, parts, num_f, num_d, dtype=dtype)]
+
+
+def up_biases(w_up: list) -> list:
+    return [empty(*weight.shape[:3], dtype=weight.dtype) for weight in w_up]
+
+
+STORAGES = ("packed", "split", "f_inner", "interleaved")
+WIDTHS = {"even": (F, D), "ragged": (200, 328), "narrow": (72, 64)}
+
+
+@pytest.mark.parametrize("num_d", [512, 1536, 2048])
+@pytest.mark.parametrize("activation", ACTIVATION_IDS)
+def test_activations_fit(compiled, activation, num_d):
+    """Narrow and wide: the tile of dA depends on D."""
+    D, parts = num_d, 2 if activation in GATED else 1
+    table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
+    h, a, partials = empty(N, parts, F), empty(N, F), empty(num_partials(F, D), N, dtype=torch.float32)
+    w_up, w_down = up_weights("packed", parts, F, D), empty(E, F, D)
+    hopper_expert_up(empty(T, D), w_up, up_biases(w_up), *table, h, a)
+    written = (empty(*h.shape), partials, a)
+    hopper_down_backward(empty(T, D), h, [w_down], empty(T, K, dtype=torch.float32), *table, *written, early=num_d == 2048)
+    assert len(compiled) == 2
+    assert_fits(compiled)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_storages_fit(compiled, storage, widths, dtype):
+    num_f, num_d = WIDTHS[widths]
+    x, h, a = empty(T, num_d, dtype=dtype), empty(N, 2, num_f, dtype=dtype), empty(N, num_f, dtype=dtype)
+    y = empty(N, num_d, dtype=dtype)
+    w_up = up_weights(storage, 2, num_f, num_d, dtype)
+    w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d, dtype)[0][:, 0]
+    partials = empty(num_partials(num_f, num_d), N, dtype=torch.float32)
+    table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, "swiglu")
+    hopper_expert_up(x, w_up, [], *table, h, a)
+    hopper_down_rows(a, [w_down], [empty(E, num_d, dtype=dtype)], OFFSETS_E1, BLOCKS_B2, y)
+    hopper_down_backward(x, h, [w_down], None, *table, h, partials, a)
+    hopper_up_backward_rows(h, w_up, OFFSETS_E1, BLOCKS_B2, y)
+    hopper_weight_grad(x, h, w_up, SLOTS_N, OFFSETS_E1, K)
+    hopper_weight_grad(x, a.unsqueeze(1), [w_down], SLOTS_N, OFFSETS_E1, K)
+    assert len(compiled) == 8
+    assert_fits(compiled)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("channels", [0, 1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_rows_that_go_to_tokens_fit(compiled, widths, channels, dtype):
+    num_f, num_d = WIDTHS[widths]
+    h, a, y = empty(N, 2, num_f, dtype=dtype), empty(N, num_f, dtype=dtype), empty(N, num_d, dtype=dtype)
+    for weights in (None, empty(N, 1, dtype=torch.float32), empty(N, 1, dtype=dtype)):
+        hopper_down_rows(a, [empty(E, num_f, num_d, dtype=dtype)], [], OFFSETS_E1, BLOCKS_B2, y, SLOTS_N, weights)
+    product = (empty(N, channels, dtype=dtype), empty(num_d, channels, dtype=dtype).T) if channels else (None, None)
+    w_up = up_weights("packed", 2, num_f, num_d, dtype)
+    hopper_up_backward_rows(h, w_up, OFFSETS_E1, BLOCKS_B2, y, SLOTS_N, *product, early=channels == 8)
+    assert len(compiled) == 4
+    assert_fits(compiled)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_adding_weight_gradients_fits(compiled, storage, widths, sums):
+    num_f, num_d = WIDTHS[widths]
+    x, h, a = empty(T, num_d), empty(N, 2, num_f), empty(N, 1, num_f)
+    w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d, sums)[0][:, 0]
+    hopper_weight_grad(x, h, up_weights(storage, 2, num_f, num_d, sums), SLOTS_N, OFFSETS_E1, K, accumulate=True)
+    hopper_weight_grad(x, a, [w_down], SLOTS_N, OFFSETS_E1, K, accumulate=True)
+    assert len(compiled) == 4
+    assert_fits(compiled)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_writing_or_adding_weight_gradients_fits(compiled, storage, widths):
+    num_f, num_d = WIDTHS[widths]
+    x, h, a = empty(T, num_d), empty(N, 2, num_f), empty(N, 1, num_f)
+    fresh_E = torch.zeros(E, dtype=torch.int32)
+    w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d)[0][:, 0]
+    options = {"accumulate": True, "fresh_E": fresh_E, "order_E1": OFFSETS_E1, "early": storage == "packed"}
+    hopper_weight_grad(x, h, up_weights(storage, 2, num_f, num_d), SLOTS_N, OFFSETS_E1, K, **options)
+    hopper_weight_grad(x, a, [w_down], SLOTS_N, OFFSETS_E1, K, **options)
+    assert len(compiled) == 2
+    assert_fits(compiled)

@@ -1,0 +1,133 @@
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="compiles Triton kernels")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+from moeblaze_ops import config
+from moeblaze_ops.kernels.configs import shared_memory_bytes
+from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
+from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
+from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
+from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
+from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
+from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
+from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
+from tests.tools.offline import compile_launch, recorded_launches
+
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+
+# dtype, (T, E, K, D, F), activation, biases, weight on input.
+LAYERS = {
+    "many_rows": (torch.bfloat16, (32768, 128, 8, 2048, 768), "swiglu", False, False),
+    "few_rows": (torch.bfloat16, (64, 128, 4, 2880, 2880), "swiglu_clamped", True, False),
+    "middling_rows_weight_on_input": (torch.float16, (1024, 16, 1, 1024, 512), "geglu", True, True),
+    "ungated": (torch.bfloat16, (8192, 8, 2, 1024, 4096), "relu2", False, False),
+    "fp32": (torch.float32, (8192, 8, 2, 512, 1024), "swiglu", False, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def portable_kernels(monkeypatch):
+    monkeypatch.setattr(config, "hopper", "off")
+
+
+def train(dtype, sizes, activation, bias, weight_on_input):
+    """Calls every launcher once, as one training step of a layer would."""
+    T, E, K, D, F = sizes
+    G = 2 if "glu" in activation else 1
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    x, weights = new(T, D), new(T, K, dtype=torch.float32)
+    w_up, w_down = [new(E, G, F, D)], [new(E, D, F).transpose(1, 2)]
+    b_up, b_down = ([new(E, G, F)], [new(E, D)]) if bias else ([], [])
+    on_input, on_output = (weights, None) if weight_on_input else (None, weights)
+    routing = launch_dispatch(new(T, K, dtype=torch.int64), E)
+    slots, offsets = routing[:2]
+    h, a = launch_expert_up(x, w_up, b_up, on_input, *routing, activation)
+    out = launch_expert_down(h, a, w_down, b_down, on_output, *routing, activation)
+    dh, _, wa = launch_expert_down_backward(out, h, w_down, b_down, on_output, *routing, activation)
+    launch_expert_up_backward(dh, x if weight_on_input else None, w_up, on_input, *routing, new(T, E), new(E, D))
+    launch_expert_weight_grad(x, dh, w_up, on_input, slots, offsets, K)
+    launch_expert_weight_grad(out, wa.unsqueeze(1), w_down, None, slots, offsets, K)
+    for sums in (torch.float32, dtype):
+        launch_expert_weight_grad_add(x, dh, [new(E, G, F, D, dtype=sums)], on_input, slots, offsets, K)
+        launch_expert_weight_grad_add(out, wa.unsqueeze(1), [new(E, D, F, dtype=sums).mT], None, slots, offsets, K)
+    if bias:
+        launch_expert_bias_grad(dh.view(T * K, G * F), None, slots, offsets, K, False)
+        launch_expert_bias_grad(out, on_output, slots, offsets, K, True)
+        launch_expert_bias_grad_add(out, new(E, D, dtype=torch.float32), on_output, slots, offsets, K, True)
+
+
+def check_resources(layer, capability, on_tensor_cores):
+    with recorded_launches(capability) as launches:
+        train(*LAYERS[layer])
+    for launch in launches:
+        resources = compile_launch(launch, capability)
+        assert resources.spill_bytes == 0, launch.name
+        assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
+        assert resources.tensor_core == (expected_tensor_core(launch, capability) if on_tensor_cores else None), launch.name
+
+
+on_every_target = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+
+
+@on_every_target
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernels_compile_without_spills(layer, capability):
+    check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
+
+
+@on_every_target
+def test_tf32_kernels_compile_without_spills(capability):
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_resources("fp32", capability, on_tensor_cores=True)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def expected_tensor_core(launch, capability):
+    """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
+    if "BLOCK_K" in launch.arguments:
+        rows = launch.arguments["BLOCK_M"]
+    elif launch.arguments.get("HAS_PRODUCT") and not launch.arguments["FEW_CHANNELS"]:
+        rows = launch.arguments["BLOCK_T"]
+    else:
+        return None
+    return {9: "wgmma", 10: "tcgen05"}.get(capability[0], "mma") if rows >= 64 else "mma"
+
+
+def specialised(parameter, value):
+    """What of an argument is compiled for: a constant's value; of another number whether it is 1, or a multiple of 16."""
+    return value if parameter.is_constexpr or value is None else (value == 1, value % 16 == 0)
+
+
+def test_tokens_do_not_change_what_is_compiled():
+    """The most tokens take the rows of a projection in ranges of columns, with the same kernels."""
+
+    def compiled(T):
+        with recorded_launches((9, 0)) as launches:
+            dtype, (_, *sizes), *rest = LAYERS["many_rows"]
+            train(dtype, (T, *sizes), *rest)
+        kernels = []
+        for launch in launches:
+            plain = {
+                parameter.name: specialised(parameter, launch.arguments[parameter.name])
+                for parameter in launch.kernel.params
+                if not parameter.do_not_specialize and not isinstance(launch.arguments[parameter.name], torch.Tensor)
+            }
+            kernel = (launch.name, plain, launch.options)
+            if kernel not in kernels:
+                kernels.append(kernel)
+        return len(launches), kernels
+
+    (few, kernels), (odd, odd_kernels), (many, many_kernels) = compiled(16384), compiled(16387), compiled(50000)
+    assert few < odd < many
+    assert kernels == odd_kernels == many_kernels

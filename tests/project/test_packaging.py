@@ -1,0 +1,144 @@
+"""The package as a user gets it: every way to install it, beside another package that is called `kernels`."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "outputs", "*.egg-info", "shared")
+
+
+def installed_version(package: str) -> int:
+    """Major version, 0 if missing. Metadata only: looking for pip's module would switch setuptools to stdlib distutils."""
+    try:
+        return int(importlib.metadata.version(package).split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+
+
+if not installed_version("pip"):
+    pytest.skip("needs pip", allow_module_level=True)
+if installed_version("setuptools") < 77:
+    pytest.skip("needs setuptools 77 or newer, which reads our pyproject.toml", allow_module_level=True)
+
+CHECK = """
+import sys, importlib.util
+from pathlib import Path
+
+expected, other = Path(sys.argv[1]), Path(sys.argv[2])
+import kernels
+import moeblaze_ops
+import moeblaze_ops.integrations
+import moeblaze_ops.kernels.configs
+import moeblaze_ops.lowering.graph.functional_view
+
+assert kernels.IS_ANOTHER_PACKAGE, kernels
+assert Path(moeblaze_ops.__file__).parent == expected / "moeblaze_ops", moeblaze_ops.__file__
+assert moeblaze_ops.kernels.configs.ROW_BLOCK == 128
+assert importlib.util.find_spec("lowering") is None or Path.cwd() == expected
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the sources: a build leaves files beside them."""
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "moeblaze", ignore=NOT_SOURCES)
+
+
+@pytest.fixture(scope="module")
+def other_kernels(tmp_path_factory):
+    """A folder that holds a package named `kernels`."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "__init__.py").write_text("IS_ANOTHER_PACKAGE = True\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory):
+    return build("build_sdist", checkout, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """The wheel built from the sdist, which is what an index would serve."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(sdist, unpacked)
+    return build("build_wheel", next(unpacked.iterdir()), tmp_path_factory.mktemp("wheel"))
+
+
+def build(hook, source, folder):
+    """Calls a hook of the build backend in `source` and returns the file that it wrote in `folder`."""
+    code = f"from setuptools import build_meta; build_meta.{hook}({str(folder)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+    return next(folder.iterdir())
+
+
+def pip_install(*arguments):
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", *arguments)
+
+
+def run(*command, cwd=None):
+    """Runs a command that finds what is installed, and not what PYTHONPATH adds to that."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_import(expected, other_kernels, *, install_folder=None, cwd):
+    """Imports the package in a fresh interpreter that knows torch, `install_folder` and the other `kernels` only.
+
+    Without site (-S), a moeblaze that is installed beside torch in editable mode stays out.
+    """
+    folders = [str(folder) for folder in (other_kernels, install_folder) if folder]
+    setup = f"import site, sys; sys.path.append({str(Path(torch.__file__).parent.parent)!r})\n"
+    setup += "".join(f"sys.path.insert(0, {folder!r}); site.addsitedir({folder!r})\n" for folder in folders)
+    setup += f"sys.path.insert(0, {str(cwd)!r})\n"
+    run(sys.executable, "-S", "-c", setup + CHECK, str(expected), str(other_kernels), cwd=cwd)
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel, checkout):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    sources = {path.relative_to(checkout).as_posix() for path in (checkout / "moeblaze_ops").rglob("*.py")}
+    for folder in ("kernels", "lowering"):
+        sources |= {f"moeblaze_ops/{path.relative_to(checkout).as_posix()}" for path in (checkout / folder).rglob("*.py")}
+    assert names == sources | {"moeblaze_ops/py.typed"}
+
+
+def test_sdist_holds_the_tests(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {"tests/conftest.py", "tests/project/test_packaging.py", "constraints.txt", "Makefile", "LICENSE"} <= names
+
+
+def test_wheel_imports_beside_another_kernels(wheel, other_kernels, tmp_path):
+    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip_install("--target", str(target), str(wheel))
+    check_import(target, other_kernels, install_folder=target, cwd=elsewhere)
+
+
+def test_editable_install_imports_beside_another_kernels(checkout, other_kernels, tmp_path):
+    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip_install("--target", str(target), "--editable", str(checkout))
+    check_import(checkout, other_kernels, install_folder=target, cwd=elsewhere)
+
+
+def test_checkout_imports_beside_another_kernels(checkout, other_kernels):
+    check_import(checkout, other_kernels, cwd=checkout)
+
+
+def test_entry_point_names_the_backend(wheel):
+    archive = zipfile.ZipFile(wheel)
+    name = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert "moeblaze = moeblaze_ops.compile:moeblaze_backend" in archive.read(name).decode()
+    assert callable(importlib.metadata.EntryPoint("moeblaze", "moeblaze_ops.compile:moeblaze_backend", "").load())

@@ -1,0 +1,80 @@
+"""Python's numbers where Dynamo compiles for dynamic shapes: they may be others at the next call."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import Rewriting, check_against_eager, compiled
+
+pytestmark = pytest.mark.usefixtures("fp64")
+
+
+class Scaled(zoo.ModuleListMoE):
+    """Every token on every expert, with a number at one place."""
+
+    def __init__(self, number: float, **places):
+        super().__init__(self.run)
+        self.number, self.places = number, places
+
+    def run(self, _, x, weights, ids):
+        x, weights = self._at("tokens", x), self._at("weights", weights)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            hidden = self._at("hidden", F.silu(self._at("gate", expert.w1(x))) * expert.w3(x))
+            out = out + self._at("outputs", expert.w2(hidden)) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return self._at("result", out)
+
+    def _at(self, place: str, x: torch.Tensor) -> torch.Tensor:
+        return x * self.number if place in self.places else x
+
+
+class Clamped(zoo.StackedMoE):
+    """gpt-oss, whose numbers are attributes of the module."""
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0):
+        super().__init__(self.run, "packed_linear", bias=True)
+        self.alpha, self.limit = alpha, limit
+
+    def run(self, _, x, weights, ids):
+        h = torch.einsum("beck,bk->bec", self.gate_up[ids], x) + self.gate_up_bias[ids]
+        gate, up = h[..., ::2].clamp(max=self.limit), h[..., 1::2].clamp(-self.limit, self.limit)
+        h = gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        y = torch.einsum("beck,bek->bec", self.down[ids], h) + self.down_bias[ids]
+        return torch.einsum("bec,be->bc", y, weights)
+
+
+def check(layer: torch.nn.Module) -> Rewriting:
+    return check_against_eager(layer, torch.randn(10, zoo.D) * 9, dynamic=True)
+
+
+@pytest.mark.parametrize("place", ["tokens", "weights", "result"])
+def test_numbers_around_experts(place):
+    assert len(check(Scaled(1.5, **{place: True})).rewritten) == 1
+
+
+@pytest.mark.parametrize("place", ["gate", "hidden", "outputs"])
+def test_numbers_inside_experts_are_right_or_left_alone(place):
+    layer = Scaled(1.5, **{place: True})
+    run, backend = compiled(layer, dynamic=True)
+    for layer.number in (1.5, 1.0, 2.0):
+        x = torch.randn(10, zoo.D)
+        torch.testing.assert_close(run(x), layer(x))
+    assert all(candidate.became != "expert_up(swiglu) -> expert_down" for candidate in backend.candidates[:1])
+
+
+def test_numbers_of_an_activation_are_guarded():
+    layer = Clamped()
+    assert {found.activation for found in check(layer).rewritten} == {"swiglu_clamped"}
+    run, backend = compiled(layer, dynamic=True)
+    for numbers in ((1.702, 7.0), (1.702, 6.0), (1.3, 7.0), (1.702, 7.0)):
+        layer.alpha, layer.limit = numbers
+        for num_tokens in (10, 13):
+            x = torch.randn(num_tokens, zoo.D) * 9
+            torch.testing.assert_close(run(x), layer(x))
+    assert {found.activation for found in backend.rewritten} == {"swiglu_clamped", "identity"}
+
+
+@pytest.mark.parametrize("numbers", [{"alpha": 1.7}, {"limit": 6.0}], ids=str)
+def test_other_numbers_are_not_the_fused_activation(numbers):
+    assert all(found.activation != "swiglu_clamped" for found in check(Clamped(**numbers)).rewritten)

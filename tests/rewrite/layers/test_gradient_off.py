@@ -1,0 +1,108 @@
+"""Layers that are computed in blocks without gradients, where gradients are on around them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager
+
+T = 10
+
+
+class Beside(nn.Module):
+    """``combine`` tells how a layer is called; a linear layer beside it has gradients."""
+
+    def __init__(self, combine, spelling=zoo.masked_sum):
+        super().__init__()
+        self.layer, self.combine = zoo.ModuleListMoE(spelling), combine
+        self.beside = nn.Linear(zoo.D, zoo.D)
+
+    def forward(self, x):
+        return self.combine(self, x)
+
+
+def whole_layer(self, x):
+    with torch.no_grad():
+        y = self.layer(x)
+    return self.beside(x) + y.tanh()
+
+
+def without_router(self, x):
+    weights, ids = self.layer.router(x)
+    with torch.no_grad():
+        y = self.layer.combine(self.layer, x, weights, ids)
+    return self.beside(x) * y + weights.sum()
+
+
+def of_detached_tokens(self, x):
+    with torch.no_grad():
+        y = self.layer(x.detach() * 2)
+    return self.beside(x) * y
+
+
+def with_and_without(self, x):
+    """A teacher and a student with the same weights."""
+    with torch.no_grad():
+        y = self.layer(x)
+    return F.mse_loss(self.layer(x), y + 1) + self.beside(x)
+
+
+SPELLINGS = (zoo.masked_sum, zoo.loop_mixtral, zoo.dense_then_gather)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [whole_layer, without_router, of_detached_tokens, with_and_without], ids=lambda f: f.__name__)
+def test_layers_without_gradients(fp64, combine, spelling):
+    backend = check_against_eager(Beside(combine, spelling), torch.randn(T, zoo.D))
+    assert_replaced(backend)
+    assert len(backend.rewritten) == (2 if combine is with_and_without else 1)
+
+
+# Near misses.
+
+
+def added_to_what_has_gradients(self, x):
+    """The sum keeps the gradient of what it starts from."""
+    out = self.beside(x)
+    with torch.no_grad():
+        weights, ids = self.layer.router(x)
+        for e, expert in enumerate(self.layer.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def tokens_without_gradients(self, x):
+    with torch.no_grad():
+        tokens = x * 1
+        weights, ids = self.layer.router(x)
+    return self.layer.combine(self.layer, tokens, weights, ids) + self.beside(x)
+
+
+def some_experts_without_gradients(self, x):
+    weights, ids = self.layer.router(x)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.layer.experts):
+        with torch.set_grad_enabled(e > 1):
+            y = expert(x)
+        out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+def sum_ends_with_gradients(self, x):
+    weights, ids = self.layer.router(x)
+    with torch.no_grad():
+        rows = [expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.layer.experts)]
+    return torch.stack(rows).sum(0) + self.beside(x)
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [added_to_what_has_gradients, tokens_without_gradients, some_experts_without_gradients, sum_ends_with_gradients],
+    ids=lambda f: f.__name__,
+)
+def test_gradients_are_what_they_were(fp64, combine):
+    backend = check_against_eager(Beside(combine), torch.randn(T, zoo.D))
+    assert len(backend.rewritten) == (combine is tokens_without_gradients)

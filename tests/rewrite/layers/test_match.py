@@ -1,0 +1,216 @@
+"""What is recognised, in which form, and what is left alone for which reason."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moeblaze_ops
+from moeblaze_ops.lowering.match.reasons import Reason
+from tests.corpus import lookalikes, twins
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager, rewrite_of
+
+
+@pytest.fixture(autouse=True)
+def _fp64():
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", lookalikes.LOOKALIKES)
+def test_lookalike_is_left_alone(name):
+    backend = rewrite_of(lookalikes.build(name), torch.randn(10, zoo.D))
+    reason = lookalikes.LOOKALIKES[name][1]
+    assert not backend.rewritten
+    assert backend.reasons == ([reason] if reason else [])
+    assert not any("moeblaze" in operator or "expert_up" in operator for operator in backend.operators())
+
+
+def test_every_layer_of_the_zoo_has_a_twin():
+    names = [function.__name__ for function in (*zoo.SEPARATE, *(entry[0] for entry in zoo.STACKED))]
+    assert sorted(names) == sorted(twins.TWINS) and len(names) >= 30
+
+
+@pytest.mark.parametrize("name", twins.TWINS)
+def test_twin_is_left_alone_or_right(name):
+    backend = check_against_eager(twins.build(name), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == (name in twins.STILL_LAYERS)
+
+
+class _Residual(nn.Module):
+    def __init__(self, layer: nn.Module, norm: nn.Module):
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x):
+        out = self.layer(self.norm(x))
+        return (x + out[0], *out[1:]) if isinstance(out, tuple) else x + out
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.RMSNorm(zoo.D)], ids=["bare", "normed"])
+@pytest.mark.parametrize("name", lookalikes.LOOKALIKES)
+def test_residual_add_around_a_lookalike_is_no_candidate(name, norm):
+    backend = rewrite_of(_Residual(lookalikes.build(name), norm()), torch.randn(10, zoo.D))
+    reason = lookalikes.LOOKALIKES[name][1]
+    assert backend.reasons == ([reason] if reason else []) and not backend.rewritten
+    assert all("lookalikes.py" in candidate.source for candidate in backend.candidates)
+
+
+@pytest.mark.parametrize("name", ["experts_read_the_buffer", "offsets_shifted_by_one", "not_unsorted", "expert_output_read"])
+def test_residual_add_is_not_explained(name):
+    explanation = moeblaze_ops.explain(_Residual(lookalikes.build(name), nn.Identity()), torch.randn(10, zoo.D))
+    (candidate,) = explanation.candidates
+    assert "lookalikes.py" in candidate.where and candidate.reason.startswith(lookalikes.LOOKALIKES[name][1])
+
+
+@pytest.mark.parametrize("name", ["offsets_shifted_by_one", "hidden_read"])
+def test_layers_beside_a_declined_one(name):
+    """Neither a layer before nor one behind it takes over its reason, and it keeps its own."""
+    rewritten = (zoo.StackedMoE(zoo.sorted_transformers, "packed_linear") for _ in range(2))
+    before, behind = (_Residual(layer, nn.RMSNorm(zoo.D)) for layer in rewritten)
+    declined = _Residual(lookalikes.build(name), nn.RMSNorm(zoo.D))
+
+    def network(x):
+        out = declined(before(x))
+        return behind(out[0] if isinstance(out, tuple) else out), out
+
+    backend = rewrite_of(network, torch.randn(10, zoo.D))
+    assert [candidate.reason for candidate in backend.candidates] == [None, lookalikes.LOOKALIKES[name][1], None]
+
+
+class _ScaledInput(nn.Module):
+    """RMSNorm written out: its scale stands outside the product with the weights, like a routing weight on the input."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.weight = layer, nn.Parameter(torch.rand(zoo.D))
+
+    def forward(self, x):
+        normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return self.layer(normed)
+
+
+@pytest.mark.parametrize("spelling", zoo.STACKED, ids=lambda spelling: spelling[0].__name__)
+def test_scale_of_a_norm_belongs_to_the_tokens(spelling):
+    function, storage, bias = spelling
+    layer = _ScaledInput(zoo.StackedMoE(function, storage, bias=bias))
+    backend = check_against_eager(layer, torch.randn(2, 5, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+def test_every_reason_but_the_defensive_ones_has_a_lookalike():
+    seen = {Reason[reason] for _, reason, *_ in lookalikes.LOOKALIKES.values() if reason}
+    defensive = {"WEIGHT_LAYOUT", "OPERAND_CHANGED", "CONTEXT", "OPERANDS", "INTERNAL"}
+    assert {reason.name for reason in seen} | defensive == {reason.name for reason in Reason}
+
+
+_ACTIVATIONS = {
+    "silu": (F.silu, "silu", "swiglu"),
+    "silu module in place": (nn.SiLU(inplace=True), "silu", "swiglu"),
+    "silu by hand": (lambda x: x * torch.sigmoid(x), "silu", "swiglu"),
+    "silu by exp": (lambda x: x / (1 + torch.exp(-x)), "silu", "swiglu"),
+    "gelu": (F.gelu, "gelu", "geglu"),
+    "gelu by hand": (lambda x: 0.5 * x * (1.0 + torch.erf(x / 2**0.5)), "gelu", "geglu"),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh", "geglu_tanh"),
+    "gelu tanh by hand": (
+        lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3)))),
+        "gelu_tanh",
+        "geglu_tanh",
+    ),
+    "relu": (torch.relu, "relu", "reglu"),
+    "clamped at zero": (lambda x: x.clamp(min=0), "relu", "reglu"),
+    "squared relu": (lambda x: torch.square(F.relu(x)), "relu2", "identity"),
+    "relu to the second": (lambda x: F.relu(x) ** 2, "relu2", "identity"),
+    "mish": (F.mish, "identity", "identity"),
+    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), "identity", "identity"),
+    "leaky relu": (lambda x: F.leaky_relu(x, 0.1), "identity", "identity"),
+    "elu": (nn.ELU(), "identity", "identity"),
+    "none": (lambda x: x, "identity", "identity"),
+}
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", _ACTIVATIONS)
+def test_activation_is_recognised(name, gated):
+    function, plain, glu = _ACTIVATIONS[name]
+    mlp = zoo.GluMLP if gated else zoo.PlainMLP
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: mlp(function), E=2)
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D)).rewritten
+    assert found.activation == (glu if gated else plain)
+
+
+def test_clamped_activation_with_other_limits_is_not_the_fused_one():
+    def act(gate):
+        return gate.clamp(max=6.0) * torch.sigmoid(1.702 * gate.clamp(max=6.0))
+
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: zoo.GluMLP(act))
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 9).rewritten
+    assert (found.activation, found.became) == ("identity", "expert_up -> unfused activation -> expert_down")
+
+
+class _LimitedMLP(zoo.GluMLP):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return self.w2(self.activation(self.w1(x), self.w3(x)))
+
+
+_LIMITED = {
+    "DeepSeek-V4": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(min=-10.0, max=10.0), "swiglu_limited"),
+    "numbers": (lambda g, u: torch.clamp(u, -10, 10) * F.silu(torch.clamp_max(g, 10)), "swiglu_limited"),
+    "by hand": (lambda g, u: g.clamp(max=10) * torch.sigmoid(g.clamp(max=10)) * u.clip(-10, 10), "swiglu_limited"),
+    "another limit": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(-9.0, 9.0), "identity"),
+    "gate clamped on both sides": (lambda g, u: F.silu(g.clamp(-10.0, 10.0)) * u.clamp(-10.0, 10.0), "identity"),
+    "up clamped on one side": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(max=10.0), "identity"),
+    "clamped behind silu": (lambda g, u: F.silu(g).clamp(max=10.0) * u.clamp(-10.0, 10.0), "identity"),
+}
+
+
+@pytest.mark.parametrize("name", _LIMITED)
+def test_limited_swiglu(name):
+    function, expected = _LIMITED[name]
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _LimitedMLP(function))
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 20).rewritten
+    assert found.activation == expected
+
+
+def test_candidate_says_what_it_is():
+    layer = zoo.StackedMoE(zoo.sorted_transformers, "packed_linear")
+    (found,) = rewrite_of(nn.Sequential(nn.Tanh(), layer), torch.randn(2, 5, zoo.D)).candidates
+    assert (found.T, found.K, found.E, found.D, found.F) == (10, zoo.K, zoo.E, zoo.D, zoo.FF)
+    assert (found.spelling, found.activation, found.dtype) == ("sorted grouped_mm", "swiglu", torch.float64)
+    assert found.became == "expert_up(swiglu) -> expert_down" and found.reason is None and found.copied_bytes == 0
+    assert "sorted.py:" in found.source and "1" in found.module_path
+
+
+def test_place_of_a_sum_is_where_it_is_written():
+    """Not in the library module in which Dynamo may trace the additions of ``sum``."""
+
+    def summed(self, x, weights, ids):
+        return sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+    (found,) = rewrite_of(zoo.ModuleListMoE(summed), torch.randn(10, zoo.D)).rewritten
+    assert "test_lowering_match.py:" in found.source
+
+
+def test_decline_says_where():
+    (found,) = rewrite_of(lookalikes.build("hidden_read"), torch.randn(10, zoo.D)).candidates
+    assert found.reason == "EXTRA_USER" and "lookalikes.py:" in found.source and found.meaning
+    assert found.became is None
+
+
+def test_symbolic_token_count_is_reported_as_text():
+    layer = zoo.ModuleListMoE(zoo.masked_sum)
+    (found,) = check_against_eager(layer, torch.randn(10, zoo.D), dynamic=True).rewritten
+    assert isinstance(found.T, str)
+
+
+def test_dense_network_holds_no_candidate():
+    mlp = nn.Sequential(nn.Embedding(7, zoo.D), zoo.GluMLP(), nn.LayerNorm(zoo.D), nn.Linear(zoo.D, 3))
+    assert rewrite_of(mlp, torch.randint(0, 7, (4, 5))).candidates == []

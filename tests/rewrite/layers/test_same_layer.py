@@ -1,0 +1,135 @@
+"""Several layers in one graph: sums around a layer, and declined ones that it feeds or is added to, do not hide it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.corpus import lookalikes
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager, rewrite_of
+
+
+@pytest.fixture(autouse=True)
+def _fp64():
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def masked() -> nn.Module:
+    return zoo.ModuleListMoE(zoo.masked_sum)
+
+
+def sorted_rows() -> nn.Module:
+    return zoo.StackedMoE(zoo.sorted_transformers, "packed_linear")
+
+
+def dense() -> nn.Module:
+    return zoo.StackedMoE(zoo.dense_einsum, "split")
+
+
+def gathered() -> nn.Module:
+    return zoo.StackedMoE(zoo.gathered_einsum, "linear")
+
+
+class Network(nn.Module):
+    """``run(x, layers, w)`` with a matrix ``w`` ``[D, D]``."""
+
+    def __init__(self, run, *layers: nn.Module):
+        super().__init__()
+        self.run, self.layers = run, nn.ModuleList(layers)
+        self.w = nn.Parameter(torch.randn(zoo.D, zoo.D) * 0.2)
+
+    def forward(self, x):
+        return self.run(x, self.layers, self.w)
+
+
+def shared_router(x, layers):
+    """Outputs of layers that have one router."""
+    weights, ids = layers[0].router(x)
+    return [(layer.combine if hasattr(layer, "combine") else layer.experts)(layer, x, weights, ids) for layer in layers]
+
+
+def shared_router_in_a_row(x, layers, w):
+    weights, ids = layers[0].router(x)
+    for layer in layers:
+        x = x + layer.combine(layer, x @ w, weights, ids)
+    return x
+
+
+def of_another_slot(x, layers, w):
+    """The sum over slots is a layer without weights; what multiplies it is no part of it."""
+    (layer,) = layers
+    weights, ids = layer.router(x)
+    gate = F.silu(torch.einsum("td,tkfd->tkf", x, layer.w1[ids]))
+    y = torch.einsum("tkf,tkdf->tkd", gate * torch.einsum("td,tkfd->tkf", x, layer.w3[ids]), layer.w2[ids])
+    return (y.sum(1, keepdim=True) * weights.unsqueeze(-1)).sum(1)
+
+
+def in_two_axes(x, layers, w):
+    """Shared experts are added where tokens are in one axis, and the residual where they are in two."""
+    tokens = x.view(3, 3, -1)
+    weights, ids = layers[0].router(tokens)
+    (layer,) = layers
+    combine = layer.combine if hasattr(layer, "combine") else layer.experts
+    out = combine(layer, x, weights.flatten(0, 1), ids.flatten(0, 1)) + F.silu(x @ w)
+    return tokens + out.view(3, 3, -1)
+
+
+NETWORKS = {
+    "sum of two": (lambda x, layers, w: layers[0](x) + layers[1](x), masked, masked),
+    "sum of two spellings": (lambda x, layers, w: layers[0](x) + layers[1](x), sorted_rows, masked),
+    "sum of three and a residual": (lambda x, layers, w: x + sum(f(x) for f in layers), dense, gathered, masked),
+    "one layer on two inputs": (lambda x, layers, w: layers[0](x) + layers[0](x.flip(0)), masked),
+    "one router, masks": (lambda x, layers, w: sum(shared_router(x, layers)), masked, masked),
+    "one router, sorted": (lambda x, layers, w: sum(shared_router(x, layers)), sorted_rows, sorted_rows),
+    "one router, gathered": (lambda x, layers, w: sum(shared_router(x, layers)), gathered, gathered),
+    "one router, dense": (lambda x, layers, w: sum(shared_router(x, layers)), dense, dense),
+    "one router, one after another": (shared_router_in_a_row, masked, masked),
+    "residual and a projection": (lambda x, layers, w: x + (x + layers[0](x)) @ w, masked),
+    "two projections": (lambda x, layers, w: F.silu((x + layers[0](x)) @ w) @ w, dense),
+    "attention": (lambda x, layers, w: (layers[0](x) @ x.t()).softmax(-1) @ layers[0](x), masked),
+    "attention to itself": (lambda x, layers, w: (y := layers[0](x)) + (y @ y.t()).softmax(-1) @ y, masked),
+    "gated by a layer": (lambda x, layers, w: layers[0](x) * (layers[1](x) @ w).sigmoid(), masked, masked),
+    "weighted by a token": (
+        lambda x, layers, w: sum(f(x) * (x @ w)[:, k, None].sigmoid() for k, f in enumerate(layers)), masked, dense
+    ),
+    "of another slot": (of_another_slot, gathered),
+    "in two axes, masks": (in_two_axes, masked),
+    "in two axes, sorted": (in_two_axes, sorted_rows),
+    "in two axes, gathered": (in_two_axes, gathered),
+    "in two axes, dense": (in_two_axes, dense),
+}
+LAYERS = {"one layer on two inputs": 2, "attention": 2}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_layer_is_found(name):
+    run, *layers = NETWORKS[name]
+    network = Network(run, *(layer() for layer in layers))
+    backend = check_against_eager(network, torch.randn(9, zoo.D))
+    assert len(backend.rewritten) == LAYERS.get(name, len(network.layers)) and not backend.reasons
+
+
+LEFT_ALONE = ("expert_missing", "expert_twice", "experts_in_sequence", "weights_swapped_between_slots", "hidden_read", "capacity",
+              "rows_of_slots_in_another_order", "not_unsorted", "soft_moe")  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [lambda a, b, x: a(b(x)), lambda a, b, x: b(a(x)), lambda a, b, x: a(x) + b(x)],
+                         ids=["before", "after", "beside"])  # fmt: skip
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_lookalike_does_not_hide_a_layer(name, together):
+    """The look-alike is left alone all the same: no sum of some of its experts becomes a layer."""
+
+    def run(x, layers, w):
+        layer, lookalike = layers
+        return together(lambda x: out[0] if isinstance(out := lookalike(x), tuple) else out, layer, x)
+
+    backend = rewrite_of(Network(run, masked(), lookalikes.build(name)), torch.randn(9, zoo.D))
+    (found,) = backend.rewritten
+    assert "masked.py" in found.source
+    reason = lookalikes.LOOKALIKES[name][1]
+    assert bool(reason) == bool(backend.reasons)

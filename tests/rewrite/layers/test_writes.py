@@ -1,0 +1,325 @@
+"""Writes around a layer and scales beside its biases: cases that random layers found."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager, compiled, rewrite_of
+
+pytestmark = pytest.mark.usefixtures("fp64")
+
+
+def _share(weights, ids, e):
+    return (weights * (ids == e)).sum(-1, keepdim=True)
+
+
+def hidden_column_stored(self, x, weights, ids):
+    def expert(e):
+        gate = x @ self.w1[e]
+        gate[..., 0] = 1.0
+        return (F.silu(gate) * (x @ self.w3[e])) @ self.w2[e]
+
+    return sum(expert(e) * _share(weights, ids, e) for e in range(self.E))
+
+
+def offset_stored_between_products(self, x, weights, ids):
+    order = ids.view(-1).argsort()
+    ends = torch.bincount(ids.view(-1), minlength=self.E).cumsum(0).int()
+    mm, rows = torch.ops.moe_zoo.grouped_mm_fallback, x[order // ids.shape[1]]
+    hidden = F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends)
+    ends[0] = 0
+    y = mm(hidden, self.w2, ends) * weights.view(-1)[order].unsqueeze(-1)
+    return y[order.argsort()].view(x.shape[0], ids.shape[1], -1).sum(1)
+
+
+def weights_written_before_the_backward(self, x, weights, ids):
+    weights = weights + 0.0 * ids
+    scores = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
+    out = sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * scores[:, e, None] for e in range(self.E))
+    weights.mul_(2)
+    return out, weights
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        (hidden_column_stored, None),
+        (weights_written_before_the_backward, "OPERAND_CHANGED"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_written_layers_stay(function, reason):
+    backend = check_against_eager(zoo.StackedMoE(function, "split"), torch.randn(10, zoo.D))
+    assert not backend.rewritten
+    assert reason is None or backend.reasons == [reason]
+
+
+def test_offsets_stored_between_products():
+    layer = zoo.StackedMoE(offset_stored_between_products, "split")
+    assert not rewrite_of(layer, torch.randn(10, zoo.D)).rewritten  # eager has no backward to compare with
+
+
+def test_write_that_autograd_does_not_see():
+    def through_detached(self, x, weights, ids):
+        detached = (x := x + 1).detach()
+        detached.mul_(2)
+        return sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * _share(weights, ids, e) for e in range(self.E))
+
+    check_against_eager(zoo.StackedMoE(through_detached, "split"), torch.randn(10, zoo.D))
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, F.silu], ids=["unfused", "fused"])
+def test_scaled_weights_beside_a_bias(activation):
+    def scaled(self, x, weights, ids):
+        weights = weights * 2.5
+        experts = ((activation(mlp.fc1(x)), mlp.fc2) for mlp in self.experts)
+        return sum(down(hidden) * _share(weights, ids, e) for e, (hidden, down) in enumerate(experts))
+
+    backend = check_against_eager(zoo.ModuleListMoE(scaled, expert=zoo.PlainMLP), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1
+
+
+def test_logits_written_before_the_backward(fused_routers):
+    class Layer(zoo.StackedMoE):
+        def forward(self, x):
+            logits = self.router.gate(x)
+            weights, ids = torch.topk(logits.softmax(-1), zoo.K)
+            out = self.experts(self, x, weights, ids)
+            logits.mul_(2)
+            return out, logits
+
+    torch.set_default_dtype(torch.float32)
+    layer = Layer(zoo.stacked_loop, "split")
+    backend = check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5)
+    assert len(backend.rewritten) == 1 and "route.default" not in backend.operators()
+
+
+def test_scaled_weights_are_written_afterwards():
+    """The weights before the scaling are still there, and the number is known."""
+
+    def written(self, x, weights, ids):
+        weights = weights * 2.0
+        shares = [_share(weights, ids, e) for e in range(self.E)]
+        weights.mul_(2)
+        return sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * share for e, share in enumerate(shares))
+
+    assert len(check_against_eager(zoo.StackedMoE(written, "split"), torch.randn(10, zoo.D)).rewritten) == 1
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, F.silu], ids=["unfused", "fused"])
+def test_hidden_scaled_in_place(activation):
+    """The number belongs to the weights, also to those that the fused router makes."""
+
+    def scaled(self, x, weights, ids):
+        def expert(e):
+            hidden = activation(x @ self.w1[e]) * (x @ self.w3[e])
+            hidden.mul_(0.5)
+            return hidden @ self.w2[e]
+
+        return sum(expert(e) * _share(weights, ids, e) for e in range(self.E))
+
+    torch.set_default_dtype(torch.float32)
+    layer = zoo.StackedMoE(scaled, "split")
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5).rewritten) == 1
+
+
+def test_tokens_scaled_after_the_gather():
+    def scaled(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            rows = x[token] * 1.25
+            y = (F.silu(rows @ self.w1[e]) * (rows @ self.w3[e])) @ self.w2[e]
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+    (found,) = check_against_eager(zoo.StackedMoE(scaled, "split"), torch.randn(10, zoo.D)).rewritten
+    assert found.activation == "swiglu"
+
+
+@pytest.mark.parametrize("again", [0, 1, 3])
+def test_rows_stored_again(again):
+    """Later rows go over earlier ones: what expert 0 stores last is there, once."""
+
+    def twice(self, x, weights, ids):
+        rows, chosen = x.repeat_interleave(ids.shape[-1], dim=0), ids.view(-1)
+        y = torch.zeros_like(rows)
+        for e, number in ((0, 0), (1, 1), (2, 2), (3, 3), (0, again)):
+            hits = chosen == number
+            y[hits] = (F.silu(rows[hits] @ self.w1[e]) * (rows[hits] @ self.w3[e])) @ self.w2[e]
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+    check_against_eager(zoo.StackedMoE(twice, "split"), torch.randn(10, zoo.D))
+
+
+def _rows_of_slots(self, x, ids):
+    rows, chosen = x.repeat_interleave(ids.shape[-1], dim=0), ids.view(-1)
+    y = torch.zeros_like(rows)
+    for e in range(self.E):
+        hits = chosen == e
+        y[hits] = (F.silu(rows[hits] @ self.w1[e]) * (rows[hits] @ self.w3[e])) @ self.w2[e]
+    return y
+
+
+def test_stored_rows_are_read_elsewhere():
+    """They are a layer of one expert for each slot, to which the weighted sum does not belong."""
+
+    def read(self, x, weights, ids):
+        y = _rows_of_slots(self, x, ids)
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1), y[0].clone()
+
+    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D)).rewritten
+    assert (found.T, found.K) == (20, 1)
+
+
+def test_inverse_permutation_is_read_elsewhere():
+    """It is stored into a buffer by a node that nobody reads, and has to stay."""
+
+    def read(self, x, weights, ids):
+        order = ids.view(-1).argsort()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0])
+        ends = torch.bincount(ids.view(-1), minlength=self.E).cumsum(0).int()
+        mm, rows = torch.ops.moe_zoo.grouped_mm_fallback, x[order // ids.shape[1]]
+        y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)[inverse]
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1), inverse * weights.mean()
+
+    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D)).rewritten
+    assert found.K == zoo.K
+
+
+class Stacked(nn.Module):
+    """Experts of one hidden layer, stacked; what combines them is given as a function of the layer and the tokens."""
+
+    def __init__(self, combine, num_experts=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.combine = combine
+        self.router = nn.Linear(8, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, 8, 6) / 3)
+        self.down = nn.Parameter(torch.randn(num_experts, 6, 8) / 3)
+
+    def expert(self, e, x):
+        return F.silu(x @ self.up[e]) @ self.down[e]
+
+    def forward(self, x):
+        return self.combine(self, x)
+
+
+def written_back_in_another_order(layer, x):
+    weights, ids = layer.router(x).softmax(-1).topk(2)
+    mask = F.one_hot(ids, 3).permute(2, 1, 0)
+    out = torch.zeros_like(x)
+    for e in range(3):
+        slot, token = torch.where(mask[e])
+        out[token.sort()[0]] = out[token] + layer.expert(e, x[token]) * weights[token, slot, None]
+    return out
+
+
+def fewer_ids_than_rows(layer, x):
+    weights, ids = layer.router(x).softmax(-1).topk(1)
+    flat = ids.reshape(-1)
+    rows = x[:, None].expand(-1, 2, -1).reshape(-1, 8)
+    y = torch.zeros_like(rows)
+    for e in range(3):
+        hits = (flat == e).nonzero(as_tuple=True)[0]
+        y.index_copy_(0, hits, layer.expert(e, rows.index_select(0, hits)))
+    return (y.view(-1, 2, 8) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def one_expert_broadcast(layer, x):
+    weights, ids = layer.router(x).softmax(-1).topk(2)
+    scores = torch.zeros(x.shape[0], 3).scatter(1, ids, weights)
+    return torch.einsum("ted,te->td", torch.stack([layer.expert(0, x)], 1), scores)
+
+
+@pytest.mark.parametrize("combine", [written_back_in_another_order, fewer_ids_than_rows, one_expert_broadcast])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_lookalikes_of_writes_and_sums(combine, num_tokens):
+    check_against_eager(Stacked(combine), torch.randn(num_tokens, 8))
+
+
+def test_weights_of_one_slot_are_stored():
+    """A write by subscript is among the nodes that the result depends on, and holds no tensor."""
+
+    def stored(self, x, weights, ids):
+        weights = weights.clone()
+        weights[:, 0] = 0.5
+        rows = x.repeat_interleave(ids.shape[1], dim=0).unsqueeze(1)
+        w1, w3, w2 = (w[ids.view(-1)] for w in (self.w1, self.w3, self.w2))
+        y = torch.bmm(F.silu(torch.bmm(rows, w1)) * torch.bmm(rows, w3), w2).squeeze(1)
+        return (y * weights.view(-1, 1)).view(*ids.shape, -1).sum(1)
+
+    check_against_eager(zoo.StackedMoE(stored, "split"), torch.randn(10, zoo.D))
+
+
+def test_outputs_are_stored_with_an_axis_more():
+    """``ys[:, e] = y`` for ``y`` of shape [1, T, D]; of [1, D] it is another function."""
+
+    def stored(rows):
+        def combine(self, x, weights, ids):
+            ys = torch.empty(x.shape[0], self.E, x.shape[1])
+            for e in range(self.E):
+                ys[:, e] = rows((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e])
+            return (ys * torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)[..., None]).sum(1)
+
+        return zoo.StackedMoE(combine, "split")
+
+    x = torch.randn(10, zoo.D)
+    assert len(check_against_eager(stored(lambda y: y[None]), x).rewritten) == 1
+    assert not check_against_eager(stored(lambda y: y[:1]), x).rewritten
+
+
+def with_a_write(write):
+    """A layer whose tokens, weights or output are written to between two of its steps, in a way of its own."""
+
+    def combine(self, x, weights, ids):
+        x, weights, out = x * 1, weights * 1, torch.zeros_like(x)
+        shares = [_share(weights, ids, e) for e in range(self.E)]
+        hidden = [F.silu(x @ self.w1[e]) * (x @ self.w3[e]) for e in range(self.E)]
+        write(x, weights, out)
+        for e in range(self.E):
+            out += (hidden[e] @ self.w2[e]) * shares[e]
+        return out
+
+    return combine
+
+
+def tokens_in_a_list(x, weights, out):
+    torch._foreach_mul_([x], 2.0)
+
+
+def one_of_several(x, weights, out):
+    torch._foreach_add_([torch.zeros_like(x), x, weights], 1.0)
+
+
+def second_of_two_outputs(x, weights, out):
+    torch.sort(weights * 2, out=(weights, torch.empty_like(weights, dtype=torch.int64)))
+
+
+def without_an_overload(x, weights, out):
+    torch.ops.moeblaze_tests.add_into(out, x)
+
+
+@pytest.fixture(scope="module")
+def add_into():
+    library = torch.library.Library("moeblaze_tests", "FRAGMENT")
+    library.define("add_into(Tensor(a!) out, Tensor x) -> ()")
+    library.impl("add_into", _add, "CPU")
+    library.impl("add_into", lambda out, x: None, "Meta")
+    yield
+    library._destroy()
+
+
+def _add(out, x):
+    out.add_(x)
+
+
+@pytest.mark.parametrize("write", [tokens_in_a_list, one_of_several, second_of_two_outputs, without_an_overload])
+def test_writes_of_every_kind_are_seen(write, add_into):
+    layer, x = zoo.StackedMoE(with_a_write(write), "split"), torch.randn(10, zoo.D)
+    with torch.no_grad():
+        run, _ = compiled(layer)
+        torch.testing.assert_close(run(x), layer(x))

@@ -1,0 +1,196 @@
+"""Rewritten graphs compute what eager computes, outputs and all gradients, and nothing of the old spelling is left."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.corpus.zoo.catalogue import stacked
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager, compiled, rewrite_of
+
+_CASES = [function.__name__ for function, *_ in zoo.STACKED]
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=["TD", "BSD"])
+@pytest.mark.parametrize("combine", zoo.SEPARATE, ids=lambda f: f.__name__)
+def test_separate_experts(fp64, combine, shape):
+    if combine is zoo.masked_stack_einsum and len(shape) == 2:
+        pytest.skip("written for [T, D]")
+    assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(*shape, zoo.D)))
+
+
+@pytest.mark.parametrize("num_tokens, top_k", [(7, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize("combine", zoo.SEPARATE, ids=lambda f: f.__name__)
+def test_few_rows(fp64, combine, num_tokens, top_k):
+    layer = zoo.ModuleListMoE(combine, K=top_k)
+    assert_replaced(check_against_eager(layer, torch.randn(num_tokens, zoo.D)))
+
+
+@pytest.mark.parametrize("combine", [zoo.masked_stack_einsum, zoo.loop_mistral], ids=lambda f: f.__name__)
+def test_biased_ungated_experts(fp64, combine):
+    layer = zoo.ModuleListMoE(combine, expert=zoo.PlainMLP)
+    assert_replaced(check_against_eager(layer, torch.randn(10, zoo.D)))
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=["TD", "BSD"])
+@pytest.mark.parametrize("name", _CASES)
+def test_stacked_experts(fp64, name, shape):
+    backend = check_against_eager(stacked(name), torch.randn(*shape, zoo.D))
+    assert_replaced(backend)
+    assert not any(candidate.copied_bytes for candidate in backend.rewritten)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_one_expert_per_token(fp64, name):
+    assert_replaced(check_against_eager(stacked(name, K=1), torch.randn(7, zoo.D)))
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_one_row(fp64, name):
+    """Sorted or not is the same then, so what sorts may be left as the operands."""
+    backend = check_against_eager(stacked(name, K=1), torch.randn(1, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_one_token(fp64, name):
+    assert_replaced(check_against_eager(stacked(name), torch.randn(1, zoo.D)))
+
+
+@pytest.mark.parametrize("name", ["stacked_loop", "packed_loop", "sorted_transformers", "gathered_bmm", "dense_bmm"])
+def test_dynamic_token_count(fp64, name):
+    layer = stacked(name)
+    run, backend = compiled(layer, dynamic=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        for num_tokens in (6, 9, 14):
+            x = torch.randn(num_tokens, zoo.D)
+            torch.testing.assert_close(run(x), layer(x))
+    assert len(backend.reports) == 1
+    assert_replaced(backend)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_half_precision(name):
+    torch.manual_seed(0)
+    layer = stacked(name).to(torch.bfloat16)
+    # bf16 holds 8 bits; eager and the ops round at different places, a few times each.
+    assert_replaced(check_against_eager(layer, torch.randn(12, zoo.D).bfloat16(), tolerance=2**-4))
+
+
+class _Autocast(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("name", ["stacked_loop", "gpt_oss_loop", "gathered_bmm", "dense_bmm"])
+def test_autocast_in_the_graph(name):
+    torch.manual_seed(0)
+    backend = check_against_eager(_Autocast(stacked(name)), torch.randn(12, zoo.D), tolerance=2**-4)
+    assert len(backend.rewritten) == 1 and backend.rewritten[0].dtype == torch.bfloat16
+
+
+def test_operator_that_ignores_autocast_keeps_its_dtype(fp64):
+    torch.set_default_dtype(torch.float32)
+    (layer,) = rewrite_of(_Autocast(stacked("sorted_index_add")), torch.randn(12, zoo.D)).rewritten
+    assert layer.dtype == torch.float32
+
+
+class _Block(nn.Module):
+    """A residual block with a shared expert beside the routed ones."""
+
+    def __init__(self, layer: nn.Module, checkpointed: bool = False):
+        super().__init__()
+        self.mix, self.norm, self.shared = nn.Linear(zoo.D, zoo.D), nn.LayerNorm(zoo.D), zoo.GluMLP()
+        self.layer, self.checkpointed = layer, checkpointed
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        normed = self.norm(x)
+        routed = checkpoint(self.layer, normed, use_reentrant=False) if self.checkpointed else self.layer(normed)
+        return x + (routed + self.shared(normed))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: zoo.ModuleListMoE(zoo.loop_mixtral),
+        lambda: zoo.ModuleListMoE(zoo.masked_inplace),
+        lambda: stacked("sorted_torchtitan"),
+    ],
+    ids=["loop", "masked", "sorted"],
+)
+def test_layers_of_a_network(fp64, layer, checkpointed):
+    network = nn.Sequential(*(_Block(layer(), checkpointed) for _ in range(3)))
+    backend = check_against_eager(network, torch.randn(2, 5, zoo.D))
+    assert len(backend.rewritten) == 3 and not backend.reasons
+    assert [path.split(".")[1] for path in (c.module_path for c in backend.rewritten)] == ["0", "1", "2"]
+    assert backend.operators().count("linear") >= 3 * 4  # router, mix and shared experts stay
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=["TD", "BSD"])
+@pytest.mark.parametrize("combine", [zoo.masked_sum, zoo.masked_inplace, zoo.loop_mistral], ids=lambda f: f.__name__)
+def test_layers_back_to_back(fp64, combine, shape):
+    """The input of a layer is the very node that the layer before it ends in."""
+    network = nn.Sequential(*(zoo.ModuleListMoE(combine) for _ in range(3)))
+    backend = check_against_eager(network, torch.randn(*shape, zoo.D))
+    assert len(backend.rewritten) == 3
+    assert_replaced(backend)
+
+
+def test_counts_used_elsewhere_stay(fp64):
+    def with_load(self, x, weights, ids):
+        mask = torch.nn.functional.one_hot(ids, len(self.experts))
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out += expert(x) * (weights * mask[..., e]).sum(-1, keepdim=True)
+        return out, mask.sum((0, 1)).to(x.dtype) * weights.mean()
+
+    backend = check_against_eager(zoo.ModuleListMoE(with_load), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and "one_hot" in backend.operators()
+
+
+def test_buffer_seen_through_a_view_is_replaced(fp64):
+    def through_a_view(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        flat, rows = out.view(-1, zoo.D), x.view(-1, zoo.D)
+        weights, ids = weights.view(-1, weights.shape[-1]), ids.view(-1, ids.shape[-1])
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            flat.index_add_(0, token, expert(rows[token]) * weights[token, slot, None])
+        out.add_(1.0)
+        return out, flat * 2
+
+    assert_replaced(check_against_eager(zoo.ModuleListMoE(through_a_view), torch.randn(2, 5, zoo.D)))
+
+
+def test_experts_of_the_first_choice_only(fp64):
+    def first_choice(self, x, weights, ids):
+        return zoo.masked_sum(self, x, weights[..., :1], ids[..., :1])
+
+    (found,) = check_against_eager(zoo.ModuleListMoE(first_choice), torch.randn(10, zoo.D)).rewritten
+    assert found.K == 1
+
+
+def test_up_before_gate_is_two_halves(fp64):
+    def up_first(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            up, gate = (x @ self.gate_up[e]).chunk(2, -1)
+            out += ((up * torch.nn.functional.silu(gate)) @ self.down[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    assert_replaced(check_against_eager(zoo.StackedMoE(up_first, "packed"), torch.randn(10, zoo.D)))
+
+
+def test_ids_read_off_a_mask(fp64):
+    def read_off(self, x, weights, ids):
+        return zoo.masked_sum(self, x, weights, torch.nn.functional.one_hot(ids, len(self.experts)).argmax(-1))
+
+    assert len(check_against_eager(zoo.ModuleListMoE(read_off), torch.randn(10, zoo.D)).rewritten) == 1

@@ -1,0 +1,220 @@
+"""Experts whose tokens are stored by one column of indices, kept by ``torch.where``, or chosen by a sort of all scores."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.corpus.zoo.modules import flat
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager
+
+
+def megatron(self, x, weights, ids):
+    """One expert a token; ``nonzero`` gives rows ``[n, 1]``."""
+    out = torch.empty_like(x)
+    for e, expert in enumerate(self.experts):
+        rows = (ids[:, 0] == e).nonzero()
+        out[rows, :] = expert(x[rows, :])
+    return out * weights
+
+
+def column_of_rows(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        rows = (ids[:, 0] == e).nonzero()
+        out[rows, ...] += weights[rows] * expert(x[rows])
+    return out
+
+
+def where_added(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        out = torch.where((ids == e).any(-1, keepdim=True), out + share * expert(x), out)
+    return out
+
+
+def where_replaced(self, x, weights, ids):
+    """What a slot gives is that of the one expert it has."""
+    out = torch.zeros_like(x)
+    for k in range(ids.shape[-1]):
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            y = torch.where((ids[..., k] == e).unsqueeze(-1), expert(x), y)
+        out = out + weights[..., k, None] * y
+    return out
+
+
+def where_in_place(self, x, weights, ids):
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        y = y.masked_fill(ids == e, 0) + torch.where(ids == e, expert(x), 0.0)
+    return y * weights
+
+
+def sorted_scores(self, x, weights, ids, descending=True, dim=-1):
+    shape = x.shape
+    x, _, _ = flat(x, weights, ids)
+    shares, chosen = torch.sort(self.router.gate(x).softmax(-1), dim=dim, descending=descending)
+    shares, chosen = shares[:, : ids.shape[-1]], chosen[:, : ids.shape[-1]]
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(chosen == e)
+        out[token] += shares[token, slot, None] * expert(x[token])
+    return out.view(shape)
+
+
+def argsorted_scores(self, x, weights, ids):
+    shape = x.shape
+    x, _, _ = flat(x, weights, ids)
+    scores = self.router.gate(x).softmax(-1)
+    chosen = scores.argsort(dim=1, descending=True)[:, : ids.shape[-1]]
+    outs, rows = torch.stack([expert(x) for expert in self.experts]), torch.arange(x.shape[0])
+    shares = scores.gather(1, chosen)
+    return sum(shares[:, k, None] * outs[chosen[:, k], rows] for k in range(ids.shape[-1])).view(shape)
+
+
+def taken_along(self, x, weights, ids, axis=-2):
+    """The indices are those of whole rows, broadcast along the features."""
+    outs = torch.stack([expert(x) for expert in self.experts], dim=axis)
+    rows = torch.take_along_dim(outs, ids.unsqueeze(-1), dim=axis)
+    return (rows * weights.unsqueeze(-1)).sum(axis)
+
+
+ONE_EXPERT = (megatron, column_of_rows, where_in_place)
+SEVERAL = (where_added, where_replaced, sorted_scores, argsorted_scores, taken_along)
+
+
+@pytest.mark.parametrize("combine", ONE_EXPERT, ids=lambda f: f.__name__)
+def test_one_expert_a_token(fp64, combine):
+    assert_replaced(check_against_eager(zoo.ModuleListMoE(combine, K=1), torch.randn(10, zoo.D)))
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("combine", SEVERAL, ids=lambda f: f.__name__)
+def test_experts_of_a_token(fp64, combine, K):
+    backend = check_against_eager(zoo.ModuleListMoE(combine, K=K), torch.randn(2, 5, zoo.D))
+    assert [candidate.K for candidate in backend.rewritten] == [K] and not backend.reasons
+
+
+class GatedLinearUnit(nn.Module):
+    """``torch.nn.GLU`` over ``dim`` between two layers."""
+
+    def __init__(self, dim: int = -1):
+        super().__init__()
+        self.up, self.down = nn.Linear(zoo.D, 2 * zoo.FF), nn.Linear(zoo.FF, zoo.D)
+        self.dim = dim
+
+    def forward(self, x):
+        if self.dim == -1:
+            return self.down(F.glu(self.up(x)))
+        return self.down(F.glu(self.up(torch.cat([x, x.flip(0)])), dim=0)[:, : zoo.FF])
+
+
+def test_glu_of_packed_projections(fp64):
+    backend = check_against_eager(zoo.ModuleListMoE(zoo.masked_sum, expert=GatedLinearUnit), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+def test_glu_of_tokens(fp64):
+    """Its gate is another token's."""
+    backend = check_against_eager(
+        zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: GatedLinearUnit(dim=0)), torch.randn(10, zoo.D)
+    )
+    assert not backend.rewritten
+
+
+@pytest.mark.parametrize("axes", [([1], [1]), ([-1], [-2])])
+def test_tensordot(fp64, axes):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Linear(zoo.D, zoo.E)
+            self.up = nn.Parameter(torch.randn(zoo.E, zoo.D, zoo.FF))
+            self.down = nn.Parameter(torch.randn(zoo.E, zoo.FF, zoo.D))
+
+        def forward(self, x):
+            weights, ids = self.router(x).softmax(-1).topk(zoo.K)
+            scores = torch.zeros(x.shape[0], zoo.E).scatter(1, ids, weights)
+            h = torch.tensordot(x, self.up, dims=axes).relu()
+            return torch.tensordot(h * scores.unsqueeze(-1), self.down, dims=2)
+
+    assert_replaced(check_against_eager(Layer(), torch.randn(10, zoo.D)))
+
+
+# Near misses.
+
+
+def megatron_of_several(self, x, weights, ids):
+    """The last expert's rows stay where a token has several."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        rows = (ids == e).any(-1).nonzero()
+        out[rows, :] = expert(x[rows, :])
+    return out * weights.sum(-1, keepdim=True)
+
+
+def rows_of_the_next(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        rows = (ids[:, 0] == e).nonzero()
+        out[rows, :] = expert(x[(rows + 1) % x.shape[0], :])
+    return out
+
+
+def where_keeps_the_last(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = torch.where((ids == e).any(-1, keepdim=True), weights[:, :1] * expert(x), out)
+    return out
+
+
+def where_forgets(self, x, weights, ids):
+    """What was added before is dropped where the expert is not chosen."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = torch.where((ids == e).any(-1, keepdim=True), out, out + expert(x))
+    return out * weights[:, :1]
+
+
+def sorted_upwards_by_token(self, x, weights, ids):
+    """Along the tokens, so that a token may have one expert twice."""
+    order = self.router.gate(x).argsort(dim=0)[:, : ids.shape[-1]] % len(self.experts)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(order == e)
+        out[token] += weights[token, slot, None] * expert(x[token])
+    return out
+
+
+def taken_for_another_slot(self, x, weights, ids):
+    return taken_along(self, x, weights, ids.sort(-1).values)
+
+
+def read_elsewhere_than_stored(self, x, weights, ids):
+    """What a token gets is added to what the one before it has."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        out[token] = out[token - 1] + weights[token, slot, None] * expert(x[token])
+    return out
+
+
+def read_before_the_last_expert(self, x, weights, ids):
+    before = out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, slot = torch.where(ids == e)
+        before, out = out, out.index_put((token,), before[token] + weights[token, slot, None] * expert(x[token]))
+    return out
+
+
+OTHERS = (
+    taken_for_another_slot, read_elsewhere_than_stored, read_before_the_last_expert, megatron_of_several, rows_of_the_next,
+    where_keeps_the_last, where_forgets, sorted_upwards_by_token,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("combine", OTHERS, ids=lambda f: f.__name__)
+def test_near_miss_is_left_alone(fp64, combine):
+    assert not check_against_eager(zoo.ModuleListMoE(combine), torch.randn(10, zoo.D)).rewritten

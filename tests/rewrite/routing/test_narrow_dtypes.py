@@ -1,0 +1,98 @@
+"""Counts, ids and weights in dtypes that do not hold every number: what is rounded or wraps around is no layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moeblaze_ops import config
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager, rewrite_of
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(config, "strict", True)
+
+
+def sorted_by(offsets_of) -> nn.Module:
+    """Rows sorted by expert, in groups that end where ``offsets_of(flat_ids)`` says."""
+
+    def combine(self, x, weights, ids):
+        flat = ids.view(-1)
+        order = flat.argsort(stable=True)
+        rows, offs, mm = x[order // self.K], offsets_of(flat).to(torch.int32), torch.ops.moe_zoo.grouped_mm_fallback
+        y = mm(F.silu(mm(rows, self.w1, offs)) * mm(rows, self.w3, offs), self.w2, offs)
+        return torch.zeros_like(x).index_add(0, order // self.K, y * weights.reshape(-1)[order, None])
+
+    return zoo.StackedMoE(combine, "split")
+
+
+COUNTS = {
+    "counts": lambda flat, dtype: F.one_hot(flat, zoo.E).sum(0).to(dtype).cumsum(0),
+    "sums of masks": lambda flat, dtype: F.one_hot(flat, zoo.E).to(dtype).sum(0, dtype=dtype).cumsum(0, dtype=torch.int64),
+    "running sums": lambda flat, dtype: F.one_hot(flat, zoo.E).sum(0).cumsum(0, dtype=dtype),
+    "ends": lambda flat, dtype: (flat[:, None] == torch.arange(zoo.E)).sum(0).cumsum(0).to(dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_that_may_be_too_large(name, dtype):
+    layer = sorted_by(lambda flat: COUNTS[name](flat, dtype))
+    backend = rewrite_of(layer, torch.randn(1200, zoo.D))
+    assert backend.reasons == ["SAME_PERMUTATION"] and not backend.rewritten
+
+
+@pytest.mark.parametrize(("dtype", "num_tokens"), [(torch.bfloat16, 16), (torch.int16, 500), (torch.float32, 300)])
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_that_the_dtype_holds(name, dtype, num_tokens):
+    layer = sorted_by(lambda flat: COUNTS[name](flat, dtype))
+    assert len(check_against_eager(layer, torch.randn(num_tokens, zoo.D), tolerance=1e-5).rewritten) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_rounded_on_the_way(dtype):
+    def rounded(self, x, weights, ids):
+        shares = ((weights * (ids == e)).sum(-1, keepdim=True).to(dtype) for e in range(zoo.E))
+        return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
+
+    backend = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5)
+    assert backend.reasons == ["DTYPE_PATH"] and not backend.rewritten
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_rounded_where_experts_wrote_them(dtype):
+    def rounded(self, x, weights, ids):
+        flat, rows = ids.view(-1), x.repeat_interleave(ids.shape[-1], 0)
+        y = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            hits = torch.where(flat == e)[0]
+            y.index_copy_(0, hits, expert(rows[hits]))
+        y = y.to(dtype).to(x.dtype)
+        return (y * weights.reshape(-1, 1)).view(*ids.shape, zoo.D).sum(1)
+
+    (found,) = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5).rewritten
+    assert found.K == 1, "the rows, as a layer with a token for each slot"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_another_dtype(dtype):
+    """What the graph holds rounded, or holds in more digits than the layer, is taken from there."""
+
+    def cast_before(self, x, weights, ids):
+        return zoo.MASKED[0](self, x, weights.to(dtype), ids).to(x.dtype)
+
+    layer = zoo.ModuleListMoE(cast_before)
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5).rewritten) == 1
+
+
+def test_ids_that_wrap_around():
+    """Two ids of one expression, of which one was computed in eight bits."""
+
+    def wrapped(self, x, weights, ids):
+        wide = ids.to(torch.uint8).to(torch.int64) + 254
+        return zoo.MASKED[0](self, x, weights, (ids.to(torch.uint8) + 254).to(torch.int64)) + wide.sum(-1, keepdim=True)
+
+    check_against_eager(zoo.ModuleListMoE(wrapped), torch.randn(10, zoo.D), tolerance=1e-5)

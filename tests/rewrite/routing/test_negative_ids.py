@@ -1,0 +1,138 @@
+"""Weights indexed by ids that the graph is given: negative ids count from the end, others that are no expert's are an error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tools.rewrite_harness import compiled
+
+T, D, HIDDEN, E, K = 7, 6, 5, 4, 2
+
+
+def layer(x, weights, ids, up, down):
+    h = F.silu(torch.einsum("td,tkdf->tkf", x, up[ids]))
+    return (torch.einsum("tkf,tkfd->tkd", h, down[ids]) * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.fixture
+def operands():
+    torch.manual_seed(0)
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    return [torch.randn(T, D), torch.rand(T, K), ids, torch.randn(E, D, HIDDEN), torch.randn(E, HIDDEN, D)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("lowest", [0, -1, -E])
+def test_ids_count_from_the_end(operands, lowest, dtype):
+    operands[2][3, 1] = lowest
+    operands[2] = operands[2].to(dtype)
+    run, backend = compiled(layer)
+    torch.testing.assert_close(run(*operands), layer(*operands))
+    assert len(backend.rewritten) == 1
+
+
+@pytest.mark.parametrize("wrong", [E, -E - 1])
+def test_ids_of_no_expert_raise(operands, wrong):
+    operands[2][3, 1] = wrong
+    run, backend = compiled(layer)
+    with pytest.raises(IndexError):
+        layer(*operands)
+    with pytest.raises(IndexError):
+        run(*operands)
+    assert len(backend.rewritten) == 1
+
+
+def test_ids_of_a_choice_are_taken_as_they_are(operands):
+    def chosen(x, logits, up, down):
+        return layer(x, *logits.topk(K), up, down)
+
+    x, _, _, up, down = operands
+    run, backend = compiled(chosen)
+    logits = torch.randn(T, E)
+    torch.testing.assert_close(run(x, logits, up, down), chosen(x, logits, up, down))
+    assert "arange" not in backend.operators()
+
+
+# Weights that are a part of a larger tensor: which one, of which tensor, and how many of its parts there are.
+
+PARTS = {
+    "first_layer": (lambda w: w[0], (2, E)),
+    "second_layer": (lambda w: w[1], (2, E)),
+    "first_rows": (lambda w: w[:E], (2 * E,)),
+    "last_rows": (lambda w: w[E:], (2 * E,)),
+    "flattened": (lambda w: w.flatten(0, 1)[:E], (2, E)),
+    "unflattened": (lambda w: w.view(2, E, *w.shape[1:])[0], (2 * E,)),
+    "gathered": (lambda w: w[torch.arange(E)], (2 * E,)),
+    "narrow": (lambda w: w.narrow(0, 1, E), (2 * E,)),
+    "by_vmap": (lambda w: torch.vmap(lambda own: own.T.contiguous().T)(w[:E]), (2 * E,)),
+}
+
+
+def of_parts(part):
+    return lambda x, weights, ids, up, down: layer(x, weights, ids, part(up), part(down))
+
+
+def stored(operands, axes):
+    return [*operands[:3], torch.randn(*axes, D, HIDDEN), torch.randn(*axes, HIDDEN, D)]
+
+
+@pytest.mark.parametrize("lowest", [0, -1, -E])
+@pytest.mark.parametrize("name", PARTS)
+def test_ids_count_from_the_end_of_a_part(operands, name, lowest):
+    part, axes = PARTS[name]
+    operands[2][3, 1] = lowest
+    run, backend = compiled(of_parts(part))
+    operands = stored(operands, axes)
+    torch.testing.assert_close(run(*operands), of_parts(part)(*operands))
+    assert all(candidate.E == E for candidate in backend.rewritten)
+    assert len(backend.rewritten) == (name not in ("by_vmap", "gathered"))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_ids_outside_of_a_part_raise(operands, name):
+    part, axes = PARTS[name]
+    operands[2][3, 1] = E
+    run, _ = compiled(of_parts(part))
+    with pytest.raises(IndexError):
+        run(*stored(operands, axes))
+
+
+def test_scores_of_more_experts_than_a_part_has(operands):
+    """As long as no other is chosen it is a layer of these; that is an error as it is in eager."""
+
+    def chosen(x, logits, up, down):
+        return layer(x, *logits.topk(K), up[:E], down[:E])
+
+    x, _, _, up, down = stored(operands, (2 * E,))
+    logits = torch.randn(T, 2 * E)
+    logits[:, E:] -= 100
+    run, backend = compiled(chosen)
+    torch.testing.assert_close(run(x, logits, up, down), chosen(x, logits, up, down))
+    assert [candidate.E for candidate in backend.rewritten] == [E]
+    with pytest.raises(IndexError):
+        run(x, logits + 200 * (torch.arange(2 * E) >= E), up, down)
+
+
+@pytest.mark.parametrize("lowest", [0, -1])
+def test_weights_of_several_numbers_of_experts(operands, lowest):
+    """Up weights of E, down weights of more: the last of these is another than the last of those."""
+    operands[2][3, 1] = lowest
+    operands[4] = torch.randn(E + 2, HIDDEN, D)
+    run, backend = compiled(layer)
+    torch.testing.assert_close(run(*operands), layer(*operands))
+    assert backend.reasons == ["EXPERT_COVERAGE"]
+
+
+@pytest.mark.parametrize("lowest", [0, -1])
+def test_outputs_of_all_experts_by_vmap(operands, lowest):
+    """Each token reads those of its experts: what is read is not told from the tensor that has the part."""
+
+    def dense(x, weights, ids, up, down):
+        y = torch.vmap(lambda up, down: F.silu(x @ up) @ down)(up[:E], down[:E])
+        return (y[ids, torch.arange(T).unsqueeze(1)] * weights.unsqueeze(-1)).sum(1)
+
+    operands[2][3, 1] = lowest
+    run, backend = compiled(dense)
+    operands = stored(operands, (2 * E,))
+    torch.testing.assert_close(run(*operands), dense(*operands))
+    assert not backend.rewritten

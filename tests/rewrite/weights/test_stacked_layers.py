@@ -1,0 +1,262 @@
+"""Weights of all layers in one parameter: each layer reads the experts of its part, and its gradient is that of the part."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moeblaze_ops import compile as switch
+from tests.corpus.zoo.sorted import _mm
+from tests.tools.rewrite_harness import check_against_eager, compiled, rewriting_backend, rewritten_in
+
+L, E, K, T, D, H = 3, 4, 2, 9, 8, 6
+
+pytestmark = pytest.mark.usefixtures("fp64")
+
+
+# One layer, of the tokens, their routing and what holds its experts. Up weights are [gate; up], [2H, D], down weights [D, H].
+
+
+def expert(x, up, down):
+    gate, value = F.linear(x, up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * value, down)
+
+
+def masks(x, weights, ids, up, down):
+    return sum((weights * (ids == e)).sum(-1, keepdim=True) * expert(x, up[e], down[e]) for e in range(E))
+
+
+def where_loop(x, weights, ids, up, down):
+    out = torch.zeros_like(x)
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, weights[token, slot, None] * expert(x[token], up[e], down[e]))
+    return out
+
+
+def module_list(x, weights, ids, up, down):
+    """As lists of one tensor for each expert, which is a view of the parameter."""
+    out = torch.zeros_like(x)
+    for e, (w_up, w_down) in enumerate(zip(list(up), list(down), strict=True)):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        out[token] += weights[token, slot, None] * expert(x[token], w_up, w_down)
+    return out
+
+
+def dense_einsum(x, weights, ids, up, down):
+    scores = x.new_zeros(x.shape[0], E).scatter(1, ids, weights)
+    gate, value = torch.einsum("td,efd->tef", x, up).chunk(2, -1)
+    return torch.einsum("tef,edf,te->td", F.silu(gate) * value, down, scores)
+
+
+def dense_bmm(x, weights, ids, up, down):
+    scores = x.new_zeros(x.shape[0], E).scatter(1, ids, weights)
+    gate, value = torch.bmm(x.expand(E, *x.shape), up.transpose(1, 2)).chunk(2, -1)
+    return (torch.bmm(F.silu(gate) * value, down.mT) * scores.t().unsqueeze(-1)).sum(0)
+
+
+def gathered(x, weights, ids, up, down):
+    gate, value = torch.einsum("td,tkfd->tkf", x, up[ids]).chunk(2, -1)
+    return (torch.einsum("tkf,tkdf->tkd", F.silu(gate) * value, down[ids]) * weights.unsqueeze(-1)).sum(1)
+
+
+def grouped_mm(x, weights, ids, up, down):
+    chosen, order = ids.flatten().sort(stable=True)
+    ends = torch.bincount(chosen, minlength=E).cumsum(0).to(torch.int32)
+    gate, value = _mm(x[order // K], up.transpose(1, 2), ends).chunk(2, -1)
+    y = _mm(F.silu(gate) * value, down.transpose(1, 2), ends) * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // K, y)
+
+
+LAYERS = [masks, where_loop, module_list, dense_einsum, dense_bmm, gathered, grouped_mm]
+
+# The part of layer i of a parameter, and the leading axes that it has.
+
+TAKEN = {
+    "select": (lambda w, i: w[i], (L, E)),
+    "last_layer_by_minus_one": (lambda w, i: w[i - L], (L, E)),
+    "slice": (lambda w, i: w[i * E : (i + 1) * E], (L * E,)),
+    "narrow": (lambda w, i: w.narrow(0, i * E, E), (L * E,)),
+    "chunk": (lambda w, i: w.chunk(L)[i], (L * E,)),
+    "unflattened": (lambda w, i: w.view(L, E, *w.shape[1:])[i], (L * E,)),
+    "flattened": (lambda w, i: w.flatten(0, 1)[i * E : (i + 1) * E], (L, E)),
+    "unbind": (lambda w, i: w.unbind(0)[i], (L, E)),
+    "experts_first": (lambda w, i: w[:, i], (E, L)),
+    "every_third": (lambda w, i: w[i::L], (E * L,)),
+    "of_two_stacks": (lambda w, i: w[1, i], (2, L, E)),
+}
+
+
+class Layers(nn.Module):
+    """A residual around each layer; the number of the layer that each reads its up and its down weights of."""
+
+    def __init__(self, layer, take, axes, up_of=tuple(range(L)), down_of=tuple(range(L)), shapes=((2 * H, D), (D, H))):
+        super().__init__()
+        self.layer, self.take, self.parts = layer, take, tuple(zip(up_of, down_of, strict=True))
+        self.router = nn.Parameter(torch.randn(L, E, D))
+        self.up, self.down = (nn.Parameter(torch.randn(*axes, *shape).mul_(0.4)) for shape in shapes)
+
+    def forward(self, x):
+        for router, (up, down) in zip(self.router, self.parts, strict=False):
+            weights, ids = (x @ router.T).softmax(-1).topk(K)
+            x = x + self.layer(x, weights, ids, self.take(self.up, up), self.take(self.down, down))
+        return x
+
+
+def rewritten(module) -> list[int]:
+    """How many experts the layers have that were rewritten, after a comparison of all gradients with eager."""
+    return [candidate.E for candidate in check_against_eager(module, torch.randn(T, D)).rewritten]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["select", "slice"])
+def test_every_spelling_of_a_layer(name, layer):
+    assert rewritten(Layers(layer, *TAKEN[name])) == [E] * L
+
+
+@pytest.mark.parametrize("layer", [masks, gathered], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_part_of_a_parameter(name, layer):
+    assert rewritten(Layers(layer, *TAKEN[name])) == [E] * L
+
+
+@pytest.mark.parametrize("i", range(L))
+@pytest.mark.parametrize("layer", [where_loop, gathered], ids=lambda f: f.__name__)
+def test_layers_that_are_not_read_have_a_gradient_of_zero(layer, i):
+    module = Layers(layer, *TAKEN["select"], (i,), (i,))
+    assert rewritten(module) == [E]
+    others = [j for j in range(L) if j != i]
+    assert module.up.grad[i].any() and not module.up.grad[others].any() and not module.down.grad[others].any()
+
+
+@pytest.mark.parametrize("layer", [masks, dense_bmm], ids=lambda f: f.__name__)
+def test_up_and_down_of_different_layers_are_a_layer(layer):
+    assert rewritten(Layers(layer, *TAKEN["slice"], (0, 1, 1), (2, 2, 0))) == [E] * L
+
+
+def test_loop_over_the_experts_that_were_hit():
+    def hits(x, weights, ids, up, down):
+        out = torch.zeros_like(x)
+        mask = F.one_hot(ids, E).permute(2, 1, 0)
+        for e in (mask.sum((-1, -2)) > 0).nonzero():
+            slot, token = torch.where(mask[e].squeeze(0))
+            out.index_add_(0, token, weights[token, slot, None] * expert(x[token], up[e[0]], down[e[0]]))
+        return out
+
+    module, x = Layers(hits, *TAKEN["select"]), torch.randn(T, D)
+    with rewriting_backend() as backend, switch.recording() as records:
+        actual = torch.compile(module, backend=backend)(x)
+    torch.testing.assert_close(actual, module(x))
+    assert [candidate.E for candidate in rewritten_in(records)] == [E] * L
+
+
+def test_biases_of_one_layer():
+    class Biased(Layers):
+        def __init__(self):
+            super().__init__(self.loop, *TAKEN["select"], (1,), (1,))
+            self.b_up, self.b_down = nn.Parameter(torch.randn(L, E, 2 * H)), nn.Parameter(torch.randn(L * E, D))
+
+        def loop(self, x, weights, ids, up, down):
+            out = torch.zeros_like(x)
+            for e in range(E):
+                token, slot = torch.where(ids == e)
+                gate, value = F.linear(x[token], up[e], self.b_up[1, e]).chunk(2, -1)
+                y = F.linear(F.silu(gate) * value, down[e], self.b_down[E : 2 * E][e])
+                out = out.index_add(0, token, weights[token, slot, None] * y)
+            return out
+
+    assert rewritten(Biased()) == [E]
+
+
+def test_one_tensor_for_each_expert_has_all_layers():
+    module = Layers(masks, lambda experts, i: [w[i] for w in experts], ())
+    del module.up, module.down
+    module.up = nn.ParameterList(torch.randn(L, 2 * H, D) for _ in range(E))
+    module.down = nn.ParameterList(torch.randn(L, D, H) for _ in range(E))
+    assert rewritten(module) == [E] * L
+
+
+def test_weights_under_autocast_are_cast_for_the_part_only():
+    class Autocast(Layers):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    torch.set_default_dtype(torch.float32)
+    run, backend = compiled(Autocast(where_loop, *TAKEN["select"], (1,), (1,)))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(torch.randn(T, D))
+    assert len(backend.rewritten) == 1
+    casts = [node.meta["example_value"].numel() for node in backend.modules[0].graph.nodes if node.target == "to"]
+    assert max(casts) == E * 2 * H * D
+
+
+def test_a_part_of_a_tensor_that_is_not_contiguous_is_left_alone():
+    module = Layers(masks, lambda w, i: w[i].mT, (L, E), shapes=((D, 2 * H), (H, D)))
+    assert rewritten(module) == [E] * L
+    module = Layers(masks, *TAKEN["select"])
+    module.up = nn.Parameter(torch.randn(L, E, D, 2 * H).mT)
+    run = check_against_eager(module, torch.randn(T, D))
+    assert run.reasons == ["WEIGHT_LAYOUT"] * L and "contiguous" in run.candidates[0].detail
+
+
+# Near misses.
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 2, 1, 3), (1, 2, 3, 0), (0, 0, 1, 2), (0, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("layer", [masks, where_loop], ids=lambda f: f.__name__)
+def test_experts_in_another_order(layer, order):
+    """Each number has the weights of another expert, or of none twice: no view of the parameter."""
+    module = Layers(layer, lambda w, i: [w[i][e] for e in order], (L, E))
+    run = check_against_eager(module, torch.randn(T, D))
+    assert not run.rewritten and set(run.reasons) == {"EXPERT_COVERAGE"}
+
+
+def test_experts_that_overlap():
+    """Gates and ups are a view each where the gate of an expert is the up of the one before, but not in between."""
+
+    def rows(distance):
+        module = Layers(masks, None, (L, E))
+        module.up = nn.Parameter(torch.randn(L, 2 * H + (E - 1) * distance, D))
+        module.take = lambda w, i: w[i] if w is module.down else [w[i, e * distance :][: 2 * H] for e in range(E)]
+        return module
+
+    assert rewritten(rows(H)) == [E] * L
+    run = check_against_eager(rows(H // 2), torch.randn(T, D))
+    assert not run.rewritten and set(run.reasons) == {"WEIGHT_LAYOUT"}
+
+
+def test_each_expert_of_another_layer():
+    """Experts in a row across layers are a layer of other experts; those of no common distance are none."""
+    take = lambda w, i: [w[(i + e) % L, e] for e in range(E)]  # noqa: E731
+    run = check_against_eager(Layers(masks, take, (L, E)), torch.randn(T, D))
+    assert not run.rewritten and set(run.reasons) == {"EXPERT_COVERAGE"}
+    across = lambda w, i: w[E // 2 + i : E // 2 + i + E]  # noqa: E731
+    assert rewritten(Layers(masks, across, (L * E,))) == [E] * L
+
+
+def test_experts_of_several_widths_in_one_tensor():
+    def loop(x, weights, ids, up, down):
+        total = 0
+        for e in range(E):
+            width = H - e
+            hidden = F.silu(F.linear(x, up[e][:width])) * F.linear(x, up[e][H : H + width])
+            total = total + (weights * (ids == e)).sum(-1, keepdim=True) * F.linear(hidden, down[e][:, :width])
+        return total
+
+    run = check_against_eager(Layers(loop, *TAKEN["select"]), torch.randn(T, D))
+    assert not run.rewritten and run.reasons == ["WEIGHT_LAYOUT"] * L
+
+
+@pytest.mark.parametrize("count", [E - 1, E - 2])
+def test_loop_over_some_of_the_experts(count):
+    """Nothing is added for ids of the others, as for ids of no expert; those of the first have to be there."""
+
+    def first(x, weights, ids, up, down):
+        return sum((weights * (ids == e)).sum(-1, keepdim=True) * expert(x, up[e], down[e]) for e in range(count))
+
+    def last(x, weights, ids, up, down):
+        return sum((weights * (ids == e)).sum(-1, keepdim=True) * expert(x, up[e], down[e]) for e in range(E - count, E))
+
+    assert rewritten(Layers(first, *TAKEN["select"])) == [count] * L
+    assert rewritten(Layers(last, *TAKEN["select"])) == []

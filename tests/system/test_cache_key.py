@@ -1,0 +1,161 @@
+"""Caches on disk must not serve what other sources of ours compiled: each test edits a copy of the package."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moeblaze_ops
+from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops import config, sources
+
+_FOLDERS = ("moeblaze_ops", "kernels", "lowering")
+
+_PROGRAM = """
+import torch
+import moeblaze_ops
+from torch._dynamo.utils import counters
+
+torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def layer(*inputs):
+    return moeblaze_ops.moe(*inputs, activation="relu")
+
+
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return layer(*inputs)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, None, None, None, None
+
+
+def train(function):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    x, weights = torch.randn(6, 4, requires_grad=True), torch.rand(6, 2)
+    experts = torch.arange(12).view(6, 2) % 3
+    w_up, w_down = torch.randn(3, 5, 4), torch.randn(3, 4, 5)
+    torch.compile(lambda *inputs: function(*inputs))(x, weights, experts, w_up, w_down).sum().backward()
+    hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    print("RESULT", hits, x.grad.abs().sum().item())
+
+
+train(layer)
+train(Layer.apply)
+moeblaze_ops.enable()
+train(layer)
+"""
+
+
+_BACKWARD = "    dh_NGF = dh_NGF.contiguous()\n"
+_OTHER_BACKWARD = "    dh_NGF = 2 * dh_NGF.contiguous()\n"
+
+
+@pytest.fixture(scope="module")
+def copy_of_package(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("copy")
+    source = Path(moeblaze_ops.__file__).parent.parent
+    for folder in _FOLDERS:
+        origin = source / folder if (source / folder).is_dir() else source / "moeblaze_ops" / folder
+        shutil.copytree(origin, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "pyproject.toml").touch()
+    (root / "lowering" / "rewrite" / "rewrite.py").write_text(
+        "from types import SimpleNamespace\n\n\ndef rewrite_graph(gm):\n    return SimpleNamespace(rewritten=(), declined=())\n"
+    )
+    return root
+
+
+def run(root: Path, cache: Path) -> list[tuple[int, float]]:
+    """Cache hits and the size of the gradient, of one training step each: explicit, in a function, with the switch."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=environment, cwd=cache, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("RESULT")]
+    return [(int(hits), float(gradient)) for _, hits, gradient in lines]
+
+
+def test_edited_backward_misses_the_caches(copy_of_package, tmp_path):
+    """With the switch and without, and where a custom autograd function of the user's calls the ops."""
+    edited = copy_of_package / "moeblaze_ops" / "ops" / "expert_up.py"
+    original = edited.read_text()
+    assert _BACKWARD in original
+    cold = run(copy_of_package, tmp_path)
+    warm = run(copy_of_package, tmp_path)
+    edited.write_text(original.replace(_BACKWARD, _OTHER_BACKWARD))
+    other = run(copy_of_package, tmp_path)
+    assert [hits > 0 for hits, _ in cold] == [False] * 3
+    assert [hits > 0 for hits, _ in warm] == [True] * 3
+    assert [hits > 0 for hits, _ in other] == [False] * 3
+    explicit, in_function, switched = (gradient for _, gradient in cold)
+    assert [gradient for _, gradient in warm] == [explicit, in_function, switched]
+    assert [gradient for _, gradient in other] == pytest.approx([2 * explicit, in_function, 2 * switched])
+
+
+def test_key_holds_every_knob(monkeypatch):
+    keys = {moeblaze_compile.cache_key()}
+    for knob, value in config.snapshot().items():
+        with monkeypatch.context() as patch:
+            patch.setattr(config, knob, not value if isinstance(value, bool) else f"not {value}")
+            keys.add(moeblaze_compile.cache_key())
+    assert len(keys) == 1 + len(config.snapshot())
+
+
+@pytest.mark.parametrize("library", ["torch", "triton"])
+def test_key_holds_versions(monkeypatch, library):
+    before = moeblaze_compile.cache_key()
+    monkeypatch.setattr(pytest.importorskip(library), "__version__", "0.0")
+    assert moeblaze_compile.cache_key() != before
+
+
+def test_key_holds_the_sources(monkeypatch):
+    before = moeblaze_compile.cache_key()
+    monkeypatch.setattr(sources, "DIGEST", "another")
+    assert moeblaze_compile.cache_key() != before
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("depth", ["", "room", "room/inner"])
+@pytest.mark.parametrize("folder", _FOLDERS)
+def test_digest_holds_every_source(tmp_path, folder, depth, installed):
+    """In a checkout ``kernels`` and ``lowering`` are beside the package, once installed inside."""
+    package = tmp_path / "moeblaze_ops"
+    path = [str(package)] if installed else [str(package), str(tmp_path)]
+    files = {name: (package if installed else tmp_path) / name / depth / "file.py" for name in ("kernels", "lowering")}
+    files["moeblaze_ops"] = package / depth / "file.py"
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    before = sources.digest(path)
+    files[folder].write_text("pass")
+    edited = sources.digest(path)
+    files[folder].rename(files[folder].with_name("renamed.py"))
+    renamed = sources.digest(path)
+    (files[folder].parent / "moved").mkdir()
+    files[folder].with_name("renamed.py").rename(files[folder].parent / "moved" / "renamed.py")
+    assert len({before, edited, renamed, sources.digest(path)}) == 4
+
+
+def test_digest_is_taken_at_import():
+    """And covers this very checkout: sources edited since would make this fail, so it reads them in a new process."""
+    program = (
+        "import moeblaze_ops, sys; from pathlib import Path; sources = sys.modules['moeblaze_ops.sources']\n"
+        "assert sources.DIGEST == sources.digest(moeblaze_ops.__path__) != sources.digest(['/nowhere'])"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,133 @@
+"""Compile with the rewrite and without Inductor: numbers against eager, and the rewritten graph."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import aot_eager
+
+from moeblaze_ops import compile as switch
+from moeblaze_ops.lowering.rewrite.rewrite import Candidate, RewriteReport, rewrite_graph
+
+OLD_SPELLINGS = {
+    "where", "nonzero", "one_hot", "index_add", "index_add_", "iadd", "setitem", "scatter", "scatter_add", "argsort", "sort",
+    "bincount", "histc", "cumsum", "_grouped_mm", "grouped_mm_fallback", "einsum", "bmm", "matmul", "silu",
+    "_assert_scalar.default",
+}  # fmt: skip
+"""Operators of which none is left of a layer that was replaced, whatever its spelling."""
+
+
+@dataclass
+class Rewriting:
+    """A Dynamo backend that rewrites, and remembers what it saw."""
+
+    reports: list[RewriteReport] = field(default_factory=list)
+    modules: list[fx.GraphModule] = field(default_factory=list)
+    run: bool = True
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
+        self.reports.append(rewrite_graph(gm))
+        self.modules.append(gm)
+        return aot_eager(gm, example_inputs) if self.run else gm.forward
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [candidate for report in self.reports for candidate in report.candidates]
+
+    @property
+    def rewritten(self) -> list[Candidate]:
+        return [candidate for report in self.reports for candidate in report.rewritten]
+
+    @property
+    def reasons(self) -> list[str]:
+        return [candidate.reason for report in self.reports for candidate in report.declined]
+
+    def operators(self) -> list[str]:
+        """Names of all operators left, bodies of higher-order operators included."""
+        nodes = (n for gm in self.modules for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+        return [_name(node) for node in nodes if node.op in ("call_function", "call_method")]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def compiled(fn: Callable, *, run: bool = True, dynamic: bool | None = None) -> tuple[Callable, Rewriting]:
+    torch._dynamo.reset()
+    backend = Rewriting(run=run)
+    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), backend
+
+
+@contextmanager
+def rewriting_backend() -> Iterator[Callable]:
+    """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it."""
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        switch._rewrite(gm)
+        return aot_eager(gm, example_inputs)
+
+    switch._rewriting_backends.append(backend)
+    try:
+        yield backend
+    finally:
+        switch._rewriting_backends.remove(backend)
+
+
+def rewritten_in(records: list[switch.Record]) -> list[Candidate]:
+    """The layers that were rewritten, but for those in attempts at a frame that were given up."""
+    kept = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+    return [candidate for report in kept for candidate in report.rewritten]
+
+
+def rewrite_of(fn: Callable, *args: Tensor) -> Rewriting:
+    """Capture and rewrite, without running the result."""
+    run, backend = compiled(fn, run=False)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(*args)
+    return backend
+
+
+def check_against_eager(
+    module: torch.nn.Module, *args: Tensor, dynamic: bool | None = None, tolerance: float | None = None
+) -> Rewriting:
+    """Outputs and the gradients of every input and parameter agree with eager; returns what was rewritten."""
+    run, backend = compiled(module, dynamic=dynamic)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual = _train(module, run, args)
+    expected = _train(module, module, args)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        close = {} if tolerance is None else {"atol": tolerance * tensor.abs().max().item(), "rtol": tolerance}
+        torch.testing.assert_close(actual[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **close)
+    return backend
+
+
+def assert_replaced(backend: Rewriting) -> None:
+    """The layers of all graphs became operators, and nothing of them is left."""
+    operators = backend.operators()
+    layers = len(backend.rewritten)
+    assert operators.count("dispatch.default") == layers > 0
+    assert operators.count("expert_down.default") + operators.count("expert_mlp.default") == layers
+    assert operators.count("expert_up.default") == operators.count("expert_down.default")
+    assert not OLD_SPELLINGS & set(operators), OLD_SPELLINGS & set(operators)
+    assert not backend.reasons
+
+
+def _train(module: torch.nn.Module, run: Callable, args: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    module.zero_grad()
+    inputs = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
+    out = run(*inputs)
+    out = out if isinstance(out, tuple) else (out,)
+    generator = torch.Generator().manual_seed(0)
+    sum((o * torch.randn(o.shape, generator=generator).to(o.dtype)).sum() for o in out).backward()
+    named = {f"output {i}": o.detach() for i, o in enumerate(out)}
+    named |= {f"gradient of input {i}": a.grad for i, a in enumerate(inputs) if a.grad is not None}
+    return named | {f"gradient of {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+__all__ = [
+    "Rewriting", "assert_replaced", "check_against_eager", "compiled", "rewrite_of", "rewriting_backend", "rewritten_in",
+]  # fmt: skip

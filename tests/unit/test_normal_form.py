@@ -1,0 +1,88 @@
+"""Canonical forms of index arithmetic, sums and bound variables."""
+
+import pytest
+import sympy
+
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+
+
+@pytest.fixture
+def algebra():
+    return Algebra()
+
+
+def test_row_major_position_splits_and_joins(algebra):
+    t, k = algebra.var(0, 10, "t"), algebra.var(1, 2, "r")
+    position = algebra.linear(0, [(2, t), (1, k)])
+    assert algebra.div(position, 2) is t and algebra.mod(position, 2) is k
+    s = algebra.var(2, 20, "r")
+    assert algebra.linear(0, [(2, algebra.div(s, 2)), (1, algebra.mod(s, 2))]) is s
+
+
+def test_symbolic_sizes_split_too(algebra):
+    B, S = sympy.symbols("B S", positive=True, integer=True)
+    b, s = algebra.var(0, B, "t"), algebra.var(1, S, "t")
+    position = algebra.linear(0, [(S, b), (1, s)])
+    assert algebra.div(position, S) is b and algebra.mod(position, S) is s
+
+
+def test_remainder_that_may_overflow_stays(algebra):
+    t, k = algebra.var(0, 10, "t"), algebra.var(1, 3, "r")
+    position = algebra.linear(0, [(2, t), (1, k)])
+    assert algebra.div(position, 2).kind == "div" and algebra.mod(position, 2).kind == "mod"
+
+
+def test_position_in_nothing_stays(algebra):
+    """As of the slots of a layer with a K of zero."""
+    s = algebra.var(0, 0, "r")
+    assert algebra.div(s, 0).kind == "div" and algebra.mod(s, 0).kind == "mod"
+    assert algebra.div(algebra.const(3), 0).kind == "div"
+
+
+def test_order_of_terms_and_factors_is_forgotten(algebra):
+    a, b, c = (algebra.var(i, 5, "r") for i in range(3))
+    assert algebra.add(a, algebra.add(b, c)) is algebra.add(algebra.add(c, a), b)
+    assert algebra.mul(a, algebra.mul(b, algebra.const(2))) is algebra.mul(algebra.const(2.0), b, a)
+    assert algebra.mul(a, algebra.zero) is algebra.zero
+
+
+@pytest.mark.parametrize("number", [2.0, 1.0, True, -3.0])
+def test_whole_numbers_are_ints_whoever_names_them_first(number):
+    algebra = Algebra()
+    assert algebra.const(number) is algebra.const(int(number))
+    assert type(algebra.const(int(number)).args[0]) is int
+
+
+@pytest.mark.parametrize("number", [0.5, 2.0**60, float("inf"), float("-inf")])
+def test_other_numbers_stay(algebra, number):
+    assert algebra.const(number).args == (number,) and type(algebra.const(number).args[0]) is float
+
+
+def test_comparison_equals_its_square_and_a_product_does_not(algebra):
+    a, b = algebra.var(0, 5, "r"), algebra.var(1, 5, "r")
+    same = algebra.eq(a, b)
+    assert algebra.mul(same, same) is same
+    assert algebra.mul(a, a) is not a
+
+
+def test_names_of_bound_variables_do_not_matter(algebra):
+    t = algebra.var(0, 10, "t")
+    sums = []
+    for level in (3, 7):
+        k, j = algebra.var(level, 4, "r"), algebra.var(level + 1, 6, "r")
+        inner = algebra.sum(j, algebra.call("f", (t, k, j)))
+        sums.append(algebra.sum(k, algebra.call("g", (k, inner))))
+    assert sums[0] is sums[1]
+
+
+def test_opened_sum_closes_to_itself(algebra):
+    t, k = algebra.var(0, 10, "t"), algebra.var(1, 4, "r")
+    total = algebra.sum(k, algebra.call("f", (t, k)))
+    assert algebra.sum(*algebra.open(total)) is total
+
+
+def test_factors_without_the_variable_leave_the_sum(algebra):
+    t, k = algebra.var(0, 10, "t"), algebra.var(1, 4, "r")
+    weight = algebra.call("w", (t, k))
+    assert algebra.sum(k, algebra.mul(t, weight)) is algebra.mul(t, algebra.sum(k, weight))
+    assert algebra.sum(k, t) is algebra.mul(t, algebra.const(4))
