@@ -30,6 +30,7 @@ from moeblaze_ops import config, sources
 from moeblaze_ops.capture import row_groups
 from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
     captures: Captures | None = None
+    branches: Branches | None = None
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
     left: str | None = None
@@ -53,7 +55,7 @@ class _Attempt:
     @property
     def numbers(self) -> bool:
         """Whether numbers of a tensor's elements may be in its graph, too."""
-        return self.captures is not None and self.captures.numbers
+        return self.branches is not None or (self.captures is not None and self.captures.numbers)
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
@@ -273,8 +275,10 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     _follow_switch()
     if _may_capture(frame):
+        tries = [_try(compile_frame, frame, None, Branches())]
         captures = Captures()
-        tries = [_try(compile_frame, frame, captures)]
+        if tries[-1].compiled is None:
+            tries.append(_try(compile_frame, frame, captures))
         if tries[-1].compiled is None and captures.done:
             tries.append(_try(compile_frame, frame, None))
         if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
@@ -291,17 +295,22 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
         raise
 
 
-def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, captures: Captures | None) -> _Tried:
+def _try(
+    compile_frame: Callable[[CodeType], Any],
+    frame: torch_internals.Frame,
+    captures: Captures | None,
+    branches: Branches | None = None,
+) -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
 
     With numbers of a tensor's elements in its graph, there must be one graph, and a layer in it.
     """
-    attempt = _Attempt(captures)
-    numbers = attempt.numbers
+    attempt = _Attempt(captures, branches)
+    numbers = captures is not None and captures.numbers
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
-        with _capturing(numbers=numbers):
+        with _capturing(numbers=attempt.numbers), tracing(branches) if branches else contextlib.nullcontext():
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
         attempt.broke |= torch_internals.resumes(compiled)
         if captures and captures.done and torch_internals.resumes(compiled):
@@ -314,6 +323,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
+    if branches and branches.left:
+        attempt.left = branches.left
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
@@ -321,6 +332,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
+    if branches and branches.done:
+        done = tuple(f"{line}: traced as if its condition were always true: what it skips does nothing" for line in branches.done)
     if done or left:
         records.append(CaptureRecord(done, left, dropped))
     return _Tried(compiled, attempt.broke, records)
@@ -367,11 +380,18 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
-    from moeblaze_ops.lowering.obligations import check
+    from moeblaze_ops.lowering.obligations import branches, check
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
     attempt = _attempt.get()
     before = set(check.all_nodes(gm)) if attempt is not None else set()
+    work: set[fx.Node] = set()
+    if attempt is not None and attempt.branches is not None:
+        discharged = branches.discharge(gm)
+        if reason := attempt.branches.left or discharged.reason:
+            attempt.left = reason
+            raise NotJustified(reason)
+        work = discharged.work
     if attempt is not None and (reason := check.unproven(gm)) is not None:
         attempt.left = reason
         raise NotJustified(reason)
@@ -394,6 +414,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if sources := check.data_dependent_shapes(gm, numbers=attempt.numbers):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
+    if effects := check.remaining_effects(gm, work):
+        attempt.left = f"{', '.join(effects)} would run where the program skips it"
+        raise NotJustified(attempt.left)
     if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
         raise NotJustified(attempt.left)
@@ -401,6 +424,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
+install()
 torch_internals.install_frame_hook(_compile_frame)
 torch_internals.install_code_hook(_substitute)
 torch_internals.install_effect_hook(_notice_effect)

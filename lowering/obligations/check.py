@@ -37,6 +37,12 @@ def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Seq
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
 
 
+def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
+    """The nodes of ``work`` that are still there and do more than give a value, each with its line."""
+    nodes = [node for node in all_nodes(gm) if node in work and has_effect(node)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+
+
 def writes_to_rows(gm: fx.GraphModule) -> list[str]:
     """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
     writes = [node for graph in _graphs(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]

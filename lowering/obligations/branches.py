@@ -1,0 +1,237 @@
+"""Whether the work of a branch on data does nothing where its condition says that it is not to be done.
+
+`tracing.branches` traces the work and leaves the condition. It is dropped where the elements of all that the work writes, and
+of all that is another tensor afterwards, are what they were before, once everything that the condition says is zero is zero:
+
+    if (ids == e).any():                    proven: without a token, no row is added
+        out[rows] += expert(x[rows])
+    if (ids == e).any():                    refused: one is added to all rows
+        out += 1
+"""
+
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.effects import has_effect
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, target_name
+from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
+from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
+from moeblaze_ops.lowering.torch_internals import places
+
+
+@dataclass
+class Discharged:
+    """What came of the branches of a graph: why one is not proven, or the nodes that run unasked now."""
+
+    reason: str | None = None
+    work: set[fx.Node] = field(default_factory=set)
+
+
+def discharge(gm: fx.GraphModule) -> Discharged:
+    """Prove all branches of a graph and drop what is left of them; the graph is as it was where one is not proven."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    result = Discharged()
+    for graph in graphs:
+        begins = [node for node in graph.nodes if node.target is branch_begins]
+        if not begins:
+            continue
+        view = GraphView(graph, TABLE)
+        for begin in begins:
+            reason = _unproven(view, begin)
+            if reason is not None:
+                return Discharged(f"{_line(begin)}: {reason}")
+            (end,) = begin.users
+            inside = range(view.position[begin], view.position[end])
+            result.work.update(node for node, at in view.position.items() if at in inside and node not in begins)
+    for graph in graphs:
+        _erase(graph)
+    result.work = {node for node in result.work if not node._erased}
+    return result
+
+
+def _erase(graph: fx.Graph) -> None:
+    """Drop the markers, and what only they read."""
+    markers = [node for node in reversed(graph.nodes) if node.target in (branch_begins, branch_ends)]
+    read: list[fx.Node] = []
+    for node in markers:
+        read += [other for other in node.all_input_nodes if other not in markers]
+        graph.erase_node(node)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    while read:
+        node = max(read, key=order.__getitem__)
+        read = [other for other in read if other is not node]
+        if not node.users and node.op in ("call_function", "call_method") and not has_effect(node):
+            read += node.all_input_nodes
+            graph.erase_node(node)
+    if markers:
+        graph.owning_module.recompile()
+
+
+def _unproven(view: GraphView, begin: fx.Node) -> str | None:
+    """Why the work that begins here may do something where it is not asked for."""
+    ends = [node for node in begin.users if node.target is branch_ends]
+    if len(ends) != 1:
+        return "its two ways do not join in one graph"
+    (end,) = ends
+    proof = _Proof(view, begin, end)
+    if not proof.assume():
+        return "what the condition says of tensors is not known"
+    for before, after in zip(*end.args[1:], strict=True):
+        if not proof.same_operand(before, after):
+            return f"{after} may be another where the condition is false"
+    return proof.changed_buffer()
+
+
+class _Proof:
+    """The proof of one branch; ``first`` and ``last`` are the positions of its markers."""
+
+    def __init__(self, view: GraphView, begin: fx.Node, end: fx.Node):
+        self.view, self.begin, self.end = view, begin, end
+        self.first, self.last = view.position[begin], view.position[end]
+        self.evaluator = Evaluator()
+        self.zeros = Zeros(self.evaluator.algebra)
+
+    # What the condition says.
+
+    def assume(self) -> bool:
+        """Learn what is zero without the work."""
+        condition, works_if = self.begin.args
+        skips_if = not works_if
+        fake = fake_of(condition)
+        if isinstance(fake, torch.Tensor):
+            element = self._element(self.view.value_at(condition, self.first))
+            zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
+            if zero is None:
+                return False
+            self.zeros.add(zero)
+        elif not self._assume_number(fake.node.expr, skips_if):
+            return False
+        self._add_sizes()
+        return True
+
+    def _assume_number(self, condition: sympy.Basic, truth: bool) -> bool:
+        if len(condition.free_symbols) != 1:
+            return False
+        (size,) = condition.free_symbols
+        known = False
+        for mask in self._masks(size):
+            if is_zero_at(condition, size, truth, is_flag=False) and (element := self._element(mask)) is not None:
+                self.zeros.add(element)
+                known = True
+        for node in self.view.graph.nodes:
+            fake = fake_of(node)
+            if target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool) and size in fake.node.expr.free_symbols:
+                (source,) = node.all_input_nodes
+                element = self._element(self.view.value_at(source, self.view.position[node]))
+                is_flag = fake_of(source).dtype == torch.bool
+                zero = None if element is None else zero_if(self.evaluator.algebra, element, False)
+                if zero is not None and is_zero_at(condition, size, truth, is_flag=is_flag):
+                    self.zeros.add(zero)
+                    known = True
+        if known:
+            self.zeros.sizes.add(size)
+        return known
+
+    def _masks(self, size: sympy.Symbol) -> list[Value]:
+        """The masks of whose true elements there are ``size``."""
+        return list({v.args[0]: None for v in self.view._pool.values() if v.op == "nonzero" and v.shape[0] == size})
+
+    def _add_sizes(self) -> None:
+        for value in self.view._pool.values():
+            if value.op == "nonzero" and value.shape[0] not in self.zeros.sizes and not isinstance(value.shape[0], int):
+                element = self._element(value.args[0])
+                if element is not None and self.zeros.without(element) is self.evaluator.algebra.zero:
+                    self.zeros.sizes.add(value.shape[0])
+
+    # What is to be the same.
+
+    def same_operand(self, before: fx.Node, after: fx.Node) -> bool:
+        if not isinstance(fake_of(after), torch.Tensor):
+            zeros = dict.fromkeys(self.zeros.sizes, 0)
+            return all(hasattr(fake_of(n), "node") or isinstance(fake_of(n), int) for n in (before, after)) and (
+                sympy.sympify(_number(before)).subs(zeros) == sympy.sympify(_number(after)).subs(zeros)
+            )
+        if _layout(before) != _layout(after) or self._is_shared(before, after):
+            return False
+        return self._same(self.view.value_at(before, self.first), self.view.value_at(after, self.last))
+
+    def _is_shared(self, before: fx.Node, after: fx.Node) -> bool:
+        """Whether it is seen that one tensor became two: one of them is written later, and the other read."""
+        one, other = self.view.aliases(before), self.view.aliases(after)
+        if before in other:
+            return False
+        writes = [(node, target) for node, target in self.view.all_writes() if self.view.position[node] > self.last]
+        for written, rest in ((one, other), (other, one)):
+            at = [self.view.position[node] for node, target in writes if target in written]
+            read = [self.view.position[user] for node in rest for user in node.users]
+            if at and any(position > min(at) for position in read):
+                return True
+            if at and any(node.op in ("placeholder", "get_attr") for node in rest):
+                return True
+        return False
+
+    def changed_buffer(self) -> str | None:
+        """What the work writes to and is read later, which may not be what it was without it."""
+        for write, target in self.view.all_writes():
+            if not self.first < self.view.position[write] < self.last:
+                continue
+            if not has_storage(target):
+                return f"it is not known what {write} writes to"
+            for alias in self.view.aliases(target):
+                older = self.view.position[alias] < self.first
+                outlives = alias.op in ("placeholder", "get_attr") or any(self.view.position[u] > self.last for u in alias.users)
+                if older and outlives:
+                    before, after = self.view.value_at(alias, self.first), self.view.value_at(alias, self.last)
+                    if not self._same(before, after):
+                        return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
+        return None
+
+    def _same(self, before: Value, after: Value) -> bool:
+        if before is after:
+            return True
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            return False
+        algebra = self.evaluator.algebra
+        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(before.shape))
+        self.evaluator._memo[before, indices, 0] = algebra.leaf(before, indices)  # its inside is of no interest
+        try:
+            return self.zeros.without(self.evaluator.element(after, indices)) is algebra.leaf(before, indices)
+        except Unroll:
+            return False
+
+    def _element(self, value: Value) -> Expr | None:
+        """What any element of a mask is, or the only one of a number."""
+        algebra = self.evaluator.algebra
+        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(value.shape))
+        try:
+            e = self.evaluator.element(value, indices)
+        except Unroll:
+            return None
+        for variable in reversed([i for i in indices if i.kind == "var"]):
+            e = algebra.any(variable, e)
+        return e
+
+
+def _number(node: fx.Node) -> sympy.Basic | int:
+    fake = fake_of(node)
+    return fake.node.expr if hasattr(fake, "node") else fake
+
+
+def _layout(node: fx.Node) -> tuple:
+    fake = fake_of(node)
+    return fake.dtype, fake.device, tuple(map(str, fake.shape)), tuple(map(str, fake.stride()))
+
+
+def _name(node: fx.Node) -> str:
+    return node.name.rstrip("_0123456789")
+
+
+def _line(node: fx.Node) -> str:
+    stack = places(node)
+    return f"{stack[-1][2]} ({stack[-1][0]}:{stack[-1][1]})" if stack else "source unknown"
