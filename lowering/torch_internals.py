@@ -34,6 +34,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 __all__ = [
@@ -262,20 +263,22 @@ _MOST_NUMBERS = 512
 
 
 @contextlib.contextmanager
-def capturing_numbers(slice_rows: Callable) -> Iterator[None]:
+def capturing_numbers(slice_rows: Callable, count: Callable) -> Iterator[None]:
     """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many.
 
     Each slice with such bounds has a size that Dynamo knows nothing of, and torch 2.11 cannot tell that what is written to one
-    fits. So where there was a slice with the same bounds, calls of ``slice_rows(x, start, stop, size)`` take its size.
+    fits. So where there was a slice with the same bounds, calls of ``slice_rows(x, start, stop, size)`` take its size. A bincount
+    has at least as many elements as asked for, and becomes ``count(ids, minlength)``, which has as many.
     """
     call_method, call_builtin = TensorVariable.call_method, BuiltinVariable.call_function
+    call_torch = TorchInGraphFunctionVariable.call_function
 
     def rows_between(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
         known = vars(tx.output).setdefault("_moeblaze_slices", {})
         key = (tx.output.current_tracer, *map(_size_of, bounds), fake_value(x).shape[0])
         if key in known:
             arguments = [x, *bounds, known[key].call_method(tx, "size", [ConstantVariable.create(0)], {})]
-            return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", slice_rows, *proxy_args_kwargs(arguments, {})))
+            return _traced(tx, slice_rows, arguments)
         known[key] = call_builtin(BuiltinVariable(operator.getitem), tx, [x, SliceVariable(bounds, tx)], {})
         return known[key]
 
@@ -287,7 +290,15 @@ def capturing_numbers(slice_rows: Callable) -> Iterator[None]:
         if name == "__setitem__" and (bounds := _bounds_of_data(args[0])):
             write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
             return rows_between(tx, self, bounds).call_method(tx, write, [args[1]], {})
+        if name == "bincount" and (arguments := _counted([self, *args], kwargs)):
+            return _traced(tx, count, arguments)
         return call_method(self, tx, name, args, kwargs)
+
+    @functools.wraps(call_torch)
+    def with_counts(self, tx, args, kwargs):
+        if self.value is torch.bincount and (arguments := _counted(args, kwargs)):
+            return _traced(tx, count, arguments)
+        return call_torch(self, tx, args, kwargs)
 
     @functools.wraps(call_builtin)
     def with_slices(self, tx, args, kwargs):
@@ -296,11 +307,27 @@ def capturing_numbers(slice_rows: Callable) -> Iterator[None]:
         return call_builtin(self, tx, args, kwargs)
 
     TensorVariable.call_method, BuiltinVariable.call_function = with_numbers, with_slices
+    TorchInGraphFunctionVariable.call_function = with_counts
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             yield
     finally:
         TensorVariable.call_method, BuiltinVariable.call_function = call_method, call_builtin
+        TorchInGraphFunctionVariable.call_function = call_torch
+
+
+def _traced(tx: Any, function: Callable, arguments: list[VariableTracker]) -> VariableTracker:
+    """A call of ``function`` in the graph, and what Dynamo knows of its result."""
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, {})))
+
+
+def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> list[VariableTracker] | None:
+    """The ids that a bincount without weights counts, and how many counts it gives at least, if a number says so."""
+    arguments = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
+    least = arguments.get("minlength")
+    plain = "weights" not in arguments or _is_none(arguments["weights"])
+    known = isinstance(least, ConstantVariable) and isinstance(least.value, int) and least.value > 0
+    return [arguments["input"], least] if plain and known and fake_value(arguments["input"]).dim() == 1 else None
 
 
 def _bounds_of_data(key: VariableTracker) -> list[VariableTracker] | None:

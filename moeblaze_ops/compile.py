@@ -27,9 +27,9 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config, sources
-from moeblaze_ops.capture import row_groups
 from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.obligations import markers
 from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
 
 log = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ def _try(
 
 def _capturing(*, numbers: bool) -> contextlib.AbstractContextManager:
     if numbers:
-        return torch_internals.capturing_numbers(row_groups.rows_between)
+        return torch_internals.capturing_numbers(markers.rows_between, markers.counts_below)
     return torch_internals.capturing_dynamic_shapes()
 
 

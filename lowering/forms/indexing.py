@@ -355,6 +355,11 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
     return _counts(view, tensor(ids), output_shape(view)[0])
 
 
+@form("counts_below")
+def _counts_below(view: GraphView, ids: Any, num_experts: int) -> Value:
+    return _counts(view, tensor(ids), num_experts)
+
+
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))

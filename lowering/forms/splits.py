@@ -33,7 +33,7 @@ def _item(view: GraphView, x: Any) -> Any:
 
 @form("rows_between")
 def _rows_between(view: GraphView, x: Any, start: Any, stop: Any, size: Any) -> Value:
-    """What `row_groups.rows_between` gives, a slice in a graph that is captured with such numbers."""
+    """What `markers.rows_between` gives, a slice in a graph that is captured with such numbers."""
     return slice_between(view, tensor(x), 0, slice(start, stop), size)
 
 

@@ -44,4 +44,4 @@ def _is_of_torch(node: fx.Node) -> bool:
     if node.op == "call_method":
         return True
     module = getattr(node.target, "__module__", None) or ""
-    return module.partition(".")[0] in ("torch", "_operator", "builtins", "math", "")
+    return module.partition(".")[0] in ("torch", "_operator", "builtins", "math", "moeblaze_ops", "")

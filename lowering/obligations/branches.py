@@ -128,8 +128,9 @@ class _Proof:
             fake = fake_of(node)
             if target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool) and size in fake.node.expr.free_symbols:
                 (source,) = node.all_input_nodes
-                element = self._element(self.view.value_at(source, self.view.position[node]))
-                is_flag = fake_of(source).dtype == torch.bool
+                held = self.view.value_at(source, self.view.position[node])
+                element = self._element(held)
+                is_flag = held.dtype == torch.bool
                 zero = None if element is None else zero_if(self.evaluator.algebra, element, False)
                 if zero is not None and is_zero_at(condition, size, truth, is_flag=is_flag):
                     self.zeros.add(zero)

@@ -1,9 +1,13 @@
-"""What a traced branch leaves in the graph: where its work begins and ends, and what is to be proven of it.
+"""What tracing leaves in the graph that is to be proven: branches on data, numbers of tokens, experts that were hit.
 
-Both are proven away before the graph is compiled: whoever runs one has a graph that nobody has checked.
+The ends of a branch are proven away before the graph is compiled: whoever runs one has a graph that nobody has checked. The
+other functions may run: they give what the program asked for once what they assume is proven.
 """
 
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def branch_begins(condition: Any, works_if: bool) -> None:
@@ -14,3 +18,18 @@ def branch_begins(condition: Any, works_if: bool) -> None:
 def branch_ends(begin: None, without: tuple, with_: tuple) -> None:
     """Here the two ways join: where the work is not done, each of ``with_`` must be what the same of ``without`` is."""
     raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
+
+
+def counts_below(ids: Tensor, num_experts: int) -> Tensor:
+    """``torch.bincount(ids, minlength=num_experts)``, where all ids are proven to be below that: as many counts as experts."""
+    return ids.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))
+
+
+def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
+    """``x[start:stop]``, of bounds that only the data tell, where there was a slice of ``size`` rows with the same bounds."""
+    return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
+
+
+def is_hit(hits: Tensor, expert: int) -> Tensor:
+    """Whether an expert is among the numbers of those that have tokens."""
+    return (hits == expert).any()

@@ -10,11 +10,6 @@ import torch
 from torch import Tensor
 
 
-def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
-    """``x[start:stop]``, of bounds that only the data tell, where there was a slice of ``size`` rows with the same bounds."""
-    return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
-
-
 def kept(numbers: Tensor) -> Tensor:
     """``numbers`` as they are now, where a copy to the host would have kept them."""
     return numbers.clone()
