@@ -299,11 +299,15 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
-        if len(dims) != 1:
+        bound: list[Expr] = []
+        for dim in dims:
+            bound.append(self.algebra.fresh((*indices, *bound), x.shape[dim]))
+        body = self.element(x, self._reduced_indices(value, indices, tuple(bound)), depth)
+        if not is_indicator(body):
             return self.algebra.leaf(value, indices)
-        var = self.algebra.fresh(indices, x.shape[dims[0]])
-        body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
-        return self.algebra.any(var, body) if is_indicator(body) else self.algebra.leaf(value, indices)
+        for var in reversed([var for var in bound if var.kind == "var"]):
+            body = self.algebra.any(var, body)
+        return body
 
     def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim = value.args

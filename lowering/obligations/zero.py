@@ -153,13 +153,18 @@ class Zeros:
 
 
 def _reaches_all(indices: tuple[Expr, ...], shape: tuple[Size, ...], bound: frozenset[Expr]) -> bool:
-    """Whether indices go through every element of a tensor: quotient and remainder of a flat position, or the position of all."""
-    if len(indices) == 2 and indices[0].kind == "div" and indices[1].kind == "mod" and indices[0].args == indices[1].args:
+    """Whether indices go through every element of a tensor: quotient and remainder of a flat position, or the position of all.
+
+        x.t().flatten()[s]      ->  x[s % T, s // T]
+    """
+    if len(indices) == 2 and {index.kind for index in indices} == {"div", "mod"} and indices[0].args == indices[1].args:
         flat, size = indices[0].args
-        return flat in bound and same_size(size, shape[1]) and same_size(flat.args[1], shape[0] * shape[1])
-    if len(indices) == 1 and indices[0].kind == "linear" and indices[0].args[0] == 0:
-        terms = sorted(indices[0].args[1], key=lambda term: str(term[0]))
-        if len(terms) == 2 and all(atom in bound for _, atom in terms):
-            ((_, inner), (stride, outer)) = terms if terms[0][0] == 1 else terms[::-1]
-            return same_size(stride, inner.args[1]) and same_size(stride * outer.args[1], shape[0]) and 1 in (terms[0][0], terms[1][0])
-    return False
+        inner = shape[0] if indices[0].kind == "mod" else shape[1]
+        return flat in bound and same_size(size, inner) and same_size(flat.args[1], shape[0] * shape[1])
+    if len(indices) != 1 or indices[0].kind != "linear" or indices[0].args[0] != 0:
+        return False
+    terms = sorted(indices[0].args[1], key=lambda term: term[0] != 1)
+    if len(terms) != 2 or terms[0][0] != 1 or not all(atom in bound for _, atom in terms):
+        return False
+    (_, inner), (stride, outer) = terms
+    return same_size(stride, inner.args[1]) and same_size(stride * outer.args[1], shape[0])
