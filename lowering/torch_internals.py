@@ -285,7 +285,7 @@ def capturing_numbers(slice_rows: Callable, count: Callable) -> Iterator[None]:
     @functools.wraps(call_method)
     def with_numbers(self, tx, name, args, kwargs):
         numel = fake_value(self).numel() if name == "tolist" else 0
-        if not isinstance(numel, int) or numel > _MOST_NUMBERS:
+        if isinstance(numel, int) and numel > _MOST_NUMBERS:
             raise ValueError(f"a list of {numel} numbers")
         if name == "__setitem__" and (bounds := _bounds_of_data(args[0])):
             write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"

@@ -314,7 +314,8 @@ def _exact_integers(x: Value) -> Value:
     return x
 
 
-def _bound(x: Value) -> Size | None:
+def bound_of(x: Value) -> Size | None:
+    """An exclusive upper bound of ids that are not negative, None where that is not known."""
     while x.op in ("reshape", "permute"):
         x = x.args[0]
     return x.bound
@@ -337,7 +338,8 @@ def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, s
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
 
 
-def _counts(view: GraphView, ids: Value, num: Size) -> Value:
+def counts_of(view: GraphView, ids: Value, num: Size) -> Value:
+    """How many ids each of the first numbers is."""
     ids = _exact_integers(ids)
     classes = view.make("arange", 0, 1, shape=(num,), dtype=ids.dtype)
     total = 1
@@ -352,21 +354,21 @@ def _counts(view: GraphView, ids: Value, num: Size) -> Value:
 @form("bincount")
 def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0) -> Value:
     require(weights is None, "unweighted counts")
-    return _counts(view, tensor(ids), output_shape(view)[0])
+    return counts_of(view, tensor(ids), output_shape(view)[0])
 
 
 @form("counts_below")
 def _counts_below(view: GraphView, ids: Any, num_experts: int) -> Value:
-    return _counts(view, tensor(ids), num_experts)
+    return counts_of(view, tensor(ids), num_experts)
 
 
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
     require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
-    bound = _bound(integers)  # a last bin that is one longer counts its upper end, too
+    bound = bound_of(integers)  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
-    return cast(view, _counts(view, ids, bins), output_dtype(view))
+    return cast(view, counts_of(view, ids, bins), output_dtype(view))
 
 
 @form("searchsorted")

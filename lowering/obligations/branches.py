@@ -17,7 +17,7 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.effects import has_effect
+from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
@@ -66,11 +66,29 @@ def _erase(graph: fx.Graph) -> None:
     while read:
         node = max(read, key=order.__getitem__)
         read = [other for other in read if other is not node]
-        if not node.users and node.op in ("call_function", "call_method") and not has_effect(node):
+        asserted = _asserted(node)
+        if asserted is not None and node.op in ("call_function", "call_method") and not has_effect(node):
+            for user in sorted(asserted, key=order.__getitem__, reverse=True):
+                graph.erase_node(user)
             read += node.all_input_nodes
             graph.erase_node(node)
     if markers:
         graph.owning_module.recompile()
+
+
+def _asserted(node: fx.Node) -> set[fx.Node] | None:
+    """What only asserts something about sizes of a tensor, if all that reads it does; None if anything else does."""
+    users: set[fx.Node] = set()
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        if user.op != "call_function" or isinstance(fake_of(user), (torch.Tensor, tuple, list)):
+            return None
+        if not user.users and target_name(user) not in ASSERTS:
+            return None
+        users.add(user)
+        stack += user.users
+    return users
 
 
 def _unproven(view: GraphView, begin: fx.Node) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
 from moeblaze_ops.lowering.index_notation.expr import same_size, settling, size_of
 from moeblaze_ops.lowering.internal_errors import tolerate
@@ -237,11 +238,6 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
     return None
 
 
-_ASSERTS = frozenset((
-    "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
-))  # fmt: skip
-
-
 def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
     """The regions as far as nobody else uses them, with the assertions about their data-dependent sizes."""
     own = set().union(*(match.region.nodes for match in replaced))
@@ -271,4 +267,4 @@ def _is_plumbing(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    return name in _ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)
+    return name in ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)

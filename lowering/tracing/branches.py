@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
+from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, watch_calls
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -129,11 +130,42 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
+        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
+            tx.stack[-1], tx.instruction_pointer = iterator, at + 1
+            return True
+        if instruction.opname == "CONTAINS_OP" and isinstance(_realized(tx.stack[-1]), Hits):
+            return self._asks_hits(tx, at, instruction)
+        if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
+            return self._round(tx, at, instruction, original)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
             condition = tx.stack[-1] = _realized(tx.stack[-1])
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         return original(tx)
+
+    def _asks_hits(self, tx: Any, at: int, instruction: Any) -> bool:
+        """Whether a number is among those of the experts that have tokens, or is not."""
+        hits, number = tx.stack.pop(), _realized(tx.stack.pop())
+        found = hits.contains(tx, number)
+        if found is None:
+            raise Declined("a number that is not known is looked for")
+        tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
+        tx.instruction_pointer = at + 1
+        return True
+
+    def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        """The next round of a loop over all experts, done where the program goes over those that have tokens."""
+        condition = tx.stack[-1].condition(tx)
+        names, stack = dict(tx.symbolic_locals), list(tx.stack)
+        if not original(tx) or condition is None:
+            return True
+        self.age += 1
+        branch = _Branch(tx, at, self.age, f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})")
+        branch.names, branch.stack = names, stack
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True), {})
+        branch.world = _world(tx)
+        self.open.append(branch)
+        return True
 
     def _watch(self, tx: Any, instruction: Any) -> None:
         branch = self.open[-1]
@@ -275,6 +307,11 @@ def _line(tx: Any, instruction: Any) -> int:
 _current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
 
 
+def current() -> Branches | None:
+    """The branches of the attempt that is being made."""
+    return _current.get()
+
+
 @contextmanager
 def tracing(branches: Branches) -> Iterator[None]:
     """A context in which Dynamo traces branches on data as ``branches`` does."""
@@ -315,6 +352,7 @@ def install() -> None:
         return step(self) if branches is None else branches.step(self, step)
 
     Translator.step = watched_step
+    watch_calls()
     _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
     _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
     _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))
