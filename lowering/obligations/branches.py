@@ -15,12 +15,12 @@ import sympy
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, target_name
-from moeblaze_ops.lowering.index_notation.expr import Expr
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size, size_of
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
 from moeblaze_ops.lowering.torch_internals import places
 
@@ -56,21 +56,43 @@ def discharge(gm: fx.GraphModule) -> Discharged:
 
 
 def _erase(graph: fx.Graph) -> None:
-    """Drop the markers, and what only they read."""
-    markers = [node for node in reversed(graph.nodes) if node.target in (branch_begins, branch_ends)]
-    read: list[fx.Node] = []
-    for node in markers:
-        read += [other for other in node.all_input_nodes if other not in markers]
-        graph.erase_node(node)
-    order = {node: at for at, node in enumerate(graph.nodes)}
-    while read:
-        node = max(read, key=order.__getitem__)
-        read = [other for other in read if other is not node]
-        if not node.users and node.op in ("call_function", "call_method") and not has_effect(node):
-            read += node.all_input_nodes
+    """Drop the markers, what stands on the sides without work, and what only the conditions read."""
+    markers = (branch_forks, branch_begins, branch_ends)
+    other: set[fx.Node] = set()
+    for begin in [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]:
+        node = begin.args[2]
+        while node is not begin:
+            other.add(node)
+            node = node.next
+    read: set[fx.Node] = set()
+    for node in [node for node in reversed(graph.nodes) if node.target in markers]:
+        read.update(other for other in node.all_input_nodes if other.target not in markers)
+        if node not in other:
             graph.erase_node(node)
-    if markers:
-        graph.owning_module.recompile()
+    for node in reversed(list(graph.nodes)):
+        _drop_assertions_of_flag(node)
+        unread = node in other or (node in read and node.op in ("call_function", "call_method") and not has_effect(node))
+        if unread and not node.users:
+            read.update(node.all_input_nodes)
+            graph.erase_node(node)
+    graph.owning_module.recompile()
+
+
+def _drop_assertions_of_flag(item: fx.Node) -> None:
+    """Drop what asserts that a boolean on the host is no less than zero and no more than one."""
+    fake = fake_of(item)
+    if target_name(item) != "item" or not isinstance(fake, torch.SymBool):
+        return
+    found, stack = {item: None}, [item]
+    while stack:
+        for user in stack.pop().users:
+            found[user] = None
+            stack.append(user)
+    names = {target_name(node) for node in found} - {"item"}
+    if names <= {"sym_ite", "ge", "le", "_assert_scalar"}:
+        for node in reversed(found):
+            if node is not item and not node.users:
+                node.graph.erase_node(node)
 
 
 def _unproven(view: GraphView, begin: fx.Node) -> str | None:
@@ -79,21 +101,28 @@ def _unproven(view: GraphView, begin: fx.Node) -> str | None:
     if len(ends) != 1:
         return "its two ways do not join in one graph"
     (end,) = ends
-    proof = _Proof(view, begin, end)
+    _, _, fork = begin.args
+    proof = _Proof(view, begin, end, fork)
     if not proof.assume():
         return "what the condition says of tensors is not known"
-    for before, after in zip(*end.args[1:], strict=True):
+    for before, after in zip(*end.args[1:3], strict=True):
         if not proof.same_operand(before, after):
-            return f"{after} may be another where the condition is false"
-    return proof.changed_buffer()
+            return f"{_name(after)} may be another where the condition is false"
+    for part in end.args[3]:
+        if not proof.is_empty(part):
+            return f"{_name(part)}, which is appended to a list, may have rows where the condition is false"
+    if fork is not None and (reason := proof.changed_buffer(proof.fork, proof.first) or proof.other_effect()) is not None:
+        return reason
+    return proof.changed_buffer(proof.first, proof.last)
 
 
 class _Proof:
-    """The proof of one branch; ``first`` and ``last`` are the positions of its markers."""
+    """The proof of one branch; ``fork``, ``first`` and ``last`` are the positions of its markers."""
 
-    def __init__(self, view: GraphView, begin: fx.Node, end: fx.Node):
+    def __init__(self, view: GraphView, begin: fx.Node, end: fx.Node, fork: fx.Node | None):
         self.view, self.begin, self.end = view, begin, end
         self.first, self.last = view.position[begin], view.position[end]
+        self.fork = self.first if fork is None else view.position[fork]
         self.evaluator = Evaluator()
         self.zeros = Zeros(self.evaluator.algebra)
 
@@ -101,11 +130,11 @@ class _Proof:
 
     def assume(self) -> bool:
         """Learn what is zero without the work."""
-        condition, works_if = self.begin.args
+        condition, works_if, _ = self.begin.args
         skips_if = not works_if
         fake = fake_of(condition)
         if isinstance(fake, torch.Tensor):
-            element = self._element(self.view.value_at(condition, self.first))
+            element = self._element(self.view.value_at(condition, self.fork))
             zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
             if zero is None:
                 return False
@@ -176,20 +205,34 @@ class _Proof:
                 return True
         return False
 
-    def changed_buffer(self) -> str | None:
-        """What the work writes to and is read later, which may not be what it was without it."""
+    def is_empty(self, part: fx.Node) -> bool:
+        """Whether a tensor has no rows."""
+        fake = fake_of(part)
+        return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
+
+    def _size(self, size: Size) -> Size:
+        return sympy.sympify(size).subs(dict.fromkeys(self.zeros.sizes, 0))
+
+    def other_effect(self) -> str | None:
+        """What the side without the work does beside writing to tensors: it will not run."""
+        written = self.view.all_writes()
+        for node, at in self.view.position.items():
+            if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in written):
+                return f"{_name(node)} at {_line(node)} would not run"
+        return None
+
+    def changed_buffer(self, first: int, last: int) -> str | None:
+        """What is written to between two positions and is read later, and may not be what it was."""
         for write, target in self.view.all_writes():
-            if not self.first < self.view.position[write] < self.last:
+            if not first < self.view.position[write] < last:
                 continue
             if not has_storage(target):
-                return f"it is not known what {write} writes to"
+                return f"it is not known what {_name(write)} writes to"
             for alias in self.view.aliases(target):
-                older = self.view.position[alias] < self.first
-                outlives = alias.op in ("placeholder", "get_attr") or any(self.view.position[u] > self.last for u in alias.users)
-                if older and outlives:
-                    before, after = self.view.value_at(alias, self.first), self.view.value_at(alias, self.last)
-                    if not self._same(before, after):
-                        return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
+                older = self.view.position[alias] < first
+                outlives = alias.op in ("placeholder", "get_attr") or any(self.view.position[u] > last for u in alias.users)
+                if older and outlives and not self._same(self.view.value_at(alias, first), self.view.value_at(alias, last)):
+                    return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
         return None
 
     def _same(self, before: Value, after: Value) -> bool:
@@ -199,11 +242,14 @@ class _Proof:
             return False
         algebra = self.evaluator.algebra
         indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(before.shape))
-        self.evaluator._memo[before, indices, 0] = algebra.leaf(before, indices)  # its inside is of no interest
+        made_beside = self.view.position.get(before.node, -1) > self.fork
+        for base in accumulators(before) if made_beside else [before]:
+            self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
         try:
-            return self.zeros.without(self.evaluator.element(after, indices)) is algebra.leaf(before, indices)
+            elements = [self.zeros.without(self.evaluator.element(value, indices)) for value in (before, after)]
         except Unroll:
             return False
+        return elements[0] is elements[1]
 
     def _element(self, value: Value) -> Expr | None:
         """What any element of a mask is, or the only one of a number."""
