@@ -18,7 +18,7 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr, Size, size_of
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
@@ -224,7 +224,7 @@ class _Proof:
     def changed_buffer(self, first: int, last: int) -> str | None:
         """What is written to between two positions and is read later, and may not be what it was."""
         for write, target in self.view.all_writes():
-            if not first < self.view.position[write] < last:
+            if not first < self.view.position[write] < last or self._writes_nothing(write):
                 continue
             if not has_storage(target):
                 return f"it is not known what {_name(write)} writes to"
@@ -235,11 +235,44 @@ class _Proof:
                     return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
         return None
 
+    def _writes_nothing(self, write: fx.Node) -> bool:
+        """Whether a write leaves everything as it is.
+
+            out[0] += 0 * loss      ->  both of its writes do: the sum, and storing it where it was
+        """
+        if inplace_name(write) == "add" and len(write.args) == 2 and isinstance(write.args[1], fx.Node):
+            value = self.view.value_at(write.args[1], self.view.position[write])
+            return isinstance(value, Value) and self._element(value) is self.evaluator.algebra.zero
+        if inplace_name(write) != "setitem" or not isinstance(write.args[2], fx.Node):
+            return False
+        read = write.args[2]
+        while inplace_name(read) is not None and isinstance(read.args[0], fx.Node):
+            read = read.args[0]
+        alias = read in self.view.aliases(write.args[0])
+        return alias and target_name(read) == "getitem" and read.args == write.args[:2]
+
+    def _without_empty_writes(self, value: Value) -> Value:
+        """What a value is made of by writing no rows, however often, and through whatever view."""
+        while True:
+            inner = value.args[0] if value.op == "reshape" else value
+            if inner.op == "put" and any(t is not None and 0 in map(self._size, t.shape) for t in inner.args[1]):
+                base = inner.args[0]
+                if inner is not value:
+                    if base.op != "reshape" or base.args[0].shape != value.shape:
+                        return value
+                    base = base.args[0]
+                value = base
+            else:
+                return value
+
     def _same(self, before: Value, after: Value) -> bool:
         if before is after:
             return True
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             return False
+        before, after = map(self._without_empty_writes, (before, after))
+        if before is after:
+            return True
         algebra = self.evaluator.algebra
         indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(before.shape))
         made_beside = self.view.position.get(before.node, -1) > self.fork
