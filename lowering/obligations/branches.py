@@ -70,29 +70,52 @@ def _erase(graph: fx.Graph) -> None:
         if node not in other:
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
-        _drop_assertions_of_flag(node)
-        unread = node in other or (node in read and node.op in ("call_function", "call_method") and not has_effect(node))
+        if node._erased:
+            continue
+        _drop_range_assertions(node)
+        made_for_size = _most(node) is not None
+        unread = node in other or made_for_size or (node in read and node.op in ("call_function", "call_method") and not has_effect(node))
         if unread and not node.users:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
     graph.owning_module.recompile()
 
 
-def _drop_assertions_of_flag(item: fx.Node) -> None:
-    """Drop what asserts that a boolean on the host is no less than zero and no more than one."""
-    fake = fake_of(item)
-    if target_name(item) != "item" or not isinstance(fake, torch.SymBool):
+_READS = frozenset(("getitem", "sym_ite", "sym_size", "size", "shape", "numel", "len", "ge", "le", "_assert_scalar", "int"))
+"""Operators that tell a number on the host, and assert in which range it is."""
+
+
+def _drop_range_assertions(node: fx.Node) -> None:
+    """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is in its range."""
+    most = _most(node)
+    if most is None:
         return
-    found, stack = {item: None}, [item]
+    found, stack = {}, [node]
     while stack:
         for user in stack.pop().users:
             found[user] = None
             stack.append(user)
-    names = {target_name(node) for node in found} - {"item"}
-    if names <= {"sym_ite", "ge", "le", "_assert_scalar"}:
-        for node in reversed(found):
-            if node is not item and not node.users:
-                node.graph.erase_node(node)
+    asserted = [user.args[0] for user in found if target_name(user) == "_assert_scalar"]
+    in_range = all(
+        isinstance(e, fx.Node) and isinstance(e.args[1], int) and (e.args[1] <= 0 if target_name(e) == "ge" else e.args[1] >= most)
+        for e in asserted
+    )
+    if {target_name(user) for user in found} <= _READS and in_range:
+        while unread := [user for user in found if not user.users]:
+            for user in unread:
+                del found[user]
+                user.graph.erase_node(user)
+
+
+def _most(node: fx.Node) -> int | None:
+    """The largest number that comes to the host from a flag, or as the number of true elements; None for anything else."""
+    fake = fake_of(node)
+    if target_name(node) == "item" and isinstance(fake, torch.SymBool):
+        return 1
+    if target_name(node) not in ("nonzero", "where", "argwhere") or len(node.args) != 1:
+        return None
+    size = fake_of(node.args[0]).numel()
+    return size if isinstance(size, int) else None
 
 
 def _unproven(view: GraphView, begin: fx.Node) -> str | None:
