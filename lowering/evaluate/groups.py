@@ -5,15 +5,11 @@ ids, the group of a row is the row's id.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, same_size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, same_size
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-if TYPE_CHECKING:
-    from moeblaze_ops.lowering.evaluate.evaluator import Indices
 
 
 class GroupRules:

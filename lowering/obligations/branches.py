@@ -73,8 +73,8 @@ def _erase(graph: fx.Graph) -> None:
         if node._erased:
             continue
         _drop_range_assertions(node)
-        made_for_size = _most(node) is not None
-        unread = node in other or made_for_size or (node in read and node.op in ("call_function", "call_method") and not has_effect(node))
+        is_call = node.op in ("call_function", "call_method")
+        unread = node in other or _most(node) is not None or (node in read and is_call and not has_effect(node))
         if unread and not node.users:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
