@@ -1,8 +1,13 @@
+# make check       while one works: lint, types and the fast tests
+# make test        every test that needs no GPU, in parts that run alone as well:
+#                  test-fast test-rewrite test-slow test-export test-hf test-offline test-interpreter
+# make test-gpu    the tests that need a GPU
 # make demo        install into .venv and run the example (the GPU is used when there is one)
-# make test        every test that needs no GPU
-# make test-gpu    the tests that need one
+# make demo-distributed  the same model with its experts spread over two processes, or over PROCESSES
 # make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
 # make lint        ruff
+# make types       mypy
+# make docs        the site into build/site, API included; nothing is fetched once the tools are installed
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
 # ARGS goes to the example, or to pytest: options, no names of tests.
@@ -11,34 +16,64 @@ PYTHON ?= python3
 VENV ?= .venv
 TOOL ?= memcheck
 ARGS ?=
+PROCESSES ?= 2
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 INSTALLED :=
+DOCS_RUN := $(PYTHON)
+DOCS_INSTALLED :=
 else
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DOCS_RUN := $(VENV)-docs/bin/python
+DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
-.PHONY: demo test test-rewriting test-kernels test-rest test-gpu sanitize lint clean
+# The longest part first: two run at a time.
+PARTS := test-slow test-rewrite test-offline test-interpreter test-hf test-export test-fast
+TIERS := export gpu hf interpreter offline rewrite slow
+NOTHING :=
+ANY_TIER := $(subst $(NOTHING) $(NOTHING), or ,$(TIERS))
+ELSEWHERE := --ignore=tests/hf --ignore=tests/interpreter --ignore=tests/rewrite
+# What one part prints is not mixed with what another one does.
+PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
+
+.PHONY: check demo demo-distributed test $(PARTS) test-gpu sanitize lint types docs clean
+.DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
 	$(RUN) examples/train_moe_lm.py $(ARGS)
 
-# Three parts, two at a time, the longest first.
+demo-distributed: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) examples/train_multi_gpu.py $(ARGS)
+
+$(PARTS) types lint: $(INSTALLED)
+
+check: $(INSTALLED)
+	@$(MAKE) $(PARALLEL) 2 types test-fast lint
+
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-rest test-kernels test-rewriting
+	@$(MAKE) $(PARALLEL) 2 $(PARTS)
 
-REWRITING := tests/rewrite tests/hf tests/system/test_fuzz.py tests/system/test_modes.py
+test-fast:
+	$(RUN) -m pytest -m "not ($(ANY_TIER))" $(ELSEWHERE) $(ARGS)
 
-test-rewriting:
-	$(RUN) -m pytest -m "not gpu" $(REWRITING) $(ARGS)
+test-rewrite:
+	$(RUN) -m pytest -m "rewrite and not gpu" tests/rewrite tests/capture $(ARGS)
 
-test-kernels:
+test-slow test-export:
+	$(RUN) -m pytest -m "$(@:test-%=%) and not gpu" $(ELSEWHERE) $(ARGS)
+
+test-hf:
+	@if $(RUN) -c "import transformers" 2>/dev/null; then $(RUN) -m pytest -m "hf and not gpu" tests/hf $(ARGS); \
+	else echo "SKIPPED all of tests/hf: transformers is not installed (pip install '.[hf]')"; fi
+
+test-offline:
+	$(RUN) -m pytest -m "offline and not gpu" tests/kernels $(ARGS)
+
+test-interpreter:
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpreter $(ARGS)
-
-test-rest:
-	$(RUN) -m pytest -m "not gpu" --ignore=tests/interpreter $(REWRITING:%=--ignore=%) $(ARGS)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)
@@ -46,15 +81,27 @@ test-gpu: $(INSTALLED)
 sanitize: $(INSTALLED)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool $(TOOL) --error-exitcode 1 $(shell command -v $(lastword $(RUN))) tests/tools/sanitize.py
 
-lint: $(INSTALLED)
+lint:
 	$(RUN) -m ruff check .
+
+types:
+	@.ci/types $(lastword $(RUN))
+# The sources of the API are read, not imported, so the tools are all that this needs.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf build dist outputs *.egg-info
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("moeblaze needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
-	@echo "installing into $(VENV): a few minutes the first time"
+	@echo "installing into $(VENV): a few minutes the first time, 2 GB with a CPU build of torch, more with CUDA"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,demo]" ruff
+	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,demo]" mypy ruff
+	@touch $@
+
+$(VENV)-docs/.installed: pyproject.toml constraints.txt
+	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material "mkdocstrings[python]" ruff
 	@touch $@

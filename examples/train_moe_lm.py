@@ -3,7 +3,8 @@
     python examples/train_moe_lm.py
 
 The text is Python's own standard library. A GPU is used when there is one, at a size worth it and in bfloat16; a CPU
-trains a small model in float32. A table is printed at the end; the plot and the numbers go to `outputs/`.
+trains a small model in float32. A table is printed at the end; the plot and the numbers go to `outputs/`. Each way of
+training stops after its share of `--minutes`, and Ctrl-C keeps the ways that are finished.
 """
 
 import argparse
@@ -33,6 +34,7 @@ except ImportError:
 SEED = 0
 WARMUP_STEPS = 3
 """Steps at the start that are not timed: compilation, and the first allocations."""
+DEFAULT_MINUTES = 6.0
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,11 @@ def progress(name: str, batches: list) -> Iterator[tuple[tuple[torch.Tensor, tor
             yield batch, lambda loss: bar.set_postfix_str(f"loss {loss:.3f}")
 
 
-def train(way: str, preset: Preset, batches: list, device: str) -> Result:
-    """Returns the losses, times and memory of training one fresh model on `batches`, one step each."""
+def train(way: str, preset: Preset, batches: list, device: str, deadline: float) -> Result:
+    """Returns the losses, times and memory of training one fresh model on `batches`, one step each.
+
+    From `deadline` on (in seconds of `time.perf_counter`) no step is begun, once two have been timed.
+    """
     torch._dynamo.reset()
     torch.manual_seed(SEED)
     model = MoELanguageModel(preset.shape).to(device, preset.dtype)
@@ -145,10 +150,13 @@ def train(way: str, preset: Preset, batches: list, device: str) -> Result:
             losses.append(loss.item())  # waits for the device
             seconds.append(time.perf_counter() - start)
             show(losses[-1])
+            if start >= deadline and len(losses) >= WARMUP_STEPS + 2:
+                break
         peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
         kept_bytes = bytes_kept_for_backward(lambda: loss_function(tokens_BL, targets_BL), model.parameters())
     if way == "moeblaze":
-        explanation = moeblaze_ops.explain(model, tokens_BL, targets_BL)  # prints what became of each layer
+        explanation = moeblaze_ops.explain(model, tokens_BL, targets_BL)
+        print(explanation)
         rewritten = f"{sum(candidate.became is not None for candidate in explanation.candidates)} MoE layers"
     else:
         rewritten = "-"
@@ -185,11 +193,32 @@ def check_compiler(device: str, ways: list[str]) -> None:
         sys.exit(f"torch.compile needs a C++ compiler on a CPU, and {compiler} was not found: install g++, or set CXX")
 
 
+def positive(kind: type) -> Callable[[str], int | float]:
+    """Returns a parser of numbers of this kind above zero, for argparse."""
+
+    def parse(text: str) -> int | float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+        return number
+
+    return parse
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="size of the model and batch; default: cpu or gpu, by device")
-    parser.add_argument("--steps", type=int, help="training steps of each way")
+    parser.add_argument("--steps", type=positive(int), help="training steps of each way")
+    parser.add_argument(
+        "--minutes",
+        type=positive(float),
+        default=DEFAULT_MINUTES,
+        help=f"time for training, shared by the ways: one that has used its share stops early; default: {DEFAULT_MINUTES:g}",
+    )
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the plot and the numbers")
     return parser.parse_args()
@@ -206,20 +235,36 @@ def main() -> None:
 
     title = describe(preset, device)
     print(title)
+    limit = f"{arguments.minutes:g} minutes, or a compilation that has begun by then"
+    print(f"{len(arguments.ways)} x {steps} steps; stops after {limit}")
     batches = draw_batches(read_corpus(), preset, steps, device)
-    results = []
-    for way in arguments.ways:
-        results.append(train(way, preset, batches, device))
+    results, interrupted = [], None
+    start = time.perf_counter()
+    for number, way in enumerate(arguments.ways, start=1):
+        try:
+            deadline = start + 60 * arguments.minutes * number / len(arguments.ways)
+            results.append(train(way, preset, batches, device, deadline))
+        except KeyboardInterrupt:
+            interrupted = f"interrupted during {WAYS[way]}: {'no way is' if not results else 'what follows is what was'} finished"
+            break
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+    if interrupted:
+        print(f"\n{interrupted}")
+    if results:
+        report(results, title, arguments.out)
+    sys.exit(130 if interrupted else 0)
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
+
+def report(results: list[Result], title: str, folder: Path) -> None:
+    """Prints the table, and writes the numbers and the plot to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     print()
     print(format_table(results))
     print()
-    print(f"numbers: {save_numbers(results, title, arguments.out)}")
-    print(f"plot: {save_plot(results, title, arguments.out)}")
+    print(f"numbers: {save_numbers(results, title, folder)}")
+    print(f"plot: {save_plot(results, title, folder)}")
 
 
 if __name__ == "__main__":

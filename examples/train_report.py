@@ -22,32 +22,31 @@ class Result:
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:
-    """Returns the largest absolute difference between two loss curves of one length."""
-    return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+    """Returns the largest absolute difference between two loss curves, over the steps that both have."""
+    return max(abs(a - b) for a, b in zip(losses, reference, strict=False))
 
 
 def format_table(results: list[Result]) -> str:
     """Returns a text table, one row per way; ratios and differences are against the first row."""
     first = results[0]
-    header = ["", "step", "first step", "kept for backward", "peak memory", "last loss", "loss differs by", "rewritten"]
-    rows = [
-        [
-            result.label,
-            f"{result.step_seconds * 1e3:.1f} ms",
-            f"{result.first_step_seconds:.1f} s",
-            f"{result.kept_bytes / MIB:.1f} MiB",
-            "-" if result.peak_bytes is None else f"{result.peak_bytes / MIB:.0f} MiB",
-            f"{result.losses[-1]:.4f}",
-            "-" if result is first else f"{largest_difference(result.losses, first.losses):.1e}",
-            result.rewritten,
-        ]
-        for result in results
-    ]
-    if all(result.peak_bytes is None for result in results):
-        column = header.index("peak memory")
-        header, *rows = ([cell for i, cell in enumerate(row) if i != column] for row in [header, *rows])
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in [header, *rows]]
+    columns = {
+        "": lambda result: result.label,
+        "step": lambda result: f"{result.step_seconds * 1e3:.1f} ms",
+        "faster": lambda result: "-" if result is first else f"{first.step_seconds / result.step_seconds:.2f}x",
+        "first step": lambda result: f"{result.first_step_seconds:.1f} s",
+        "kept for backward": lambda result: f"{result.kept_bytes / MIB:.1f} MiB",
+        "less": lambda result: "-" if result is first else f"{first.kept_bytes / result.kept_bytes:.2f}x",
+        "peak memory": lambda result: f"{result.peak_bytes / MIB:.0f} MiB",
+        "steps": lambda result: str(len(result.losses)),
+        "last loss": lambda result: f"{result.losses[-1]:.4f}",
+        "loss differs by": lambda result: "-" if result is first else f"{largest_difference(result.losses, first.losses):.1e}",
+        "rewritten": lambda result: result.rewritten,
+    }
+    if any(result.peak_bytes is None for result in results):
+        del columns["peak memory"]
+    table = [list(columns), *([show(result) for show in columns.values()] for result in results)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -67,17 +66,26 @@ def save_plot(results: list[Result], title: str, folder: Path) -> Path | str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (loss_axes, memory_axes) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    figure, (loss_axes, time_axes, memory_axes) = pyplot.subplots(1, 3, figsize=(14, 4.5), width_ratios=(3, 2, 2))
     for i, result in enumerate(results):
         # The curves coincide: the later ones are thinner, so that each can be seen.
         loss_axes.plot(result.losses, label=result.label, linewidth=7 / (1 + 2 * i), alpha=0.8)
-    loss_axes.set(xlabel="step", ylabel="loss (nats per byte)", title="training loss")
+    loss_axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    loss_axes.set_title("training loss", fontsize=10)
     loss_axes.legend()
 
-    labels = [result.label.replace(" + ", "\n+ ") for result in results]
-    bars = memory_axes.bar(labels, [result.kept_bytes / MIB for result in results], color=[f"C{i}" for i in range(len(results))])
-    memory_axes.bar_label(bars, fmt="%.0f")
-    memory_axes.set(ylabel="MiB", title="kept for backward, without parameters")
+    labels = [result.label.replace("torch.compile + ", "torch.compile\n+ ") for result in results]
+    times = [result.step_seconds * 1e3 for result in results]
+    kept = [result.kept_bytes / MIB for result in results]
+    for axes, values, unit, title_of_axes in (
+        (time_axes, times, "ms", "step, median"),
+        (memory_axes, kept, "MiB", "kept for backward, without parameters"),
+    ):
+        bars = axes.bar(labels, values, color=[f"C{i}" for i in range(len(results))])
+        axes.bar_label(bars, fmt="%.1f" if max(values) < 100 else "%.0f")
+        axes.set(ylabel=unit, ylim=(0, 1.12 * max(values)))
+        axes.set_title(title_of_axes, fontsize=10)
+        axes.tick_params(axis="x", labelsize=8)
     figure.suptitle(title, fontsize=8)
     figure.tight_layout()
     path = folder / "train_moe_lm.png"

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 ROW_BLOCK = 128
 """Rows of one entry of the block schedule that ``dispatch`` writes; every kernel's BLOCK_M divides it."""
 
+SIGMOID_EPS = 1e-20
+"""Added to the sum that renormalizes sigmoid scores, as DeepSeek-V3 does; softmax scores are divided by their sum."""
+
 COLUMN_UNIT = 256
 """Columns of the widest tile of the model width: a range of columns is a multiple of them."""
 

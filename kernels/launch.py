@@ -1,6 +1,10 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
+from typing import Any
+
 import torch
+import triton
+from torch import Tensor
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
@@ -8,7 +12,16 @@ from moeblaze_ops.kernels.configs import Operands
 from moeblaze_ops.kernels.tracing import is_traceable
 
 
-def launch(kernel, num_programs, *args, **keywords) -> None:
+@triton.jit
+def _nothing():
+    pass
+
+
+IS_INTERPRETED = not isinstance(_nothing, JITFunction)
+"""Whether kernels run in Triton's interpreter, which is settled when they are decorated."""
+
+
+def launch(kernel: Any, num_programs: int, *args: Any, **keywords: Any) -> None:
     """Launches ``num_programs`` programs of a ``@triton.jit`` kernel, eagerly or into the graph being traced.
 
     Args:
@@ -23,34 +36,34 @@ def launch(kernel, num_programs, *args, **keywords) -> None:
     launched[(num_programs,)](*args, **keywords)
 
 
-def static_size(size) -> int | None:
+def static_size(size: int) -> int | None:
     """``size`` when it is a plain int, ``None`` when it is symbolic: never adds a guard."""
     return size if isinstance(size, int) else None
 
 
-def size_hint(size) -> int | None:
+def size_hint(size: int) -> int | None:
     """``size``, or of a symbolic one the size that it was traced with, ``None`` when there is none: never adds a guard."""
     return size if isinstance(size, int) else size.node.hint
 
 
-def is_multiple(size, block: int) -> bool:
+def is_multiple(size: int, block: int) -> bool:
     """Whether ``size`` is known to be a multiple of ``block`` without a guard."""
     return isinstance(size, int) and size % block == 0
 
 
-def ceil_div(size, block: int):
+def ceil_div(size: int, block: int) -> int:
     """Number of blocks of ``block`` that cover ``size``; a SymInt for a symbolic size."""
     return (size + block - 1) // block
 
 
-def mean_rows(num_rows, num_experts) -> int | None:
+def mean_rows(num_rows: int, num_experts: int) -> int | None:
     """Rows of an expert on average, rounded up; ``None`` when either is symbolic."""
     if static_size(num_rows) is None or static_size(num_experts) is None:
         return None
     return ceil_div(num_rows, max(1, num_experts))
 
 
-def gate_and_up(tensors):
+def gate_and_up(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The gate and the up part of a list of up weights or biases, as views; the same one twice when ungated."""
     return tensors[0].select(1, 0), tensors[-1].select(1, tensors[-1].shape[1] - 1)
 

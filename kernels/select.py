@@ -2,21 +2,20 @@
 
 Hopper kernels need compute capability 9.0, bf16 or fp16, widths that are multiples of 8 and operands that TMA can
 describe. ``why_portable`` says which of that is missing; launchers ask it, and so can a person (``explain``, or the
-``moeblaze`` logger at debug level).
+``moeblaze_ops`` logger at debug level).
 """
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
-from moeblaze_ops import config
-from moeblaze_ops.kernels.launch import capability
-from moeblaze_ops.kernels.routing.dispatch import _count_kernel
+from moeblaze_ops.kernels.launch import IS_INTERPRETED, capability
+from moeblaze_ops.kernels.settings import settings
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
 _ALIGNMENT = 8
@@ -27,10 +26,10 @@ def why_portable(
     kernel: str,
     *,
     gathered: Tensor | None = None,
-    weights: list[Tensor],
+    weights: Sequence[Tensor],
     rows: tuple[Tensor, ...] = (),
     scale: Tensor | None = None,
-    biases: list[Tensor] = (),
+    biases: Sequence[Tensor] = (),
     weight_on_input: bool = False,
 ) -> str | None:
     """Why the portable form of ``kernel`` has to run, or None when the Hopper form can.
@@ -51,9 +50,9 @@ def why_portable(
 
 def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | None:
     first = weights[0]
-    if config.hopper == "off":
+    if settings().hopper == "off":
         return "config.hopper is 'off'"
-    if first.device.type != "cuda" or not isinstance(_count_kernel, JITFunction):
+    if first.device.type != "cuda" or IS_INTERPRETED:
         return "the tensors are not on a GPU"
     if capability(first) != _HOPPER:
         return f"the device has compute capability {capability(first)}, not {_HOPPER}"

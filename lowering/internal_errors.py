@@ -5,7 +5,7 @@ import traceback
 
 from moeblaze_ops import config
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 _reported: set[tuple[str, int | None]] = set()
 

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from traceback import StackSummary
 from types import CodeType
@@ -22,7 +23,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
@@ -36,6 +37,7 @@ from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "counters",
@@ -47,7 +49,7 @@ FUSION_OPTIONS = "pre_grad_fusion_options"
 
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
-_frame_watchers: list[list[CodeType]] = []
+_seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 
 
 def register_pre_grad_pass(name: str, apply: Callable[[fx.GraphModule], int]) -> None:
@@ -118,10 +120,13 @@ class Frame:
         return f"{self.code.co_name} ({self.code.co_filename}:{self.code.co_firstlineno})"
 
 
-def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) -> None:
+def install_frame_hook(
+    hook: Callable[[Callable[[CodeType], Any], Frame], Any], around: Callable[[Callable, Callable], Callable]
+) -> None:
     """Let ``hook(compile_frame, frame)`` compile every frame from now on, by calling ``compile_frame(frame.code)``.
 
-    It may pass other code with the same arguments and cells.
+    It may pass other code with the same arguments and cells. Graphs go to ``around(backend, asked_for)``: what compiles them,
+    and the backend that the user asked for.
 
     ``torch.compile`` has no public hook that runs before a frame is traced and knows its backend: a backend is called
     with finished graphs, attributes of a backend given by name are not looked at, and ``torch._dynamo.reset`` clears
@@ -135,10 +140,11 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
         backend = _asked_for(arguments["compiler_fn"])
+        arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
         code = arguments["code"]
-        for seen in _frame_watchers:
-            if not _debug_get_cache_entry_list(code):
-                seen.append(code)
+        seen = _seen_frames.get()
+        if seen is not None and not _debug_get_cache_entry_list(code):
+            seen.append(code)
 
         def compile_code(code: CodeType) -> Any:
             arguments["code"] = code
@@ -147,6 +153,14 @@ def install_frame_hook(hook: Callable[[Callable[[CodeType], Any], Frame], Any]) 
         return hook(compile_code, Frame(code, arguments["globals"], backend, arguments.get("export", False)))
 
     convert_frame.compile_frame = compile_frame
+
+
+def _in_place_of(original: Callable, backend: Callable) -> Callable:
+    """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
+    if backend is not original:
+        vars(backend).update(getattr(original, "__dict__", {}))
+        backend._torchdynamo_orig_backend = original
+    return backend
 
 
 def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> None:
@@ -161,7 +175,7 @@ def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> Non
         prepare(gm, innermost_backend(self.backend_compile_fn))
         return original(self, gm, *args, **kwargs)
 
-    DDPOptimizer.compile_fn = compile_fn
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
 
 
 def _asked_for(backend: Callable) -> Callable:
@@ -179,7 +193,7 @@ def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]
     def get_code(self):
         return substitute(original(self), self.get_globals())
 
-    UserFunctionVariable.get_code = get_code
+    UserFunctionVariable.get_code = get_code  # type: ignore[method-assign]
 
 
 def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
@@ -208,6 +222,39 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
 
 
+def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
+    """Which of ``redistribute`` and ``to_local`` of a DTensor a node calls, and its keywords; None for another node.
+
+    torch 2.11 puts a function in the graph that closes over the arguments.
+    """
+    source = node.args[0] if len(node.args) == 1 else None
+    if not isinstance(source, fx.Node) or not hasattr(source.meta.get("example_value"), "placements"):
+        return None
+    methods = ("redistribute", "to_local")
+    if node.op == "call_method":
+        return (node.target, dict(node.kwargs)) if node.target in methods else None
+    cells = getattr(node.target, "__closure__", None) if node.op == "call_function" else None
+    if not cells:
+        return None
+    closed = dict(zip(node.target.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    if closed.keys() != {"args_as_value", "kwargs_as_value"} or closed["args_as_value"]:
+        return None
+    name = next((name for name in methods if f".method_{name}." in node.target.__qualname__), None)
+    return None if name is None else (name, dict(closed["kwargs_as_value"]))
+
+
+def says_no_ops(error: Exception) -> bool:
+    """Whether Dynamo gave a frame up for having no tensor operations in it."""
+    return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
+
+
+def place_of(error: Exception) -> str:
+    """``file:line`` of the user's code that Dynamo could not trace, or nothing."""
+    stack = getattr(error, "real_stack", None) or ()
+    own = [frame for frame in stack if not frame.filename.startswith(os.path.dirname(torch.__file__) + os.sep)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def ends_in_break(gm: fx.GraphModule) -> bool:
     """Whether a graph that Dynamo captured stops before the end of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -223,13 +270,13 @@ def resumes(compiled: Any) -> bool:
 
 @contextlib.contextmanager
 def forgetting_frames() -> Iterator[None]:
-    """A context after which Dynamo knows nothing about the frames that it saw inside for the first time."""
+    """A context after which Dynamo knows nothing about the frames that this thread showed it inside for the first time."""
     seen: list[CodeType] = []
-    _frame_watchers.append(seen)
+    token = _seen_frames.set(seen)
     try:
         yield
     finally:
-        _frame_watchers.remove(seen)
+        _seen_frames.reset(token)
         for code in seen:
             reset_code(code)
 
@@ -253,7 +300,7 @@ def captures_dynamic_shapes() -> bool:
     return dynamo_config.capture_dynamic_output_shape_ops
 
 
-def capturing_dynamic_shapes():
+def capturing_dynamic_shapes() -> contextlib.AbstractContextManager:
     """A context in which frames are traced with such ops in the graph."""
     return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
 
@@ -306,7 +353,7 @@ def capturing_numbers(slice_rows: Callable, count: Callable) -> Iterator[None]:
             return rows_between(tx, args[0], bounds)
         return call_builtin(self, tx, args, kwargs)
 
-    TensorVariable.call_method, BuiltinVariable.call_function = with_numbers, with_slices
+    TensorVariable.call_method, BuiltinVariable.call_function = with_numbers, with_slices  # type: ignore[method-assign]
     TorchInGraphFunctionVariable.call_function = with_counts
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
@@ -378,7 +425,7 @@ def inductor_patches(backend: Callable) -> dict[str, Any] | None:
     return {} if backend is registry._COMPILER_FNS.get("inductor") else None
 
 
-def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords) -> Callable:
+def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords: Any) -> Callable:
     """Inductor as ``torch.compile(mode=mode, options=options)`` would make it; ``config`` holds its patches."""
     return torch._TorchCompileInductorWrapper(mode, options, None, **keywords)
 
@@ -402,6 +449,25 @@ def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], boo
 
     of_two = CallFunction(op, Arg(), Arg())
     register_graph_pattern(of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
+
+
+def register_joint_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
+    """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
+    from torch._inductor.fx_passes.joint_graph import patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=patterns)(lambda match, *_, **__: visit(match.output_node()))
+
+
+def may_be_repeated(node: fx.Node) -> bool:
+    """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
+    settings = torch._functorch.config
+    return node.meta.get("recompute") is not None or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
+
+
+def keep_for_backward(node: fx.Node) -> None:
+    """Let the partitioner save what backward needs of a node, and never compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def fallback(op: torch._ops.OpOverload) -> Callable:

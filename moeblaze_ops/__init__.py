@@ -28,25 +28,45 @@ __version__ = "0.1.0"
 
 from moeblaze_ops import sources as _sources  # noqa: E402
 
-_sources.DIGEST = _sources.digest(__path__)  # before what it is a digest of
+_sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a digest of
 
-from moeblaze_ops.explain import explain  # noqa: E402
+from moeblaze_ops import config as _config  # noqa: E402
+from moeblaze_ops.explain import explain, report  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 
 # A graph from a compiler's cache calls these ops without anything having traced or lowered them.
 from moeblaze_ops.kernels.hopper import ops as _hopper_ops  # noqa: E402, F401
+from moeblaze_ops.kernels.settings import set_settings as _set_settings  # noqa: E402
 from moeblaze_ops.memory.estimate import memory_estimate  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
+from moeblaze_ops.ops import register as _register  # noqa: E402
 from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
+from moeblaze_ops.routing.losses import load_balancing_loss, router_z_loss  # noqa: E402
+from moeblaze_ops.routing.record import record_routing  # noqa: E402
+from moeblaze_ops.routing.replay import replay_routing  # noqa: E402
+from moeblaze_ops.routing.stats import routing_stats  # noqa: E402
+from moeblaze_ops.verify import verify  # noqa: E402
 
-__all__ = ["MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "memory_estimate", "moe", "pack_experts", "route"]
+__all__ = [
+    "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "load_balancing_loss", "memory_estimate", "moe",
+    "pack_experts", "record_routing", "replay_routing", "report", "route", "router_z_loss", "routing_stats", "shard_experts",
+    "verify",
+]  # fmt: skip
+
+
+_set_settings(_config)
+
+# Ops called without the switch, too, need its cache key and its lowerings.
+_register.on_trace(lambda: import_module("moeblaze_ops.compile").on_trace())
 
 
 def __getattr__(name: str):
     # The switch imports torch.compile, which a program that only calls the ops does not pay for.
     if name in ("disable", "enable", "enabled"):
         return getattr(import_module("moeblaze_ops.compile"), name)
+    if name == "shard_experts":
+        return import_module("moeblaze_ops.distributed").shard_experts
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import repeat
 from traceback import StackSummary
 from types import CodeType
 from typing import Any
@@ -49,7 +50,9 @@ class _Attempt:
     branches: Branches | None = None
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
+    idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
     left: str | None = None
+    failure: Exception | None = None  # of Dynamo, which could not trace the frame
     error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
 
     @property
@@ -63,10 +66,14 @@ _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=N
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """What became of one graph: the report of its rewrite, and why the frame was compiled without it, if it was."""
+    """What became of one graph: the report of its rewrite, and why the frame was compiled without it, if it was.
+
+    ``idle`` are layers whose experts without tokens get gradients of zeros, where the program as written leaves None.
+    """
 
     report: Any
     dropped: str | None = None
+    idle: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,13 @@ class CaptureRecord:
 
 @dataclass(frozen=True)
 class FrameRecord:
-    """A frame that Dynamo gave up: where it starts, and why."""
+    """A frame that Dynamo gave up: where it starts, why, and the line (``file:number``) that stopped it, if it is known."""
 
     where: str
     reason: str
+    without_ops: bool = False  # there was nothing to compile
+    line: str = ""
+    in_loop: bool = False  # which makes Dynamo give up the whole frame
 
 
 Record = GraphRecord | CaptureRecord | FrameRecord
@@ -95,14 +105,17 @@ class _Tried:
 
     compiled: Any | None
     broke: bool
-    records: list[Record]
+    records: list[GraphRecord | CaptureRecord]
+    failure: Exception | None = None
 
     def given_up(self) -> "_Tried":
         """The same where another attempt took its place."""
-        return _Tried(None, self.broke, [replace(record, dropped=record.dropped or _BREAK) for record in self.records])
+        records = [replace(record, dropped=record.dropped or _BREAK) for record in self.records]
+        return replace(self, compiled=None, records=records)
 
 
-_recent: deque[Record] = deque(maxlen=64)
+_recent: deque[Record] = deque(maxlen=1024)
+_dry_records: ContextVar[list[Record] | None] = ContextVar("moeblaze_dry_records", default=None)  # while a dry run goes on
 _recordings: list[list[Record]] = []
 
 
@@ -141,7 +154,7 @@ def enabled() -> Iterator[None]:
 
 
 def moeblaze_backend(
-    gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **keywords
+    gm: fx.GraphModule, example_inputs: list, *, mode: str | None = None, options: dict | None = None, **keywords: Any
 ) -> Callable:
     """Inductor with rewriting, whether or not ``enable()`` was called: ``torch.compile(model, backend="moeblaze")``.
 
@@ -152,7 +165,7 @@ def moeblaze_backend(
     Raises:
         ValueError: a setting keeps the rewriting pass from running.
     """
-    backend = torch_internals.inductor_backend(mode, options, **keywords)
+    backend: Any = torch_internals.inductor_backend(mode, options, **keywords)
     _install_pass()
     backend.config = _with_pass(backend.config)
     if reason := torch_internals.why_passes_do_not_run(NAME, backend.config):
@@ -179,7 +192,7 @@ def cache_key() -> str:
 
 
 def recent_records() -> list[Record]:
-    """Records of what was compiled most recently, oldest first."""
+    """Records of what was compiled most recently, oldest first; ``dry_run`` compiles nothing."""
     return list(_recent)
 
 
@@ -195,8 +208,8 @@ def recording() -> Iterator[list[Record]]:
 
 
 def dry_run(
-    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args, **kwargs
-) -> tuple[list[Record], list[str]]:
+    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args: Any, **kwargs: Any
+) -> tuple[Any, list[Record], list[str]]:
     """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
 
     Args:
@@ -205,7 +218,8 @@ def dry_run(
         args, kwargs: of ``function``.
 
     Returns:
-        The records, and the graph breaks. What Dynamo learnt about code that it had not seen before is forgotten.
+        What ``function`` returns, the records, and the graph breaks. What Dynamo learnt about code that it had not seen
+        before is forgotten.
     """
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
@@ -213,12 +227,15 @@ def dry_run(
         return observe(captured, gm, _rewrite(gm))
 
     _rewriting_backends.append(backend)
+    records: list[Record] = []
+    token = _dry_records.set(records)
     try:
-        with recording() as records, torch_internals.forgetting_frames(), torch_internals.counting_breaks() as breaks:
-            torch.compile(function, backend=backend)(*args, **kwargs)
+        with torch_internals.forgetting_frames(), torch_internals.counting_breaks() as breaks:
+            output = torch.compile(function, backend=backend)(*args, **kwargs)
     finally:
+        _dry_records.reset(token)
         _rewriting_backends.remove(backend)
-    return records, breaks
+    return output, records, breaks
 
 
 def why_switch_has_no_effect() -> str | None:
@@ -228,7 +245,8 @@ def why_switch_has_no_effect() -> str | None:
 
 
 def _keep(record: Record) -> None:
-    for records in (_recent, *_recordings):
+    dry_records = _dry_records.get()
+    for records in (_recent, *_recordings) if dry_records is None else (dry_records,):
         records.append(record)
 
 
@@ -263,6 +281,21 @@ def _with_pass(patches: dict[str, Any]) -> dict[str, Any]:
     return {**patches, key: {**options, NAME: _option()}}
 
 
+def _verifying(backend: Callable, asked_for: Callable) -> Callable:
+    """``backend``, or with ``config.verify`` one whose rewritten graphs are compared with what they were in their first run."""
+    if config.verify == "off" or _dry_records.get() is not None or not _rewrites(asked_for):
+        return backend
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        from moeblaze_ops.verify import verified_at_first
+
+        captured, before = copy.deepcopy(gm), torch_internals.counters["moeblaze"]["rewritten"]
+        compiled = backend(gm, example_inputs)
+        return compiled if torch_internals.counters["moeblaze"]["rewritten"] == before else verified_at_first(captured, compiled)
+
+    return compile_graph
+
+
 def _follow_switch() -> None:
     """Bring the calling thread's configuration in line with the switch."""
     if _enabled:
@@ -274,12 +307,13 @@ def _follow_switch() -> None:
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     _follow_switch()
+    tries: list[_Tried] = []
     if _may_capture(frame):
-        tries = [_try(compile_frame, frame, None, Branches())]
-        captures = Captures()
-        if tries[-1].compiled is None:
+        branches, captures = Branches(), Captures()
+        tries = [_try(compile_frame, frame, None, branches)]
+        if tries[-1].compiled is None and branches.left is None:
             tries.append(_try(compile_frame, frame, captures))
-        if tries[-1].compiled is None and captures.done:
+        if tries[-1].compiled is None and (captures.done or branches.left):
             tries.append(_try(compile_frame, frame, None))
         if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
             whole = _try(compile_frame, frame, Captures(numbers=True))
@@ -291,7 +325,10 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     try:
         return compile_frame(frame.code)
     except Exception as error:
-        _keep(FrameRecord(frame.where, str(error)))
+        # What stops Dynamo where it may capture more is nearer to the cause than what it never captures.
+        cause = next((tried.failure for tried in tries if tried.failure is not None), error)
+        without_ops, in_loop = torch_internals.says_no_ops(error), "loop" in str(error).lower()
+        _keep(FrameRecord(frame.where, str(cause), without_ops, torch_internals.place_of(cause), in_loop))
         raise
 
 
@@ -320,6 +357,7 @@ def _try(
     except Exception as error:
         if attempt.error is not None:
             raise
+        attempt.failure = None if attempt.left else error
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
@@ -328,15 +366,18 @@ def _try(
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
-    records: list[Record] = [GraphRecord(report, dropped) for report in attempt.reports]
+    records: list[GraphRecord | CaptureRecord] = [
+        GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)
+    ]
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
-    if branches and branches.done:
+    if branches and (branches.done or branches.left):
         done = tuple(f"{line}: traced as if its condition were always true: what it skips does nothing" for line in branches.done)
+        left = (branches.left,) if branches.left else ()
     if done or left:
         records.append(CaptureRecord(done, left, dropped))
-    return _Tried(compiled, attempt.broke, records)
+    return _Tried(compiled, attempt.broke, records, attempt.failure)
 
 
 def _capturing(*, numbers: bool) -> contextlib.AbstractContextManager:
@@ -381,17 +422,20 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering.obligations import branches, check
+    from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
     attempt = _attempt.get()
+    regions = attempt.captures.regions if attempt is not None and attempt.captures else []
     before = set(check.all_nodes(gm)) if attempt is not None else set()
     work: set[fx.Node] = set()
     if attempt is not None and attempt.branches is not None:
         discharged = branches.discharge(gm)
         if reason := attempt.branches.left or discharged.reason:
-            attempt.left = reason
+            attempt.left = attempt.branches.left = reason
             raise NotJustified(reason)
         work = discharged.work
+    guarded = guarded_inputs(gm, regions, work)
     if attempt is not None and (reason := check.unproven(gm)) is not None:
         attempt.left = reason
         raise NotJustified(reason)
@@ -407,6 +451,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _keep(GraphRecord(report))
         return report
     attempt.reports.append(report)
+    attempt.idle.append(tuple(idle_experts(gm, guarded)))
     attempt.broke |= torch_internals.ends_in_break(gm)
     if attempt.captures and attempt.captures.done and torch_internals.ends_in_break(gm):
         attempt.left = _BREAK
@@ -420,12 +465,15 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
         raise NotJustified(attempt.left)
+    if attempt.idle[-1] and config.idle_expert_grads == "none":
+        attempt.left = "config.idle_expert_grads is 'none', and experts without tokens would get gradients of zeros"
+        raise NotJustified(attempt.left)
     return report
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
 install()
-torch_internals.install_frame_hook(_compile_frame)
+torch_internals.install_frame_hook(_compile_frame, _verifying)
 torch_internals.install_code_hook(_substitute)
 torch_internals.install_effect_hook(_notice_effect)
 torch_internals.install_cut_hook(_rewrite_before_cut)

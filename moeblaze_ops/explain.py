@@ -1,85 +1,75 @@
-"""``explain``: which MoE layers of a model are rewritten, what that saves, and why the others are not."""
+"""``explain``: which MoE layers of a model are rewritten, what that saves, and why the others are not.
+
+``report`` says the same of what was compiled for real.
+"""
 
 import contextlib
+import os
 import re
+import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layer that looks like a Mixture-of-Experts.
-
-    ``kept_before`` and ``kept_after`` are the bytes that autograd keeps for it until backward, without parameters and
-    the model's inputs: measured on the captured graph as eager mode runs it, and on the rewritten one. None where that
-    is unknown. ``copied`` bytes of separate expert weights are joined by a copy in forward, and again in backward.
-    """
-
-    where: str
-    spelling: str
-    became: str | None = None
-    reason: str | None = None
-    kept_before: int | None = None
-    kept_after: int | None = None
-    copied: int = 0
-
-    def __str__(self) -> str:
-        if self.became is None:
-            return f"{self.where}: {self.spelling}, left alone: {self.reason}"
-        kept = ""
-        if self.kept_before is not None and self.kept_after is not None:
-            kept = f"; kept for backward: {_size(self.kept_before)} before, {_size(self.kept_after)} after"
-        copied = f"; separate weights joined by a copy in each pass: {_size(self.copied)}" if self.copied else ""
-        return f"{self.where}: {self.spelling} -> {self.became}{kept}{copied}"
+_one_at_a_time = threading.RLock()
+"""Dynamo's lists of backends, counters and frames, which a dry run sets back, are those of all threads."""
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What a compile with rewriting would make of a model."""
+@dataclass
+class _Run:
+    """One run of a captured graph: the module it belongs to, and the bytes each node keeps for backward, before and after."""
 
-    candidates: tuple[Candidate, ...]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        rewritten = sum(candidate.became is not None for candidate in self.candidates)
-        head = f"moeblaze: {rewritten} of {len(self.candidates)} MoE layers rewritten"
-        return "\n".join([head, *(f"  {line}" for line in self.candidates), *(f"  note: {line}" for line in self.notes)])
+    names: dict[str, str]
+    before: dict[str, int]
+    after: dict[str, int]
 
 
 @dataclass
 class _Graph:
-    """One captured graph, and the bytes that each node keeps for backward, before and after the rewrite."""
+    """One captured graph: what the rewrite removed and inserted, each with its module's path, and its runs."""
 
     report: Any
     removed: dict[str, str]
     inserted: dict[str, str]
-    before: dict[str, int] = field(default_factory=dict)
-    after: dict[str, int] = field(default_factory=dict)
+    runs: list[_Run] = field(default_factory=list)
 
-    def kept_by(self, module_path: str) -> tuple[int | None, int | None]:
-        """Bytes kept by what was removed from, and by what was inserted into, one module."""
+    def kept_by(self, module_path: str, run: _Run) -> tuple[int | None, int | None]:
+        """Bytes kept by what was removed from, and by what was inserted into, one module and what is inside of it."""
         paths = [entry.module_path for entry in self.report.rewritten]
-        if not self.before or paths.count(module_path) != 1:
+        if not run.before or paths.count(module_path) != 1:
             return None, None
-        before = sum(self.before.get(name, 0) for name, path in self.removed.items() if _is_inside(path, module_path))
-        return before, sum(self.after.get(name, 0) for name, path in self.inserted.items() if path == module_path)
+
+        def kept(bytes_of: dict[str, int], path_of: dict[str, str]) -> int:
+            return sum(bytes_of.get(name, 0) for name, path in path_of.items() if _innermost(path, paths) == module_path)
+
+        return kept(run.before, self.removed), kept(run.after, self.inserted)
 
 
 def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
-    """Trace ``model(*inputs, **keywords)`` as a compile with rewriting would, and print and return what came of it.
+    """What a compile with rewriting would make of ``model(*inputs, **keywords)``: an object whose text says it.
 
     The model runs twice, without compiling anything and without backward: layers as written, and rewritten. Buffers,
     random number generators, the switch and what is compiled stay as they are. Grad mode counts: bytes kept for
-    backward are those of this call.
+    backward are those of this call. Threads that explain at the same time do so one after another.
+
+    In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
+    model = getattr(model, "_orig_mod", model)
+    with _one_at_a_time, unchanged(model):
+        return explained(model, inputs, keywords)[0]
+
+
+def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Explanation, Any]:
+    """What ``explain`` returns, and what the model returns where its layers are rewritten."""
     from moeblaze_ops import compile as switch
 
-    model = getattr(model, "_orig_mod", model)
+    names = _Names(model)
     graphs: list[_Graph] = []
 
     def observe(captured: fx.GraphModule, rewritten: fx.GraphModule, report: Any) -> Callable:
@@ -88,24 +78,40 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
         inserted = {name: path for name, path in after.items() if name not in before}
         graph = _Graph(report, removed, inserted)
         graphs.append(graph)
+        placeholders = [node.name for node in captured.graph.find_nodes(op="placeholder")]
 
         def run(*args: Any) -> Any:
+            output, after = _run_and_measure(rewritten, args)
+            before = {}
             if torch.is_grad_enabled():
-                _, graph.before = _run_and_measure(captured, args)
-            output, graph.after = _run_and_measure(rewritten, args)
+                with as_it_is(args):
+                    before = _run_and_measure(captured, args)[1]
+            graph.runs.append(_Run(names.of_parameters(dict(zip(placeholders, args, strict=True))), before, after))
             return output
 
         return run
 
-    with _unchanged(model):
-        records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
-    candidates, notes = _candidates(records, graphs, switch), _notes(records, breaks, graphs, switch)
-    explanation = Explanation(tuple(dict.fromkeys(candidates)), tuple(dict.fromkeys(notes)))
-    print(explanation)
-    return explanation
+    with _one_at_a_time:
+        output, records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
+    notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
+    return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes)), output
 
 
-def _candidates(records: list, graphs: list[_Graph], switch: types.ModuleType) -> Iterator[Candidate]:
+def report() -> Explanation:
+    """What this process compiled with rewriting so far, in the words of ``explain``: the latest graphs, oldest first.
+
+    A layer is listed once for each graph that was compiled with it, also where that graph runs for several layers of
+    equal code. What PyTorch's caches on disk held was not compiled, and is not listed. The logger ``moeblaze_ops`` says
+    the same while it happens, at info level: ``logging.basicConfig()``, ``logging.getLogger("moeblaze_ops").setLevel("INFO")``.
+    """
+    from moeblaze_ops import compile as switch
+
+    records = switch.recent_records()
+    notes = dict.fromkeys(_notes(records, [], True, switch))
+    return Explanation(tuple(_candidates(records, [], _Names(None), switch)), tuple(notes))
+
+
+def _candidates(records: list, graphs: list[_Graph], names: "_Names", switch: types.ModuleType) -> Iterator[Candidate]:
     records = [record for record in records if isinstance(record, switch.GraphRecord)]
     # A layer in a frame that was dropped may have been rewritten as a frame of its own, or looked at again.
     kept = [record.report for record in records if record.dropped is None]
@@ -117,26 +123,29 @@ def _candidates(records: list, graphs: list[_Graph], switch: types.ModuleType) -
         for entry in entries:
             again = entry.source in settled or (entry.reason is not None and entry.source in declined)
             if record.dropped is None or not again:
-                yield _candidate(entry, record.dropped, graph)
+                for run in (graph.runs if graph else []) or [_Run({}, {}, {})]:
+                    yield _candidate(entry, record, graph, run, names)
         settled.update(entry.source for entry in entries)
 
 
-def _candidate(entry: Any, dropped: str | None, graph: _Graph | None) -> Candidate:
-    path = re.sub(r"^L\['\w+'\]\.?", "", entry.module_path)
-    where = f"{path} ({entry.source})" if path else entry.source
+def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: "_Names") -> Candidate:
+    name, source = names.of(entry.module_path, list(run.names.values())), short_place(entry.source)
+    where = f"{name} ({source})" if name else source
     spelling = entry.spelling or "unrecognised"
     if entry.reason is not None:
-        detail = f" ({entry.detail})" if entry.detail else ""
-        return Candidate(where, spelling, reason=f"{entry.reason}, {entry.meaning}{detail}")
-    if dropped is not None:
-        return Candidate(where, spelling, reason=f"its function also holds something else: {_first_line(dropped)}")
-    before, after = graph.kept_by(entry.module_path) if graph else (None, None)
-    return Candidate(where, spelling, entry.became, kept_before=before, kept_after=after, copied=entry.copied_bytes)
+        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, _with_names(entry.detail, run.names))
+    if record.dropped is not None:
+        return Candidate(where, spelling, reason=f"its function was compiled as written: {_first_line(record.dropped)}")
+    before, after = graph.kept_by(entry.module_path, run) if graph else (None, None)
+    idle = (name for layer in record.idle if layer.module_path == entry.module_path for name in layer.inputs)
+    zeros = tuple(run.names.get(name, _unnamed(name)) for name in idle)
+    return Candidate(where, spelling, entry.became, None, before, after, entry.copied_bytes, zeros=zeros)
 
 
-def _notes(records: list, breaks: list[str], graphs: list[_Graph], switch: types.ModuleType) -> Iterator[str]:
+def _notes(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
     if reason := switch.why_switch_has_no_effect():
         yield f"torch.compile would run no pass of ours: {reason}"
+    without_ops = 0
     for record in records:
         if isinstance(record, switch.CaptureRecord):
             if record.dropped is None:
@@ -145,12 +154,97 @@ def _notes(records: list, breaks: list[str], graphs: list[_Graph], switch: types
                 yield from (f"kept after all: {line}; {_first_line(record.dropped)}" for line in record.done)
             yield from record.left
         if isinstance(record, switch.FrameRecord):
-            loop = ", inside a loop, which makes Dynamo skip all of it" if "loop" in record.reason.lower() else ""
-            yield f"nothing of {record.where} itself is compiled: {_first_line(record.reason)}{loop}"
+            if record.without_ops:
+                without_ops += 1
+                continue
+            loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
+            at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
+            yield f"nothing of {_frame(record.where)} itself is compiled: {_in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
         yield f"graph break: {_first_line(reason)}"
-    if not graphs:
+    if without_ops:
+        yield f"functions without tensor operations, which are not compiled: {without_ops}"
+    if not captured:
         yield "no graph was captured, so there was nothing to rewrite"
+
+
+_PLAIN_WORDS = {
+    "Data-dependent branching": "a branch depends on the elements of a tensor",
+    "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
+    "Could not extract specialized": "a branch or a size depends on the elements of a tensor",
+    "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
+    "Unsupported Tensor.item()": "a number is read from a tensor",
+    "Unsupported Tensor.tolist()": "numbers are read from a tensor",
+}
+
+
+def _in_plain_words(reason: str) -> str:
+    """The first line of what Dynamo says, after what it means where that is known."""
+    first = _first_line(reason)
+    meaning = next((words for begin, words in _PLAIN_WORDS.items() if first.startswith(begin)), None)
+    return f"{meaning} ({first})" if meaning else first
+
+
+def _frame(where: str) -> str:
+    """``function (file:line)``; what follows a graph break is a function of Dynamo's own, with a name that says so."""
+    function, _, place = where.removesuffix(")").rpartition(" (")
+    rest = re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", function)
+    if rest is None:
+        return f"{function} ({short_place(place)})"
+    return f"{rest[1]} ({short_place(place).rpartition(':')[0]}) from line {rest[2]} on"
+
+
+class _Names:
+    """The names of modules as the model's author knows them."""
+
+    def __init__(self, model: Callable | None) -> None:
+        model = getattr(model, "func", getattr(model, "__self__", model))
+        self.model = model if isinstance(model, nn.Module) else None
+        modules = dict(self.model.named_modules()) if self.model is not None else {}
+        self.modules = {name for name, module in modules.items() if not isinstance(module, _CONTAINERS)}
+
+    def of_parameters(self, inputs: dict[str, Any]) -> dict[str, str]:
+        """The names of the inputs of a graph that are parameters now: FSDP2 has others while a module runs."""
+        parameters = self.model.named_parameters() if self.model is not None else ()
+        name_of = {id(parameter): name for name, parameter in parameters}
+        return {name: name_of[id(value)] for name, value in inputs.items() if id(value) in name_of}
+
+    def of(self, module_path: str, parameters: list[str]) -> str:
+        """The name of a module that Dynamo calls ``module_path``, in a graph that reads these parameters of the model."""
+        path = _without_sources(module_path)
+        if self.model is None:
+            return path
+        # In a function that is compiled on its own, paths begin there; what its parameters share leads to it.
+        root = os.path.commonprefix([name.split(".")[:-1] for name in parameters])
+        parts = path.split(".") if path else []
+        for count in range(len(root), -1, -1):
+            if ".".join([*root[:count], *parts]) in self.modules:
+                return ".".join([*root[:count], *parts]) or (type(self.model).__name__ if parameters else "")
+        suffixes = (".".join(parts[start:]) for start in range(1, len(parts)))
+        return next((name for name in suffixes if name in self.modules), path)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _without_sources(path: str) -> str:
+    """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``."""
+    path = re.sub(r"^L\['(self|fn)'\]", "", path)
+    path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return ".".join(part for part in path.split(".") if part not in ("", "__self__", "func", "_orig_mod", "_modules"))
+
+
+def _with_names(text: str, names: dict[str, str]) -> str:
+    """``text`` with the names of parameters in place of what Dynamo calls them."""
+    for placeholder, name in names.items():
+        text = re.sub(rf"\b{placeholder}\b", name, text, flags=re.IGNORECASE)
+    return text
+
+
+def _unnamed(placeholder: str) -> str:
+    """What Dynamo calls an input, without the beginning that says that it is one."""
+    return re.sub(r"^l_+(self_+)?(modules_|parameters_)?", "", placeholder).strip("_")
 
 
 def _module_paths(gm: fx.GraphModule) -> dict[str, str]:
@@ -163,8 +257,13 @@ def _path(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
+def _innermost(path: str, layers: list[str]) -> str | None:
+    """The layer that a module is a part of; the empty path is that of the model itself."""
+    return max((layer for layer in layers if _is_inside(path, layer)), key=len, default=None)
+
+
 def _is_inside(path: str, module_path: str) -> bool:
-    return path == module_path or (path.startswith(module_path) and path[len(module_path)] in ".[")
+    return module_path in ("", path) or (path.startswith(module_path) and path[len(module_path)] in ".[")
 
 
 def _run_and_measure(gm: fx.GraphModule, args: tuple) -> tuple[Any, dict[str, int]]:
@@ -200,6 +299,12 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
 
 def _fresh(model: Callable) -> Callable:
     """``model`` as a function that Dynamo has not seen: what it knows about the model, it keeps by code object."""
+    if isinstance(model, nn.Module) and (model._forward_hooks or model._forward_pre_hooks):
+        # Hooks gather what forward reads (FSDP2), and are a part of what is compiled.
+        def call(*inputs: Any, **keywords: Any) -> Any:
+            return model(*inputs, **keywords)
+
+        return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
     method = model.forward if isinstance(model, nn.Module) else model
     function = getattr(method, "__func__", method)
     if not isinstance(function, types.FunctionType):
@@ -211,24 +316,30 @@ def _fresh(model: Callable) -> Callable:
     return types.MethodType(copied, method.__self__) if hasattr(method, "__self__") else copied
 
 
-@contextlib.contextmanager
-def _unchanged(model: Callable) -> Iterator[None]:
+def unchanged(model: Callable) -> contextlib.AbstractContextManager:
     """A context after which the buffers of ``model`` and the random number generators are what they were."""
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-    copies = [buffer.detach().clone() for buffer in buffers]
+    return as_it_is(list(model.buffers()) if isinstance(model, nn.Module) else [])
+
+
+@contextlib.contextmanager
+def as_it_is(values: Sequence[Any]) -> Iterator[None]:
+    """A context after which the random number generators, and buffers and inputs among ``values``, are as before.
+
+    A forward that writes to its parameters, or to what has a gradient, is not supported by autograd either.
+    """
+    tensors = [v for v in values if isinstance(v, Tensor) and not (v.requires_grad or isinstance(v, nn.Parameter))]
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, kept in zip(buffers, copies, strict=True):
-                    buffer.copy_(kept)
+                for tensor, copy in copies:
+                    # A write, even of the same numbers, would spoil a backward that needs the tensor.
+                    if not torch.equal(tensor, copy):
+                        tensor.copy_(copy)
 
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
-from moeblaze_ops.arguments.activations import ACTIVATIONS, is_gated
-from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.validation_calls import check_moe
+from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.arguments.weight_storage import up_shape
-from moeblaze_ops.memory.estimate import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down
@@ -18,6 +19,7 @@ from moeblaze_ops.ops.expert_mlp_ranged import expert_mlp_ranged
 from moeblaze_ops.ops.expert_up import expert_up
 
 
+@not_scriptable
 def moe(
     x: Tensor,
     weights: Tensor,
@@ -43,7 +45,9 @@ def moe(
     Args:
         x: tokens. Shape [..., D], bf16, fp16, fp32, or fp64 on CPU. May be empty.
         weights: routing weights. Shape [..., K], fp32 or the dtype of x.
-        experts: expert ids. Shape [..., K], int32 or int64; -1 marks an unused slot.
+        experts: expert ids. Shape [..., K], int32 or int64; -1 marks an unused slot. Other ids outside [0, E) raise on a CPU.
+            On CUDA, where the host would have to wait for the device, and in chunks of tokens they count as unused slots
+            unless ``config.check_expert_ids`` is set.
         w_up: up weights as ``nn.Linear`` stores them, [E, F, D]; with a gated activation and no ``w_gate``
             gate and up packed in one, [E, 2F, D].
         w_down: down weights, [E, D, F].
@@ -71,26 +75,9 @@ def moe(
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
     """
-    require(activation in ACTIVATIONS, "moe", "activation", f"be one of {', '.join(ACTIVATIONS)}", repr(activation))
-    require(weight_on in ("output", "input"), "moe", "weight_on", "be 'output' or 'input'", repr(weight_on))
     keep = config.keep if keep is None else keep
-    require(keep in KEEP, "moe", "keep", f"be one of {', '.join(KEEP)}", repr(keep))
-    for name, tensor, dims in (("w_up", w_up, 3), ("w_down", w_down, 3), ("weights", weights, x.dim())):
-        require(tensor.dim() == dims, "moe", name, f"have {dims} dimensions", f"shape {list(tensor.shape)}")
-    require(
-        weights.shape == experts.shape,
-        "moe",
-        "experts",
-        f"have shape {list(weights.shape)} of weights",
-        list(experts.shape),
-    )
-    require(
-        weights.shape[:-1] == x.shape[:-1],
-        "moe",
-        "weights",
-        f"have leading shape {list(x.shape[:-1])} of x",
-        list(weights.shape),
-    )
+    biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
+    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, activation, interleaved, transposed, weight_on, keep)
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, activation, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -102,7 +89,7 @@ def moe(
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
     if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
-    routing = dispatch(experts_TK, num_experts)
+    routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
     out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
@@ -131,7 +118,7 @@ def _in_parts(
     parts, size = choose_parts(T, D, F, num_experts, K, x_TD.dtype, G == 2, x_TD.device)
     if parts == "chunks":
         return expert_mlp_chunked(x_TD, *parameters, weights_TK, experts_TK, num_experts, size, *settings)
-    routed = (x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts), *settings)
+    routed = (x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts, True), *settings)
     return expert_mlp(*routed) if parts == "whole" else expert_mlp_ranged(*routed, size)
 
 
@@ -146,23 +133,10 @@ def _up_storage(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The stored up weights and biases as the ops take them."""
     gated = is_gated(activation)
-    require(gated or w_gate is None, "moe", "w_gate", f"be None with the ungated activation {activation!r}", "a tensor")
-    require(
-        b_gate is None or w_gate is not None,
-        "moe",
-        "b_gate",
-        "come with w_gate (pack it into b_up otherwise)",
-        "a tensor",
-    )
     if w_gate is None:
-        if gated:
-            outputs = w_up.shape[2 if transposed else 1]
-            require(outputs % 2 == 0, "moe", "w_up", "pack gate and up in an even number of outputs", outputs)
         packed = storage.packed_up(w_up, gated=gated, interleaved=interleaved, transposed=transposed)
         biases = [] if b_up is None else [storage.packed_bias(b_up, gated=gated, interleaved=interleaved)]
         return [packed], biases
-    require(not interleaved, "moe", "interleaved", "be False when w_gate is given", interleaved)
-    require((b_gate is None) == (b_up is None), "moe", "b_gate", "be given exactly when b_up is", b_gate is not None)
     split = [storage.packed_up(w, gated=False, interleaved=False, transposed=transposed) for w in (w_gate, w_up)]
     biases = [] if b_up is None else [storage.packed_bias(b, gated=False, interleaved=False) for b in (b_gate, b_up)]
     return split, biases

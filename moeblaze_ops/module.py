@@ -1,15 +1,19 @@
 """``MoE``: a plain module, router and experts, over ``moe``."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.validation_calls import check_module, check_module_input
+from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.functional import moe
 from moeblaze_ops.ops.route import route
 
 
+@not_scriptable
 class MoE(nn.Module):
     """A router (linear, softmax, top-k) and E experts.
 
@@ -36,7 +40,8 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        options = {"device": device, "dtype": dtype}
+        check_module(D, F, E, K, activation, bias, renormalize, keep, device, dtype)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         outputs = 2 * F if is_gated(activation) else F
         self.K = K
         self.activation = activation
@@ -60,6 +65,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape [..., D] to [..., D]."""
+        check_module_input(x, self.w_up)
         weights, experts = route(self.router(x), self.K, renormalize=self.renormalize)
         return moe(
             x,

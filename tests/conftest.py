@@ -1,7 +1,34 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from moeblaze_ops import config
+
+TESTS = Path(__file__).parent
+
+# The tier of a test is that of the longest path which it lies below. A test without one is fast: `make check` runs it.
+TIERS = {
+    "capture": "rewrite",
+    "distributed": "slow",
+    "gpu": "gpu",
+    "hf": "hf",
+    "interpreter": "interpreter",
+    "kernels": "offline",
+    "project/test_demo.py": "slow",
+    "project/test_design.py": "slow",
+    "project/test_docs.py": "slow",
+    "project/test_packaging.py": "slow",
+    "project/test_readme.py": "slow",
+    "rewrite": "rewrite",
+    "system": "slow",
+    "system/test_export.py": "export",
+}
+
+
+def tier_of(file: Path) -> str | None:
+    below = [path for path in TIERS if file.is_relative_to(TESTS / path)]
+    return TIERS[max(below, key=len)] if below else None
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +55,13 @@ def fused_routers(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if tier := tier_of(item.path):
+            item.add_marker(tier)
+    few = pytest.mark.skip(reason="needs several CUDA devices")
+    for item in items:
+        if "multigpu" in item.keywords and torch.cuda.device_count() < 2:
+            item.add_marker(few)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

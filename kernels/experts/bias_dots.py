@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_row_dot
 from moeblaze_ops.kernels.launch import is_multiple, launch, static_size
@@ -49,7 +50,15 @@ def _bias_dots_kernel(
     tl.store(dots_ptr + rows, tl.sum(products, axis=1), mask=row_in)
 
 
-def bias_dots(dout_TD, b_ED, slots_N, offsets_E1, blocks_B2, top_k, dots_N) -> None:
+def bias_dots(
+    dout_TD: Tensor,
+    b_ED: Tensor,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    blocks_B2: Tensor,
+    top_k: int,
+    dots_N: Tensor,
+) -> None:
     """Fills ``dots_N``, fp32, with ``<dout[token of row], b[expert of row]>``; two runs agree bit for bit."""
     D = b_ED.shape[1]
     config = choose_row_dot(static_size(D))

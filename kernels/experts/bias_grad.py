@@ -10,6 +10,7 @@ one part of a stretch of columns, and the parts are added in order.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import bias_grad_splits, choose_bias_grad
 from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_size
@@ -67,7 +68,14 @@ def _expert_bias_grad_kernel(
     tl.store(parts_row + cols, tl.sum(total, axis=0).to(parts_ptr.dtype.element_ty), mask=col_in)
 
 
-def launch_expert_bias_grad(rows, weights_TK, slots_N, offsets_E1, top_k, gathered):
+def launch_expert_bias_grad(
+    rows: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+    gathered: bool,
+) -> Tensor:
     """Column sums over each expert's rows.
 
     Args:
@@ -87,7 +95,15 @@ def launch_expert_bias_grad(rows, weights_TK, slots_N, offsets_E1, top_k, gather
     return parts_SEC.select(0, 0) if splits == 1 else parts_SEC.sum(0).to(rows.dtype)
 
 
-def launch_expert_bias_grad_add(rows, db_EC, weights_TK, slots_N, offsets_E1, top_k, gathered):
+def launch_expert_bias_grad_add(
+    rows: Tensor,
+    db_EC: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+    gathered: bool,
+) -> None:
     """Adds column sums over each expert's rows to ``db_EC``.
 
     Args:

@@ -12,6 +12,7 @@ a token it never exists (``single_rows``). A program computes one tile of BLOCK_
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
@@ -111,8 +112,18 @@ def _expert_down_kernel(
 
 
 def launch_expert_down(
-    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, max_bytes=None
-):
+    h_NGF: Tensor,
+    a_NF: Tensor | None,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    max_bytes: int | None = None,
+) -> Tensor:
     """The experts' outputs summed over each token's slots, in token order.
 
     Args:

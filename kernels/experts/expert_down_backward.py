@@ -16,6 +16,7 @@ row of it holds ``<dout, b>``; they are added in order and moved to token order 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate_backward
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
@@ -216,22 +217,22 @@ def _dweights_kernel(
 
 
 def launch_expert_down_backward(
-    dout_TD,
-    h_NGF,
-    w_down,
-    b_down,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    positions_TK,
-    blocks_B2,
-    activation,
-    overwrite_h=False,
-    dweights_TK=None,
-    first_row=0,
-    wa_NF=None,
-    early=False,
-):
+    dout_TD: Tensor,
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    overwrite_h: bool = False,
+    dweights_TK: Tensor | None = None,
+    first_row: int = 0,
+    wa_NF: Tensor | None = None,
+    early: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
     Args:

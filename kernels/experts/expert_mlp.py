@@ -9,6 +9,8 @@ with the routing weight as ``s`` or as ``v`` and 1 for the other. The kernels ar
 and ``expert_down_backward``.
 """
 
+from torch import Tensor
+
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
@@ -18,20 +20,20 @@ _IDENTITY = "identity"
 
 
 def launch_expert_mlp(
-    x_TD,
-    w_up,
-    b_up,
-    w_down,
-    b_down,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    positions_TK,
-    blocks_B2,
-    activation,
-    weight_on_input,
-    max_bytes=None,
-):
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    weight_on_input: bool,
+    max_bytes: int | None = None,
+) -> Tensor:
     """The experts' outputs summed over each token's slots, in token order.
 
     Args:
@@ -53,24 +55,24 @@ def launch_expert_mlp(
 
 
 def launch_expert_mlp_backward(
-    dout_TD,
-    x_TD,
-    w_up,
-    b_up,
-    w_down,
-    b_down,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    positions_TK,
-    blocks_B2,
-    activation,
-    weight_on_input,
-    dweights_TK=None,
-    first_row=0,
-    dh_NGF=None,
-    wa_NF=None,
-):
+    dout_TD: Tensor,
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    weight_on_input: bool,
+    dweights_TK: Tensor | None = None,
+    first_row: int = 0,
+    dh_NGF: Tensor | None = None,
+    wa_NF: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the pre-activation and of weights on the output, and the activation scaled for the weight gradient.
 
     Args:

@@ -12,6 +12,7 @@ copy of x exists. Programs are numbered so that a group of row tiles walks over 
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
@@ -150,8 +151,18 @@ def _expert_up_kernel(
 
 
 def launch_expert_up(
-    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, store_h=True, h_NGF=None
-):
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+    store_h: bool = True,
+    h_NGF: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The pre-activation and the activation of every routed slot, in expert order.
 
     Args:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
@@ -131,18 +132,18 @@ def _expert_up_backward_kernel(
 
 
 def launch_expert_up_backward(
-    dh_NGF,
-    x_TD,
-    w_up,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    positions_TK,
-    blocks_B2,
-    dlogits_TE=None,
-    w_router_ED=None,
-    max_bytes=None,
-):
+    dh_NGF: Tensor,
+    x_TD: Tensor | None,
+    w_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    dlogits_TE: Tensor | None = None,
+    w_router_ED: Tensor | None = None,
+    max_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """Gradients of the tokens, and of routing weights that scale an expert's input.
 
     Args:
@@ -163,26 +164,26 @@ def launch_expert_up_backward(
     dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
-    into = (dx_TD, dweights_TK, None, max_bytes, router)
-    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into)()
+    into = (dx_TD, dweights_TK)
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into, max_bytes=max_bytes, router=router)()
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
 
 def launch_expert_up_backward_part(
-    dh_NGF,
-    x_TD,
-    w_up,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    positions_TK,
-    blocks_B2,
-    dx_TD,
-    dweights_TK,
-    rows=None,
-    max_bytes=None,
-    router=None,
-    early=False,
+    dh_NGF: Tensor,
+    x_TD: Tensor | None,
+    w_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    dx_TD: Tensor,
+    dweights_TK: Tensor,
+    rows: range | None = None,
+    max_bytes: int | None = None,
+    router: tuple[Tensor, Tensor] | None = None,
+    early: bool = False,
 ) -> Callable[[], None]:
     """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 

@@ -15,6 +15,7 @@ begin in a part can be marked as fresh: their tiles are written, not added to.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import choose_weight_grad
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
@@ -201,7 +202,15 @@ def _add_tile(values, dw_rows, cols_d, rows_in, D, stride_dw_d, is_fresh):
     tl.store(dw_tile, sums.to(dw_rows.dtype.element_ty), mask=tile_in)
 
 
-def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k):
+def launch_expert_weight_grad(
+    gathered_TD: Tensor,
+    grouped_NGF: Tensor,
+    like: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+) -> list[Tensor]:
     """Gradients of expert weights, in the storage form of those weights.
 
     Args:
@@ -222,8 +231,17 @@ def launch_expert_weight_grad(gathered_TD, grouped_NGF, like, weights_TK, slots_
 
 
 def launch_expert_weight_grad_add(
-    gathered_TD, grouped_NGF, dw, weights_TK, slots_N, offsets_E1, top_k, fresh_E=None, order_E1=None, early=False
-):
+    gathered_TD: Tensor,
+    grouped_NGF: Tensor,
+    dw: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    top_k: int,
+    fresh_E: Tensor | None = None,
+    order_E1: Tensor | None = None,
+    early: bool = False,
+) -> None:
     """Adds the gradients of expert weights to ``dw``, tensors in the storage form of those weights.
 
     Args:

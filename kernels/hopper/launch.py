@@ -6,12 +6,14 @@ a launch remembers its kernel by what Triton specialises on, and descriptors are
 
 from collections.abc import Hashable
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
+from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -57,7 +59,7 @@ def describe_weight(w_EFD: Tensor, contract_d: bool, block_n: int, block_k: int)
     return describe(stored, 1, *((block_n, block_k) if k_inner else (block_k, block_n))), k_inner
 
 
-def bias_stride(biases) -> int | None:
+def bias_stride(biases: list[Tensor]) -> int | None:
     """Elements from one expert's bias to the next one's, None without a bias."""
     return biases[0].stride(0) if biases else None
 
@@ -68,18 +70,22 @@ def needs_wide_offsets(tensor: Tensor) -> bool:
 
 
 @cache
-def num_programs(device: torch.device) -> int:
-    """One persistent program for each multiprocessor."""
+def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_persistent(kernel, device: torch.device, *args, registers: int = REGISTERS) -> None:
+def num_programs(device: torch.device) -> int:
+    """One persistent program for each multiprocessor that is not left to others."""
+    return max(1, _num_multiprocessors(device) - left_free())
+
+
+def launch_persistent(kernel: Any, device: torch.device, *args: Any, registers: int = REGISTERS) -> None:
     """Runs a warp-specialised kernel whose first partition has four warps, and which waits itself for the one before it."""
     options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
     launch_compiled(kernel, num_programs(device), device, args, **options)
 
 
-def launch_compiled(kernel, programs: int, device: torch.device, args: tuple, **options) -> None:
+def launch_compiled(kernel: Any, programs: int, device: torch.device, args: tuple, **options: Any) -> None:
     """``kernel[(programs,)](*args, **options)``; ``args`` are all of the kernel's, its compile-time ones too."""
     key = (id(kernel), device.index, tuple(options.values()), *map(_specialization, args))
     compiled = _compiled_kernels.get(key)

@@ -16,6 +16,7 @@ slots of no concern to it: with more experts than that, every chunk has a progra
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_dispatch
 from moeblaze_ops.kernels.launch import ceil_div, launch
@@ -210,7 +211,7 @@ def _place_kernel(
         )
 
 
-def launch_dispatch(experts_TK, num_experts):
+def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots grouped by expert, and the schedule of row blocks.
 
     Args:

@@ -13,6 +13,7 @@ One program for each expert, and one more.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_dispatch
 from moeblaze_ops.kernels.launch import ceil_div, launch
@@ -76,7 +77,7 @@ def _range_routing_kernel(
     tl.store(routing_ptr + order_at + tl.where(expert < E, rank, E), tl.where(expert < E, expert, num_visited))
 
 
-def launch_range_routing(offsets_E1, rows, is_last):
+def launch_range_routing(offsets_E1: Tensor, rows: range, is_last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The routing of a range of rows.
 
     Args:

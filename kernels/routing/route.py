@@ -24,13 +24,14 @@ so that only the first reads all the logits. A row of dlogits is filled by compa
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from moeblaze_ops.kernels.configs import choose_route, choose_route_backward
+from moeblaze_ops.kernels.configs import SIGMOID_EPS, choose_route, choose_route_backward
 from moeblaze_ops.kernels.launch import ceil_div, launch
 
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-_SIGMOID_EPS = tl.constexpr(1e-20)
+_SIGMOID_EPS = tl.constexpr(SIGMOID_EPS)
 
 
 @triton.jit
@@ -220,7 +221,16 @@ def _route_backward_kernel(
     tl.store(dlogits_tile, row.to(dlogits_ptr.dtype.element_ty), mask=row_in)
 
 
-def launch_route(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups):
+def launch_route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
     """The weights and the ids of each token's K experts, best first.
 
     Args:
@@ -270,7 +280,15 @@ def launch_route(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_grou
     return weights_TK, experts_TK
 
 
-def launch_route_backward(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale):
+def launch_route_backward(
+    dweights_TK: Tensor,
+    logits_TE: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:
     """The gradient of the logits, zero where the scoring makes it so for an expert that was not chosen.
 
     Args:

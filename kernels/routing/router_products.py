@@ -10,6 +10,7 @@ the tokens of one of PARTS equal parts, which are added in order.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import choose_router_product, router_parts
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, static_size
@@ -96,7 +97,7 @@ def _options(config, D) -> dict:
     }
 
 
-def launch_router_logits(x_TD, w_ED):
+def launch_router_logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     """``x @ w.T``.
 
     Args:
@@ -125,7 +126,7 @@ def launch_router_logits(x_TD, w_ED):
     return logits_TE
 
 
-def launch_router_weight_grad(dlogits_TE, x_TD):
+def launch_router_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
     """``dlogits.T @ x``.
 
     Args:

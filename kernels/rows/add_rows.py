@@ -9,6 +9,7 @@ are those of the rows, and that of a token's first row takes the token.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import choose_add_rows
 from moeblaze_ops.kernels.launch import ceil_div, is_multiple, launch, static_size
@@ -63,7 +64,14 @@ def _add_rows_kernel(
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=col_in)
 
 
-def add_rows(rows_ND, weights_TK, positions_TK, out_TD, slots_N, first_row) -> None:
+def add_rows(
+    rows_ND: Tensor,
+    weights_TK: Tensor | None,
+    positions_TK: Tensor,
+    out_TD: Tensor,
+    slots_N: Tensor,
+    first_row: int,
+) -> None:
     """Adds to each token the weighted sum of its rows, if it has any.
 
     Args:

@@ -13,6 +13,7 @@ product reuses its right side for them, with up to UNROLL row loads in flight.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_product, choose_row_dot
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
@@ -121,7 +122,13 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
-def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
+def combine(
+    rows_ND: Tensor,
+    weights_TK: Tensor | None,
+    positions_TK: Tensor,
+    out_TD: Tensor,
+    product: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Writes the weighted sum of each token's rows, in token order, plus a product if there is one.
 
     Args:
@@ -175,7 +182,7 @@ def combine(rows_ND, weights_TK, positions_TK, out_TD, product=None) -> None:
     )
 
 
-def add_row_dots(rows_ND, tokens_TD, positions_TK, dots_TK, first_row=0) -> None:
+def add_row_dots(rows_ND: Tensor, tokens_TD: Tensor, positions_TK: Tensor, dots_TK: Tensor, first_row: int = 0) -> None:
     """Adds the inner product of each slot's row with its token; nothing at unused slots.
 
     Args:

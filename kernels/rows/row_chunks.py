@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from moeblaze_ops import config
 from moeblaze_ops.kernels.configs import choose_column_ranges
 from moeblaze_ops.kernels.launch import size_hint, static_size
+from moeblaze_ops.kernels.settings import settings
 
 
-def row_chunks(like: Tensor, num_rows, D, max_bytes: int | None = None) -> Iterator[tuple[int, Tensor]]:
+def row_chunks(like: Tensor, num_rows: int, D: int, max_bytes: int | None = None) -> Iterator[tuple[int, Tensor]]:
     """Ranges that cover D columns, each with a buffer for that part of the rows.
 
     Args:
@@ -29,7 +29,7 @@ def row_chunks(like: Tensor, num_rows, D, max_bytes: int | None = None) -> Itera
     if static_size(D) is None:
         yield 0, like.new_empty((num_rows, D))
         return
-    max_bytes = config.max_transient_bytes if max_bytes is None else max_bytes
+    max_bytes = settings().max_transient_bytes if max_bytes is None else max_bytes
     ranges = choose_column_ranges(size_hint(num_rows), D, like.element_size(), max_bytes)
     widest = len(ranges[0])
     rows_ND = like.new_empty((num_rows, widest))

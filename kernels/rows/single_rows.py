@@ -8,6 +8,7 @@ reaches, tokens with an unused slot, gets the product alone, or zeros.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moeblaze_ops.kernels.configs import FEW_CHANNELS
 from moeblaze_ops.kernels.launch import ceil_div, launch, static_size
@@ -46,23 +47,23 @@ def _unused_tokens_kernel(
             tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=unused[:, None] & (cols < D)[None, :])
 
 
-def has_single_rows(positions_TK, product=None) -> bool:
+def has_single_rows(positions_TK: Tensor, product: tuple[Tensor, Tensor] | None = None) -> bool:
     """Whether the rows of a projection are results: one expert a token, and a product of few channels if any."""
     num_channels = 0 if product is None else static_size(product[0].shape[1])
     return static_size(positions_TK.shape[1]) == 1 and num_channels is not None and num_channels <= FEW_CHANNELS
 
 
-def num_channels(product) -> int:
+def num_channels(product: tuple[Tensor, Tensor] | None) -> int:
     """Channels of a product that ``has_single_rows`` accepts."""
     return 0 if product is None else product[0].shape[1]
 
 
-def product_strides(product) -> tuple:
+def product_strides(product: tuple[Tensor, Tensor] | None) -> tuple:
     """Strides of the left and of the right side of a product, zeros for none."""
     return (0, 0, 0, 0) if product is None else (*product[0].stride(), *product[1].stride())
 
 
-def fill_unused_tokens(positions_TK, out_TD, product=None) -> None:
+def fill_unused_tokens(positions_TK: Tensor, out_TD: Tensor, product: tuple[Tensor, Tensor] | None = None) -> None:
     """Writes the result of every token that no row reaches.
 
     Args:

@@ -18,13 +18,19 @@ from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
-from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Size, TooLarge, same_size, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import (
+    IDEMPOTENT,
+    Expr,
+    Indices,
+    Size,
+    TooLarge,
+    same_size,
+    subexpressions,
+)
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
-
-Indices = tuple[Expr, ...]
 
 MAX_PROJECTIONS = 2
 _SHALLOW = frozenset((

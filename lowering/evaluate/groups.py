@@ -11,17 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, factors_of, same_size, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-if TYPE_CHECKING:
-    from moeblaze_ops.lowering.evaluate.evaluator import Indices
 
 
 class GroupRules:

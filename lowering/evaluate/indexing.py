@@ -6,14 +6,10 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, differ, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, differ, factors_of, same_size, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-if TYPE_CHECKING:
-    from moeblaze_ops.lowering.evaluate.evaluator import Indices
 
 
 class IndexingRules:

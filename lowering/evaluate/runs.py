@@ -6,14 +6,10 @@ of an expert in one run. How long a run is only the data tell, so that it starts
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, lower_bound, same_size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, lower_bound, same_size
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-
-if TYPE_CHECKING:
-    from moeblaze_ops.lowering.evaluate.evaluator import Indices
 
 _KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))
 

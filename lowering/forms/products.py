@@ -62,7 +62,7 @@ def _einsum(view: GraphView, equation: Any, *operands: Any) -> Value:
 
 def _written_out(args: tuple) -> tuple[str, tuple]:
     """The equation and the operands of tensors that each have a list of numbers of their axes behind them."""
-    letters = {Ellipsis: "...", **dict(enumerate(string.ascii_uppercase + string.ascii_lowercase))}
+    letters: dict[Any, str] = {Ellipsis: "...", **dict(enumerate(string.ascii_uppercase + string.ascii_lowercase))}
     operands, lists = args[0 : len(args) // 2 * 2 : 2], args[1::2]
     labels = ["".join(letters[n] for n in axes) for axes in lists]
     out = "->" + "".join(letters[n] for n in args[-1]) if len(args) % 2 else ""

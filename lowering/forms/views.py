@@ -122,7 +122,7 @@ def permuted(view: GraphView, x: Value, dims: tuple[int, ...]) -> Value:
 
 @form("permute")
 def _permute(view: GraphView, x: Any, *dims: Any) -> Value:
-    return permuted(view, tensor(x), dims[0] if isinstance(dims[0], (tuple, list)) else dims)
+    return permuted(view, tensor(x), tuple(dims[0]) if isinstance(dims[0], (tuple, list)) else dims)
 
 
 @form("transpose", "swapaxes", "swapdims")

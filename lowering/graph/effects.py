@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.graph.functional_view import GraphView, inplace_name, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, written_nodes
+from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 
 _RANDOM = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d",
@@ -25,12 +26,12 @@ def has_effect(node: fx.Node) -> bool:
         return False
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
-    if inplace_name(node) is not None or "out" in node.kwargs:
+    if written_nodes(node) or "out" in node.kwargs:
         return True
-    name = target_name(node)
-    return name in _RANDOM or name in _UPDATES_STATISTICS or not _is_of_torch(node)
+    if overloads := overloads_of(node):
+        return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
+    name = operator_name(node)
+    return not name or name in _RANDOM or name in _UPDATES_STATISTICS
 
 
 def writes_beside(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -41,11 +42,3 @@ def writes_beside(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> list[f
     view = GraphView(graph, {})
     made = {alias: copied for copied in copies for node in (copied, copied.args[0]) for alias in view.aliases(node)}
     return [w for w, target in view.all_writes() if target in made and view.position[w] > view.position[made[target]]]
-
-
-def _is_of_torch(node: fx.Node) -> bool:
-    """Whether what a node calls is a method of tensors, an operator of Python or a function of torch."""
-    if node.op == "call_method":
-        return True
-    module = getattr(node.target, "__module__", None) or ""
-    return module.partition(".")[0] in ("torch", "_operator", "builtins", "math", "moeblaze_ops", "")

@@ -16,8 +16,11 @@ import sympy
 import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.torch_internals import dtensor_call
 
 
 class NotCanonical(Exception):
@@ -68,12 +71,13 @@ def has_storage(node: fx.Node) -> bool:
 
 
 def target_name(node: fx.Node) -> str:
-    """The name that an operator has as a method and as a function alike (``view``, ``index_add_``, ``linear``)."""
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.overloadpacket.__name__
-    return getattr(node.target, "__name__", type(node.target).__name__)
+    """The name of torch's operator that a node computes, "" for anything else."""
+    return operator_name(node) if is_on_plain_tensors(node) else ""
+
+
+def is_on_plain_tensors(node: fx.Node) -> bool:
+    """Whether no operand is of a class that computes operators in its own way, as DTensor does."""
+    return not any(is_traceable_wrapper_subclass(fake_of(operand)) for operand in node.all_input_nodes)
 
 
 _INPLACE_OPERATORS = {
@@ -83,11 +87,11 @@ _INPLACE_OPERATORS = {
 }  # fmt: skip
 
 def inplace_name(node: fx.Node) -> str | None:
-    """The functional name of a node that writes its first argument, or None for one that does not."""
+    """The functional name of an operator of torch that writes its first argument, or None for one that does not."""
     if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
         return _INPLACE_OPERATORS[node.target]
-    name = target_name(node)
-    if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+    name = operator_name(node)
+    if name.endswith("_") and not name.endswith("__"):
         return None if name in ("and_", "or_", "not_", "is_") else name[:-1]
     inplace = node.kwargs.get("inplace")
     if node.op == "call_function" and inplace is None and name in _INPLACE_POSITION:
@@ -100,47 +104,52 @@ _INPLACE_POSITION = {"relu": 1, "silu": 1, "mish": 1, "relu6": 1, "hardswish": 1
                      "elu": 2, "celu": 2, "hardtanh": 3, "threshold": 3, "dropout": 3}  # fmt: skip
 
 
-def _written_otherwise(node: fx.Node) -> list[fx.Node]:
-    """What a node may write beside its first argument: ``out=``, lists, mutable schemas, graph bodies that mutate."""
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node may write: its first argument, ``out=``, lists, mutable schemas, graph bodies that mutate.
+
+    A function of the user under ``allow_in_graph`` may write to all that it is given.
+    """
     written = [node.kwargs.get("out")]
     if inplace_name(node) is not None:
         written += [node.args[0] if node.args else node.kwargs.get("input")]
-    for schema in _schemas(node):
-        for index, argument in enumerate(schema.arguments):
+    for overload in overloads_of(node):
+        for index, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 positional = index < len(node.args) and not argument.kwarg_only
                 written.append(node.args[index] if positional else node.kwargs.get(argument.name))
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and _mutates(node):
+    if _has_unknown_writes(node):
         written += node.all_input_nodes
     found: list[fx.Node] = []
     fx.node.map_arg(written, found.append)
     return [other for other in dict.fromkeys(found) if isinstance(fake_of(other), torch.Tensor)]
 
 
-def _schemas(node: fx.Node) -> list[torch.FunctionSchema]:
-    """The schema of an operator, or all that it may have where the overload is chosen at the call."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return [node.target._schema]
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return [getattr(node.target, overload)._schema for overload in node.target.overloads()]
-    return []
+def _has_unknown_writes(node: fx.Node) -> bool:
+    """Whether nothing tells what a node writes: kernels and functions of the user, graph bodies that write somewhere."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        bodies = [operand for operand in node.all_input_nodes if _body(operand) is not None]
+        return "mutation" in node.target.name() or not bodies or any(map(_body_writes, bodies))
+    calls = node.op in ("call_function", "call_method", "call_module")
+    return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
 
 
-def _mutates(node: fx.Node) -> bool:
-    """Whether a higher-order operator may write to its inputs: kernels of the user do, graph bodies where they say so."""
-    return "mutation" in node.target.name() or any(map(_body_writes, node.all_input_nodes))
+def _dtensor_method(node: fx.Node) -> str:
+    """The name of a form for a method of DTensor, "" for another node."""
+    call = dtensor_call(node)
+    return "" if call is None else f"DTensor.{call[0]}"
+
+
+def _body(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node hands to a higher-order operator."""
+    owner = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return None
+    body = getattr(owner, node.target, None)
+    return body if isinstance(body, fx.GraphModule) else None
 
 
 def _body_writes(node: fx.Node) -> bool:
-    owner = node.graph.owning_module
-    if node.op != "get_attr" or owner is None:
-        return False
-    body = getattr(owner, node.target, None) if isinstance(node.target, str) else None
-    if not isinstance(body, fx.GraphModule):
-        return False
-    return any(
-        inplace_name(inner) is not None or _written_otherwise(inner) for inner in body.graph.nodes if inner.op != "output"
-    )
+    return any(written_nodes(step) for step in _body(node).graph.nodes if step.op != "output")
 
 
 _GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
@@ -252,7 +261,7 @@ class GraphView:
             if not isinstance(value, Value):  # setitem returns None, and has no value of its own where it stays opaque
                 value = self.opaque(target, node)
             self._write(target, value, node)
-        for other in _written_otherwise(node):
+        for other in written_nodes(node):
             if other is not target:
                 self._written_beside.append((node, other))
                 self.writes.setdefault(node, other)
@@ -260,15 +269,23 @@ class GraphView:
         storage = _storage_of(node)
         if storage is not None:
             self._aliases.setdefault(storage, []).append(node)
-            if target_name(node) in _DETACHING or self.is_without_gradient(node) or self._detached & set(node.all_input_nodes):
+            if self._is_detached(node):
                 self._detached.add(node)
+
+    def _is_detached(self, node: fx.Node) -> bool:
+        """Whether autograd may not see that a tensor shares memory; a function of the user may hide it."""
+        name = operator_name(node)
+        if name in _DETACHING or self.is_without_gradient(node):
+            return True
+        viewed = [operand for operand in node.all_input_nodes if _storage_of(operand) == _storage_of(node)]
+        return bool(viewed) and (not name or not self._detached.isdisjoint(viewed))
 
     def _record(self, node: fx.Node, value: Any) -> None:
         self._now[node] = value
         self._history.setdefault(node, []).append((self.position[self._node], value))
 
     def _compute(self, name: str, node: fx.Node) -> Any:
-        form = self.table.get(name) if node.op in ("call_function", "call_method") else None
+        form = self.table.get(name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
         if form is None or "out" in node.kwargs or self.is_without_gradient(node):
             return self.opaque(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])

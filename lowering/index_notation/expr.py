@@ -27,11 +27,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
+Indices: TypeAlias = tuple["Expr", ...]
 
 IDEMPOTENT = ("eq", "any", "distinct")
 """Kinds whose values are 0 and 1: they equal their squares."""
@@ -141,7 +142,7 @@ def differ(a: "Expr", b: "Expr") -> bool:
     return len(numbers[0]) == len(numbers[1]) == 1 and others[0] == others[1] and numbers[0] != numbers[1]
 
 
-def subexpressions(e: Expr, accept: Callable[[Expr], bool]) -> Iterable[Expr]:
+def subexpressions(e: Expr, accept: Callable[[Expr], bool]) -> Iterator[Expr]:
     """Outermost sub-expressions that ``accept`` takes, each once."""
     seen: set[Expr] = set()
     stack = [e]

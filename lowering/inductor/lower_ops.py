@@ -9,7 +9,7 @@ Off CUDA, where an argument asks for a check on the host, and where experts stor
 one after another in memory, the generated code calls the op.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, OVERWRITING, PACKAGED
 
 
 def register_lowerings() -> None:
-    """Register a lowering for every op that has a launcher or lists of tensors, and what joins an op after autograd."""
+    """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what keeps routing."""
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
+    for op in ROUTED:
+        torch_internals.register_joint_visit(op, pin_routing)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     for op in PACKAGED.keys() - LAUNCHERS.keys():
@@ -55,7 +58,7 @@ def register_traced_lowering(
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         fakes = [leaves[i].meta["val"] for i in positions]
 
-        def arguments(values: list) -> list:
+        def arguments(values: Sequence) -> list:
             filled = list(leaves)
             for i, value in zip(positions, values, strict=True):
                 filled[i] = value

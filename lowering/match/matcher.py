@@ -86,7 +86,7 @@ class Matcher:
                 if isinstance(result, MoEMatch) and not self._is_added_to_base(result, found):
                     found.append(result)
                     taken.update(result.region.nodes)
-        results = [*found, *(decline for decline in declined if decline.root not in taken)]
+        results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
         declined = furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
         declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])

@@ -9,14 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeblaze_ops.lowering.graph.operators import OURS
 
-def branch_begins(condition: Any, works_if: bool) -> None:
+
+def branch_forks() -> None:
+    """From here to `branch_begins` stands what the program runs where the work is not done."""
+    raise RuntimeError("a branch on data was traced on both sides, and never proven")
+
+
+def branch_begins(condition: Any, works_if: bool, fork: None) -> None:
     """From here to `branch_ends` runs what the program runs where ``condition`` is ``works_if`` only."""
     raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
 
 
-def branch_ends(begin: None, without: tuple, with_: tuple) -> None:
-    """Here the two ways join: where the work is not done, each of ``with_`` must be what the same of ``without`` is."""
+def branch_ends(begin: None, without: tuple, with_: tuple, added: tuple) -> None:
+    """Here the two ways join: where the work is not done, each of ``with_`` must be what the same of ``without`` is.
+
+    And each of ``added``, which a list that is only concatenated has more of, must have no rows then.
+    """
     raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
 
 
@@ -33,3 +43,6 @@ def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
 def is_hit(hits: Tensor, expert: int) -> Tensor:
     """Whether an expert is among the numbers of those that have tokens."""
     return (hits == expert).any()
+
+
+OURS.update((counts_below, rows_between, is_hit))

@@ -15,15 +15,15 @@ import moeblaze_ops.ops.expert_up
 import moeblaze_ops.ops.route  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import is_gated
-from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32, fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.terms.activation import emit
+from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
-from moeblaze_ops.memory.estimate import KEEP, LayerSizes, choose_keep
+from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 
 _ops = torch.ops.moeblaze
@@ -76,6 +76,19 @@ def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.N
 def _insert_layer(
     insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
 ) -> tuple[fx.Node, str]:
+    moving = may_move(insert, match, x_TD, experts_TK)
+    if moving is None:
+        return _insert_whole(insert, match, x_TD, weights_TK, experts_TK)
+    if moving.moves_tokens():
+        return insert_moved_tokens(insert, match, moving, x_TD, weights_TK)
+    out, became = _insert_whole(insert, match, x_TD, weights_TK, moving.experts_TK)
+    return out, f"{became}: {moving.describe('weights', 'tokens')}"
+
+
+def _insert_whole(
+    insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
+) -> tuple[fx.Node, str]:
+    """Insert a layer whose experts are all here."""
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
@@ -105,7 +118,6 @@ def _insert_layer(
 def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
     """Whether the layer becomes one op that leaves no pre-activation behind, as ``moe`` decides it for ``config.keep``."""
     keep = config.keep
-    require(keep in KEEP, "rewrite", "config.keep", f"be one of {', '.join(KEEP)}", repr(keep))
     if match.formula is not None:
         return False  # it is computed on the pre-activation
     if not torch.is_grad_enabled():

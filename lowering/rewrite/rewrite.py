@@ -22,11 +22,12 @@ from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
+from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers
 from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
 
     Returns:
         Every candidate in graph order. Also counted in ``torch._dynamo.utils.counters["moeblaze"]`` (``rewritten``, and
-        ``declined_<reason>``) and logged at debug level by the logger ``moeblaze``. An error of our own leaves the graph,
+        ``declined_<reason>``) and logged at info level, below ``moeblaze_ops``. An error of our own leaves the graph,
         or the body, as it was; its layers are then declined as ``INTERNAL``.
 
     Raises:
@@ -114,7 +115,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
         if edits.mark():
             gm.graph.lint()
-        dead = _dead(gm.graph, [result for result, c in zip(results, candidates, strict=True) if c.reason is None])
+        rewritten = [r for r, c in zip(results, candidates, strict=True) if isinstance(r, MoEMatch) and c.reason is None]
+        dead = _dead(gm.graph, rewritten)
     except Exception as error:
         edits.undo()
         detail = tolerate(error)
@@ -124,8 +126,9 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     for candidate in candidates:
         report.candidates.append(candidate)
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1
-        outcome = candidate.became or f"{candidate.reason}: {candidate.detail}"
-        log.debug("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+        left = f"left alone, {candidate.reason}: {candidate.detail}"
+        outcome = left if candidate.reason else f"rewritten to {candidate.became}"
+        log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
 
 
 def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:
@@ -254,6 +257,7 @@ def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
     for node in reversed(dead):
         gm.graph.erase_node(node)
     if dead:
+        drop_unread_gathers(gm.graph)
         gm.recompile()
 
 

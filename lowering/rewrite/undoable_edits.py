@@ -74,6 +74,16 @@ class Inserter:
             node.meta["example_value"] = function(*fakes, **kwargs)
         return node
 
+    def given(self, value: Any, target: Callable, *args: Any) -> fx.Node:
+        """A call of what cannot run on fakes here, with the fake value that it gives."""
+        node = self._add(target, args, {})
+        node.meta["example_value"] = value
+        return node
+
+    def at(self, node: fx.Node) -> "Inserter":
+        """One that adds after another node, an earlier one."""
+        return Inserter(self._edits, node)
+
     def _add(self, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
         node = self._edits.insert(self._after, target, args, kwargs)
         self.nodes.append(node)
@@ -101,7 +111,7 @@ class Inserter:
         Where they are cast they are stacked before: it takes one cast instead of E, and the cast is all that is kept.
         """
         if all(view.apart and not view.cast for view in views):
-            return [self._viewed(node, view) for view in views for node in view.nodes]
+            return [self.viewed(node, view) for view in views for node in view.nodes]
         return [self._whole(view) for view in views]
 
     def _whole(self, view: WeightView) -> fx.Node:
@@ -109,10 +119,11 @@ class Inserter:
         if view.apart:
             stored = self.call(torch.stack, [self._part(node, view) for node in view.nodes])
             view = replace(view, parts=(), sizes=(len(view.nodes), *view.sizes[1:]))
-        node = self._viewed(stored, view)
+        node = self.viewed(stored, view)
         return self.call("to", node, view.dtype) if view.cast else node
 
-    def _viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
+    def viewed(self, node: fx.Node, view: WeightView) -> fx.Node:
+        """The part of a stored tensor that a view takes, as the view shapes it."""
         node = self._reshaped(self._part(node, view), view.sizes)
         return node if view.order == tuple(range(len(view.order))) else self.call("permute", node, view.order)
 

@@ -15,24 +15,33 @@ must not have been moved. What is not so gives the attempt up (`Declined`), and 
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import sympy
 import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
-from torch._dynamo.variables.base import AttributeMutationNew, MutationType, ValueMutationNew, VariableTracker
+from torch._dynamo.variables.base import (
+    AttributeMutationNew,
+    MutationType,
+    ValueMutationExisting,
+    ValueMutationNew,
+    VariableTracker,
+)
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, watch_calls
 
@@ -58,6 +67,7 @@ class _Branch:
     result: Variable | None = None  # what the frame returns without the work, if it joins at its end
     attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
     world: tuple = ()
+    lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
 
 
 class Branches:
@@ -72,6 +82,7 @@ class Branches:
         self.open: list[_Branch] = []
         self.age = 0
         self.done: dict[str, None] = {}
+        self.longer: dict[int, tuple[Variable, _Branch]] = {}
         self._flows: dict[Any, ControlFlow] = {}
         self._births: dict[int, tuple[Any, int]] = {}
 
@@ -101,8 +112,11 @@ class Branches:
             self.decline(self.open[-1], "an iterator would be moved on")
 
     def mutated(self, variable: Variable) -> None:
-        if self.open and self.is_older(variable, self.open[-1]):
-            self.decline(self.open[-1], f"{_kind(variable)} would be changed")
+        for branch in self.open:
+            if self.is_older(variable, branch) and variable not in branch.lists:
+                if type(variable) is not ListVariable or isinstance(variable.mutation_type, ValueMutationExisting):
+                    self.decline(branch, f"{_kind(variable)} would be changed")
+                branch.lists[variable] = list(variable.items)
 
     def stored(self, effects: SideEffects, item: Variable, name: str) -> None:
         for branch in self.open:
@@ -141,7 +155,12 @@ class Branches:
             condition = tx.stack[-1] = _realized(tx.stack[-1])
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
-        return original(tx)
+        if not self.longer:
+            return original(tx)
+        before = list(tx.stack)
+        result = original(tx)
+        self._check_uses(tx, instruction, before)
+        return result
 
     def _asks_hits(self, tx: Any, at: int, instruction: Any) -> bool:
         """Whether a number is among those of the experts that have tokens, or is not."""
@@ -162,7 +181,7 @@ class Branches:
         self.age += 1
         branch = _Branch(tx, at, self.age, f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})")
         branch.names, branch.stack = names, stack
-        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True), {})
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
         branch.world = _world(tx)
         self.open.append(branch)
         return True
@@ -171,9 +190,9 @@ class Branches:
         branch = self.open[-1]
         if "YIELD" in instruction.opname and tx is branch.tx:
             self.decline(branch, "a generator would yield")
-        if isinstance(tx, symbolic_convert.InliningGeneratorInstructionTranslator) and self.birth(tx) < branch.age:
-            if tx is not branch.tx:
-                self.decline(branch, "a generator would be moved on")
+        generator = isinstance(tx, symbolic_convert.InliningGeneratorInstructionTranslator) and tx is not branch.tx
+        if generator and self.birth(tx) < branch.age:
+            self.decline(branch, "a generator would be moved on")
         if tx is branch.tx and returns(instruction):
             self.decline(branch, "the function would return")
 
@@ -188,7 +207,7 @@ class Branches:
 
     def _begin(self, tx: Any, at: int, instruction: Any, condition: Variable, original: Callable[[Any], bool]) -> bool:
         flow = self._flow(tx)
-        sides = flow.sides(at)
+        sides = flow.sides(at, lambda: _works_when_true(condition))
         if sides is None:
             return False
         skip, work, join = sides
@@ -197,20 +216,21 @@ class Branches:
         tx.stack.pop()
         self.age += 1
         branch = _Branch(tx, join, self.age, line)
-        self._trace_skip(branch, skip, original)
+        fork = self._trace_skip(branch, skip, original)
         works_if = instruction.opname.endswith("_TRUE") == (work == jump)
         proxy = condition.as_proxy()
-        branch.begin = tx.output.create_proxy("call_function", branch_begins, (proxy, works_if), {})
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (proxy, works_if, fork), {})
         branch.world = _world(tx)
         self.open.append(branch)
         tx.instruction_pointer = work
         return True
 
-    def _trace_skip(self, branch: _Branch, skip: int, original: Callable[[Any], bool]) -> None:
-        """Trace the side without the work up to the join, keep what it leaves, and go back."""
+    def _trace_skip(self, branch: _Branch, skip: int, original: Callable[[Any], bool]) -> Any:
+        """Trace the side without the work up to the join, keep what it leaves, and go back; the marker, if it does anything."""
         tx = branch.tx
         names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
-        nodes = len(tx.output.graph.nodes)
+        fork = tx.output.create_proxy("call_function", branch_forks, (), {})
+        branch.world = _world(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
         while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
@@ -218,13 +238,17 @@ class Branches:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
-        if branch.attributes or any(map(has_effect, list(tx.output.graph.nodes)[nodes:])):
-            self.decline(branch, "the other side has an effect, which would be there")
+        if branch.attributes or branch.world != _world(tx):
+            self.decline(branch, "the other side has an effect on Python, which would not be there")
         self.open.pop()
         branch.names, branch.stack = dict(tx.symbolic_locals), list(tx.stack)
         tx.symbolic_locals.clear()
         tx.symbolic_locals.update(names)
         tx.stack[:], tx.block_stack[:] = stack, blocks
+        if fork.node is next(reversed(tx.output.graph.nodes)):
+            tx.output.graph.erase_node(fork.node)
+            return None
+        return fork
 
     def _end(self, branch: _Branch, instruction: Any) -> None:
         """Compare what the two ways leave at their join."""
@@ -250,9 +274,45 @@ class Branches:
         for (item, name), without in branch.attributes.items():
             with_ = tx.output.side_effects.store_attr_mutations[item][name]
             compare("a variable of a function around" if isinstance(item, CellVariable) else repr(name), without, with_)
+        added = [part for found, before in branch.lists.items() for part in self._appended(branch, found, before)]
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
-        tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_), {})
+        tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
+
+
+    # Lists that have parts without rows more than the program's.
+
+    def _appended(self, branch: _Branch, found: Variable, before: list[Variable]) -> Iterator[Any]:
+        parts = found.items[len(before) :]
+        if any(one is not other for one, other in zip(before, found.items, strict=False)) or len(found.items) < len(before):
+            self.decline(branch, "a list would be changed")
+        for part in map(_realized, parts):
+            if type(part) is not TensorVariable:
+                self.decline(branch, "a list would be longer")
+            yield part.as_proxy()
+        self.longer[id(found)] = found, branch
+
+    def _check_uses(self, tx: Any, instruction: Any, before: list[Variable]) -> None:
+        """Refuse an instruction that sees how long a list is, which may have parts without rows more than the program's."""
+        kept = 0
+        while kept < min(len(before), len(tx.stack)) and before[kept] is tx.stack[kept]:
+            kept += 1
+        consumed = before[kept:]
+        seen = [self.longer[id(v)] for v in map(_realized, consumed) if id(v) in self.longer]
+        if not seen or instruction.opname.startswith(("STORE_FAST", "STORE_DEREF", "POP_TOP", "RETURN_VALUE", "SWAP", "COPY")):
+            if seen and instruction.opname == "RETURN_VALUE" and tx.parent is None:
+                self.decline(seen[0][1], "a list would be longer")
+            return
+        called = [_realized(v) for v in consumed]
+        if instruction.opname.startswith("CALL") and any(_concatenates(v) or isinstance(v, BaseUserFunctionVariable) for v in called):
+            return
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval == "append":
+            return
+        self.decline(seen[0][1], f"a list would be longer, which is seen by more than a concatenation (line {_line(tx, instruction)})")
+
+
+def _concatenates(variable: Variable) -> bool:
+    return getattr(variable, "value", None) in (torch.cat, torch.concat, torch.concatenate, torch.vstack)
 
 
 def _realized(variable: Variable) -> Variable:
@@ -263,6 +323,13 @@ def _depends_on_data(variable: Variable) -> bool:
     if isinstance(variable, SymNodeVariable):
         return bool(free_unbacked_symbols(variable.sym_num))
     return type(variable) is TensorVariable
+
+
+def _works_when_true(condition: Variable) -> bool:
+    """A guess, where both sides do something: a wrong one is not proven."""
+    if isinstance(condition, SymNodeVariable):
+        return condition.sym_num.node.expr.subs(dict.fromkeys(free_unbacked_symbols(condition.sym_num), 0)) != sympy.true
+    return condition.as_proxy().node.target not in (operator.eq, operator.lt, operator.le, operator.not_, "eq", "lt", "le", torch.eq)
 
 
 def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:
@@ -288,7 +355,8 @@ def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple
 def _world(tx: Any) -> tuple:
     """What Dynamo knows besides variables: numbers drawn by Python, prints, modes."""
     output = tx.output
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
 
 

@@ -1,6 +1,6 @@
 """Where the two ways of a branch meet again, and which of them does the work, by the instructions of a function."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -68,17 +68,22 @@ class ControlFlow:
         # The nearest is the one that the others come behind: it has the most of them.
         return max(below, key=lambda i: self._post_dominators[i].bit_count(), default=EXIT)
 
-    def sides(self, at: int) -> tuple[int, int, int] | None:
-        """Where the side without and the side with the work start, and where they join; None where both or none does any."""
+    def sides(self, at: int, when_true: Callable[[], bool]) -> tuple[int, int, int] | None:
+        """Where the side without and the side with the work start, and where they join; None where neither leads to the other.
+
+        ``when_true``: whether the work is done where the condition is true, if both sides do something, or none.
+        """
         instruction = self.instructions[at]
         if self.instructions[at + 1].opname == "LOAD_ASSERTION_ERROR":
             return None
         join = self.join(at)
         starts = at + 1, self.index_of[instruction.target]
         idle = [self._is_idle(start, join) for start in starts]
-        if idle == [True, False]:
-            return (*starts, join)
-        return (*starts[::-1], join) if idle == [False, True] else None
+        if idle[0] is idle[1]:
+            if join == EXIT and not idle[0]:
+                return None
+            idle = [instruction.opname.endswith("_TRUE") is when_true(), None]
+        return (*starts, join) if idle[0] else (*starts[::-1], join)
 
     def _is_idle(self, at: int, join: int) -> bool:
         """Whether the way from an instruction to the join does no work."""

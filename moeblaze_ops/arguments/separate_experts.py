@@ -59,7 +59,7 @@ def with_experts_joined(op: torch._ops.OpOverload, function: Callable, join: Cal
         return function
 
     def run(*args: Any) -> Any:
-        num_experts = _num_experts(names, args)
+        num_experts = _num_experts(op.overloadpacket.__name__, names, args)
         whole = list(args)
         for i in lists:
             if are_apart(args[i], num_experts):
@@ -78,7 +78,7 @@ def with_shapes_joined(op: torch._ops.OpOverload, flops: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> int:
         whole = list(args)
         for i in lists:
-            num_experts = _num_experts(names, args)
+            num_experts = _num_experts(op.overloadpacket.__name__, names, args)
             if num_experts > 1 and args[i] and args[i][0][0] == 1:
                 whole[i] = [(num_experts, *shape[1:]) for shape in args[i][::num_experts]]
         return flops(*whole, **kwargs)
@@ -86,20 +86,26 @@ def with_shapes_joined(op: torch._ops.OpOverload, flops: Callable) -> Callable:
     return run
 
 
-def reads_in_place(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Whether ``op`` reads experts that are apart and lie one after another in memory, as far as storages of fakes tell."""
+def separate_weights(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[list[Sequence[Tensor]]]:
+    """Weights and biases that a call of ``op`` has expert by expert: of each such argument one group of E, or gates and ups."""
     names, lists = _lists(op)
     read = [args[i] for i in lists if names[i] != "like"]
-    num_experts = _num_experts(names, args) if read else 0
-    groups = (_groups(tensors, num_experts) for tensors in read if are_apart(tensors, num_experts))
-    return any(all(map(are_in_a_row, pieces)) for pieces in groups)
+    num_experts = _num_experts(op.overloadpacket.__name__, names, args) if read else 0
+    return [_groups(tensors, num_experts) for tensors in read if are_apart(tensors, num_experts)]
 
 
-def _num_experts(names: Sequence[str], args: Sequence[Any]) -> int:
+def reads_in_place(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether ``op`` reads experts that are apart and lie one after another in memory, as far as storages of fakes tell."""
+    return any(all(map(are_in_a_row, groups)) for groups in separate_weights(op, args))
+
+
+def _num_experts(op: str, names: Sequence[str], args: Sequence[Any]) -> int:
     """E, from the arguments of an op or, for a flop formula, from shapes in place of its tensors."""
     if "num_experts" in names:
         return args[names.index("num_experts")]
     offsets_E1 = args[names.index("offsets_E1")]
+    if isinstance(offsets_E1, Tensor) and offsets_E1.dim() != 1:
+        raise ValueError(f"{op}: offsets_E1 must have 1 dimension, got shape {list(offsets_E1.shape)}")
     return (offsets_E1.shape if isinstance(offsets_E1, Tensor) else offsets_E1)[0] - 1
 
 

@@ -1,9 +1,11 @@
 """Argument checks of the gradients of weights and biases, with the messages of ``validation``."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import check_device, check_like, require, require_dtype, shape_of
+from moeblaze_ops.arguments.validation import check_device, check_float, check_like, may_be, require, require_dtype, shape_of
 
 
 def check_weight_grad(
@@ -19,19 +21,28 @@ def check_weight_grad(
     require(gathered_TD.dim() == 2, op, "gathered_TD", "have 2 dimensions [T, D]", f"shape {shape_of(gathered_TD)}")
     require(grouped_NGF.dim() == 3, op, "grouped_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(grouped_NGF)}")
     check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
+    check_float(op, "gathered_TD", gathered_TD)
+    _check_slots(op, slots_N, offsets_E1, top_k, gathered_TD)
     N, G, F = grouped_NGF.shape
     E, D = offsets_E1.shape[0] - 1, gathered_TD.shape[1]
     expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get((len(like), like[0].dim() if like else 0))
     require(expected is not None, op, "like", "hold one [E, G, F, D] or [E, F, D] tensor, or gate and up", len(like))
     for w in like:
         require(list(w.shape) == expected, op, "like", f"have shape {expected}", f"shape {shape_of(w)}")
-    require(gathered_TD.shape[0] * top_k == N, op, "grouped_NGF", f"have T*K={gathered_TD.shape[0] * top_k} rows", N)
+    most = gathered_TD.shape[0] * top_k
+    require(may_be(most >= N), op, "grouped_NGF", f"have T*K={most} rows, or as many as slots are used", N)
     require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", shape_of(slots_N))
-    if weights_TK is not None:
-        require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {shape_of(weights_TK)}")
+    _check_weights(op, weights_TK, most, gathered_TD)
 
 
-def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest) -> None:
+def check_weight_grad_like(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, like: list[Tensor], *rest: Any) -> None:
+    """The arguments of ``expert_weight_grad``, which has results of the dtype of ``like``; its device is that of the results."""
+    check_weight_grad(op, gathered_TD, grouped_NGF, like, *rest)
+    for w in like:
+        require_dtype(w.dtype == gathered_TD.dtype, op, "like", f"have the dtype {gathered_TD.dtype} of gathered_TD", w.dtype)
+
+
+def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw: list[Tensor], *rest: Any) -> None:
     """``rest``: the arguments of ``expert_weight_grad`` after ``like``."""
     check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
     for gradient in dw:
@@ -48,19 +59,57 @@ def check_bias_grad(
     gathered: bool,
 ) -> None:
     require(rows_NC.dim() == 2, op, "rows_NC", "have 2 dimensions", f"shape {shape_of(rows_NC)}")
+    check_float(op, "rows_NC", rows_NC)
+    _check_slots(op, slots_N, offsets_E1, top_k, rows_NC)
     N = slots_N.shape[0]
     rows = rows_NC.shape[0] * (top_k if gathered else 1)
-    require(rows == N, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0])
-    if weights_TK is not None:
-        require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {shape_of(weights_TK)}")
+    fits = may_be(rows >= N) if gathered else rows == N
+    require(fits, op, "rows_NC", f"have one row per {'token' if gathered else 'slot'} ({N} slots)", rows_NC.shape[0])
+    _check_weights(op, weights_TK, rows, rows_NC)
 
 
-def check_bias_grad_add(op: str, rows_NC: Tensor, db_EC: Tensor, weights_TK: Tensor | None, slots_N, offsets_E1, *rest) -> None:
+def check_bias_grad_add(
+    op: str,
+    rows_NC: Tensor,
+    db_EC: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    *rest: Any,
+) -> None:
     """``rest``: the arguments of ``expert_bias_grad`` after ``offsets_E1``."""
     check_bias_grad(op, rows_NC, weights_TK, slots_N, offsets_E1, *rest)
     expected = [offsets_E1.shape[0] - 1, rows_NC.shape[1]]
     require(list(db_EC.shape) == expected, op, "db_EC", f"have shape {expected}", f"shape {shape_of(db_EC)}")
     _check_sums(op, "db_EC", db_EC, rows_NC)
+
+
+def check_sums_like(op: str, name: str, sums: list[Tensor], weights: list[Tensor], like: Tensor) -> None:
+    """Sums for all weights of a projection, or none: they are added to in place of gradients that would be returned."""
+    require(
+        len(sums) in (0, len(weights)), op, name, f"hold as many tensors as there are weights ({len(weights)}) or none", len(sums)
+    )
+    for gradient, w in zip(sums, weights, strict=False):
+        require(gradient.shape == w.shape, op, name, f"have shape {shape_of(w)} of the weight", f"shape {shape_of(gradient)}")
+        _check_sums(op, name, gradient, like)
+
+
+def _check_slots(op: str, slots_N: Tensor, offsets_E1: Tensor, top_k: int, like: Tensor) -> None:
+    """What of the four tensors of ``dispatch`` these ops take."""
+    for name, tensor in (("slots_N", slots_N), ("offsets_E1", offsets_E1)):
+        require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
+        require(tensor.dim() == 1, op, name, "have 1 dimension", f"shape {shape_of(tensor)}")
+        check_device(op, name, tensor, like)
+    require(top_k >= 1, op, "top_k", "be at least 1", top_k)
+
+
+def _check_weights(op: str, weights_TK: Tensor | None, N: int, like: Tensor) -> None:
+    if weights_TK is None:
+        return
+    require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {shape_of(weights_TK)}")
+    allowed = (torch.float32, like.dtype)
+    require_dtype(weights_TK.dtype in allowed, op, "weights_TK", f"be float32 or {like.dtype}", weights_TK.dtype)
+    check_device(op, "weights_TK", weights_TK, like)
 
 
 def _check_sums(op: str, name: str, sums: Tensor, like: Tensor) -> None:

@@ -7,6 +7,7 @@ gradient is ever copied. Gate and up are one tensor with G = 2, or two tensors w
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -63,5 +64,5 @@ def _split_outputs(rows: Tensor, *, gated: bool, interleaved: bool) -> Tensor:
     if not gated:
         return rows.unsqueeze(1)
     if interleaved:
-        return rows.unflatten(1, (-1, 2)).transpose(1, 2)
-    return rows.unflatten(1, (2, -1))
+        return torch.unflatten(rows, 1, (-1, 2)).transpose(1, 2)
+    return torch.unflatten(rows, 1, (2, -1))

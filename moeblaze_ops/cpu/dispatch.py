@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import ROW_BLOCK, schedule_rows
+from moeblaze_ops.arguments.validation import schedule_rows
+from moeblaze_ops.kernels.configs import ROW_BLOCK
 
 
 def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

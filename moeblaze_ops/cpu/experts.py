@@ -5,6 +5,7 @@ fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def expert_up(
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
     up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1])
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         up.write(h_NGF[rows], expert, rows)
         if activation != IDENTITY:
             a_NF[rows] = activate(h_NGF[rows], activation)
@@ -51,7 +52,7 @@ def expert_down(
 ) -> Tensor:
     (w_EFD,) = w_down
     sums_TD = h_NGF.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(h_NGF))
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         a_rows = activate(h_NGF[rows], activation) if a_NF is None else a_NF[rows]
         _add_outputs(sums_TD, a_rows, w_EFD, b_down, weights_TK, slots_N[rows], positions_TK.shape[1], expert)
     return sums_TD.to(h_NGF.dtype)
@@ -75,7 +76,7 @@ def expert_mlp(
     (w_EFD,) = w_down
     sums_TD = x_TD.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(x_TD))
     up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         h_rows = up.write(up.empty_rows(rows), expert, rows)
         a_rows = activate(h_rows, activation)
         _add_outputs(sums_TD, a_rows, w_EFD, b_down, on_output, slots_N[rows], positions_TK.shape[1], expert)
@@ -98,7 +99,7 @@ def expert_down_backward(
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK)
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         down.write(dh_NGF[rows], h_NGF[rows], expert, rows, activation)
     _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
@@ -136,7 +137,7 @@ def expert_mlp_backward(
     elif first_row == 0:
         dweights_TK.zero_()
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, on_output, slots_N, dweights_TK)
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         h_rows = up.write(dh_NGF[rows], expert, rows)
         down.write(dh_NGF[rows], h_rows, expert, rows, activation)
     _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
@@ -198,8 +199,8 @@ def _up_backward_sums(
     T, K = positions_TK.shape
     dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=sum_dtype(dh_NGF))
     halves = up_halves(w_up)
-    for expert, rows in segments(offsets_E1):
-        dx_rows = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
+        dx_rows: Any = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
         tokens = slots_N[rows] // K
         if weights_TK is not None:
             dscale = (dx_rows * x_TD.index_select(0, tokens)).sum(1)

@@ -19,7 +19,7 @@ def expert_weight_grad(
     gradients = [torch.empty_like(w, device=gathered_TD.device) for w in like]
     halves = gradients if gradients[0].dim() == 3 else up_halves(gradients)
     tokens_N = slots_N // top_k
-    for expert, rows in segments(offsets_E1, with_empty=True):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0], with_empty=True):
         gathered_rows = gathered_TD.index_select(0, tokens_N[rows])
         scale = row_weights(weights_TK, slots_N[rows])
         for g, half in enumerate(halves):
@@ -48,7 +48,7 @@ def expert_weight_grad_add(
     for expert in [] if fresh_E is None else fresh_E.nonzero().view(-1).tolist():
         for half in halves:
             half[expert].zero_()
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         gathered_rows = gathered_TD.index_select(0, tokens_N[rows]).to(sum_dtype(gathered_TD))
         scale = row_weights(weights_TK, slots_N[rows])
         for g, half in enumerate(halves):
@@ -67,7 +67,7 @@ def expert_bias_grad(
     gathered: bool,
 ) -> Tensor:
     gradient_EC = rows_NC.new_empty(offsets_E1.shape[0] - 1, rows_NC.shape[1])
-    for expert, rows in segments(offsets_E1, with_empty=True):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0], with_empty=True):
         gradient_EC[expert] = _bias_sum(rows_NC, weights_TK, slots_N[rows], rows, top_k, gathered)
     return gradient_EC
 
@@ -81,7 +81,7 @@ def expert_bias_grad_add(
     top_k: int,
     gathered: bool,
 ) -> None:
-    for expert, rows in segments(offsets_E1):
+    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
         db_EC[expert] += _bias_sum(rows_NC, weights_TK, slots_N[rows], rows, top_k, gathered)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from moeblaze_ops.functional import moe
-from moeblaze_ops.integrations.gates import pointwise, recognise_gate
+from moeblaze_ops.lowering.match.terms.gate import pointwise, recognise_gate
 
 try:
     from transformers import activations as _activations
@@ -49,7 +49,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """A decorated experts module of transformers, computed by ``moeblaze_ops.moe``.
 
     Args:
@@ -91,7 +91,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return out.to(hidden_states.dtype)
 
 
-def _why_not(self: nn.Module, w_up: Tensor, act_fn: Any) -> str | None:
+def _why_not(self: Any, w_up: Tensor, act_fn: Any) -> str | None:
     """What of the module, besides its formula, the ops cannot express."""
     if getattr(self, "has_post_expert_norm", False):
         return "the experts are followed by a norm each"
@@ -111,13 +111,13 @@ def _numbers(self: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 @torch.compiler.assume_constant_result
-def _names_in_gate(experts_class: type) -> tuple[str, ...]:
+def _names_in_gate(experts_class: Any) -> tuple[str, ...]:
     return inspect.unwrap(experts_class._apply_gate).__code__.co_names
 
 
 @torch.compiler.assume_constant_result
 def _recognise(
-    experts_class: type, has_gate: bool, act_class: type, numbers: tuple[tuple[str, Any], ...]
+    experts_class: Any, has_gate: bool, act_class: type, numbers: tuple[tuple[str, Any], ...]
 ) -> tuple[str, bool, str | None]:
     """The activation of a kind of module, whether it is interleaved, and the reason if it is no fused one."""
     act_name = _act_names().get(act_class)

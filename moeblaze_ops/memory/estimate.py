@@ -25,18 +25,15 @@ from dataclasses import dataclass
 import torch
 
 from moeblaze_ops import config
-from moeblaze_ops.arguments.validation import require, schedule_rows
+from moeblaze_ops.arguments.validation import schedule_rows
+from moeblaze_ops.arguments.validation_calls import check_memory_estimate
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, FEW_CHANNELS, choose_column_ranges
 from moeblaze_ops.memory.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
-from moeblaze_ops.memory.token_chunks import token_ranges
+from moeblaze_ops.memory.token_chunks import PARTIAL_COLUMNS, token_ranges
 
 log = logging.getLogger(__name__)
 
-KEEP = ("preactivation", "input", "auto")
-
 _INDEX = 4
-_PARTIAL_COLUMNS = 128
-"""Columns of F behind one partial sum of the routing weights' gradient."""
 _USABLE = 0.9
 """Part of the free memory that ``auto`` plans with: the rest is lost to fragmentation and to other libraries."""
 _LARGEST_T = 2**40
@@ -87,7 +84,7 @@ def memory_estimate(
     E: int,
     K: int,
     dtype: torch.dtype = torch.bfloat16,
-    keep: str = "preactivation",
+    keep: str | None = "preactivation",
     *,
     gated: bool = True,
     bias: bool = False,
@@ -100,22 +97,27 @@ def memory_estimate(
     Args:
         T: tokens. D: model width. F: hidden width of an expert. E: experts. K: experts per token.
         dtype: of x and the weights.
-        keep: ``"preactivation"`` or ``"input"``, as for ``moe``.
+        keep: as for ``moe``. ``"auto"`` is settled as a layer on ``device`` would settle it now: ``buffers`` has an h
+            where that is ``"preactivation"``.
         gated: the activation has a gate and an up half.
         bias: both projections have biases.
         router: include the router of ``MoE``; without it routing weights and expert ids are given, as to ``moe``.
         compiled: the layer is compiled by Inductor, whose backward writes the gradient of h over a kept h.
-        device: the GPU whose memory limits ``keep="input"`` where ``config.max_layer_transient_bytes`` does not; by
-            default the current one. Without a GPU, that is no limit.
+        device: the GPU whose memory limits ``keep="input"`` where ``config.max_layer_transient_bytes`` does not, and
+            decides ``keep="auto"``; by default the current one. Without a GPU, that is no limit.
 
     Raises:
-        ValueError: ``keep`` is neither of the two.
+        ValueError, TypeError: a size is no int, negative or zero (T may be 0), K > E, or an argument is none of those named.
     """
-    choices = KEEP[:2]
-    require(keep in choices, "memory_estimate", "keep", f"be {' or '.join(choices)}", repr(keep))
+    keep = config.keep if keep is None else keep
+    switches = {"gated": gated, "bias": bias, "router": router, "compiled": compiled}
+    check_memory_estimate(T, D, F, E, K, dtype, keep, switches, device)
     sizes = LayerSizes(D, F, E, K, dtype, gated, bias, router)
+    device = torch.device("cuda" if device is None else device)
+    if keep == "auto":
+        keep = _settled(T, LayerSizes(D, F, E, K, dtype, gated), str(device), compiled and device.type == "cuda")
     with torch.enable_grad():
-        parts, size = choose_parts(T, D, F, E, K, dtype, gated, torch.device("cuda" if device is None else device))
+        parts, size = choose_parts(T, D, F, E, K, dtype, gated, device)
     if keep == "input" and parts == "ranges":
         return _ranged_estimate(T, sizes, size, compiled)
     if keep == "input" and parts == "chunks":
@@ -199,7 +201,7 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
     N = T * K
     number = sizes.dtype.itemsize
     weight = max(number, 4)
-    partials = -(-F // _PARTIAL_COLUMNS) + sizes.bias
+    partials = -(-F // PARTIAL_COLUMNS) + sizes.bias
     return {
         "x": number * T * D,
         "routing": _INDEX * (2 * N + E + 1 + 2 * schedule_rows(N, E)),
@@ -356,17 +358,29 @@ def _token_limit(
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-_token_limit._dynamo_marked_constant = True
+_token_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _choose(sizes: LayerSizes, device: str, compiled: bool, layers: int) -> KeepChoice:
-    free = free_bytes(device)
-    tokens = _LARGEST_T if free is None else _largest_fitting(sizes, compiled, layers, _USABLE * free)
-    choice = KeepChoice(sizes, device, compiled, layers, free, tokens)
+    choice = _weighed(sizes, device, compiled, layers)
     log.info("%s", choice)
     _choices.append(choice)
     return choice
+
+
+def _weighed(sizes: LayerSizes, device: str, compiled: bool, layers: int) -> KeepChoice:
+    free = free_bytes(device)
+    tokens = _LARGEST_T if free is None else _largest_fitting(sizes, compiled, layers, _USABLE * free)
+    return KeepChoice(sizes, device, compiled, layers, free, tokens)
+
+
+def _settled(T: int, sizes: LayerSizes, device: str, compiled: bool) -> str:
+    """What ``choose_keep`` has settled, or would settle now: an estimate before a layer exists must not decide for it."""
+    asked = (sizes, device, compiled, config.layers_in_flight)
+    known = (choice for choice in _choices if (choice.sizes, choice.device, choice.compiled, choice.layers) == asked)
+    choice = next(known, None) or _weighed(*asked)
+    return "preactivation" if choice.tokens >= T else "input"
 
 
 def _largest_fitting(sizes: LayerSizes, compiled: bool, layers: int, budget: float) -> int:

@@ -93,7 +93,7 @@ class Planner:
             own_bytes.append(0 if fitting else num_rows * row_bytes)
         dh, wa = own_bytes
         needed = dh + max(wa + num_rows * self.sizes.partials, num_rows * self.sizes.wide_columns)
-        return tuple(places) if needed <= self.limit else None
+        return (places[0], places[1]) if needed <= self.limit else None
 
 
 def _is_expert_by_expert(gradient: Tensor) -> bool:

@@ -16,16 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from moeblaze_ops import config
-from moeblaze_ops.arguments.validation import ROW_BLOCK, schedule_rows
-from moeblaze_ops.memory.token_chunks import layer_limit, tokens_per_chunk
+from moeblaze_ops.arguments.validation import schedule_rows
+from moeblaze_ops.kernels.configs import COLUMN_UNIT, ROW_BLOCK
+from moeblaze_ops.memory.token_chunks import PARTIAL_COLUMNS, layer_limit, tokens_per_chunk
 
 MOST_RANGES = 16
 """With more of them, what each costs beside its products would be felt: chunks of tokens are taken then."""
 
-_PARTIAL_COLUMNS = 128
-"""Columns of F behind one partial sum of the routing weights' gradient."""
-_NARROWEST = 256
-"""Columns of the model width that are computed at once at least."""
 _WIDE = 1024
 """Columns from which on it costs next to nothing that not all are computed at once."""
 
@@ -105,15 +102,17 @@ class RangeSizes:
         return self.dw_up > 0 and self.dw_down > 0
 
 
-def range_sizes(D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_up=True, has_dw_down=True) -> RangeSizes:
+def range_sizes(
+    D: int, F: int, E: int, dtype: torch.dtype, gated: bool, has_dw_up: bool = True, has_dw_down: bool = True
+) -> RangeSizes:
     """The sizes of a layer, of which some weights may be frozen or have a gradient that is added to."""
     number, G = dtype.itemsize, 2 if gated else 1
     return RangeSizes(
         itemsize=number,
         dh=number * G * F,
         activation=number * F,
-        partials=4 * (-(-F // _PARTIAL_COLUMNS) + 1),
-        columns=number * min(D, _NARROWEST),
+        partials=4 * (-(-F // PARTIAL_COLUMNS) + 1),
+        columns=number * min(D, COLUMN_UNIT),
         wide_columns=number * min(D, _WIDE),
         dw_up=number * E * G * F * D if has_dw_up else 0,
         dw_down=number * E * F * D if has_dw_down else 0,
@@ -181,7 +180,7 @@ def choose_parts(
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-tokens_in_ranges._dynamo_marked_constant = True
+tokens_in_ranges._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _whole_blocks(num_rows: int) -> int:

@@ -16,7 +16,7 @@ CHUNK_MULTIPLE = 1024
 
 _DEVICE_SHARE = 16
 """By default a layer's transients get this part of a device's memory."""
-_PARTIAL_COLUMNS = 128
+PARTIAL_COLUMNS = 128
 """Columns of F behind one partial sum of the routing weights' gradient."""
 _ROUTING_BYTES = 24
 """Bytes of a slot in the routing, in what makes it, and in its weight's gradient."""
@@ -56,8 +56,8 @@ def _layer_limit(device_type: str, device_index: int | None, limit: int | None) 
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.
-_tokens_per_chunk._dynamo_marked_constant = True
-_layer_limit._dynamo_marked_constant = True
+_tokens_per_chunk._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_layer_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transient_bytes(D: int, F: int, K: int, dtype: torch.dtype, gated: bool) -> int:
@@ -67,7 +67,7 @@ def transient_bytes(D: int, F: int, K: int, dtype: torch.dtype, gated: bool) -> 
     the rows that are summed to the gradient of x; the routing; the gradient of x before it is in its place.
     """
     number = dtype.itemsize
-    partials = -(-F // _PARTIAL_COLUMNS) + 1
+    partials = -(-F // PARTIAL_COLUMNS) + 1
     dh = number * (2 if gated else 1) * F
     return K * (dh + max(number * F + 4 * partials, number * D) + _ROUTING_BYTES) + number * D
 

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moeblaze_ops.arguments.separate_experts import are_apart
 from moeblaze_ops.arguments.validation import require, require_dtype
+from moeblaze_ops.arguments.validation_values import check_tensor
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ def accumulate_grad(parameter: Tensor, buffer: Tensor | None = None) -> Accumula
 
     Numerics: a layer's sum over tokens, in fp32, is added to what is there and rounded once.
     """
+    check_tensor("accumulate_grad", "parameter", parameter)
     is_leaf = parameter.is_leaf and parameter.requires_grad
     require(is_leaf, "accumulate_grad", "parameter", "be a leaf that requires gradients", f"shape {list(parameter.shape)}")
     require(parameter not in _targets, "accumulate_grad", "parameter", "accumulate once (remove() the other)", "a second call")
     hook = None
     if buffer is not None:
+        check_tensor("accumulate_grad", "buffer", buffer)
         for name in ("shape", "stride", "device"):
             given, expected = _attribute(buffer, name), _attribute(parameter, name)
             require(given == expected, "accumulate_grad", "buffer", f"have {name} {expected} of the parameter", given)

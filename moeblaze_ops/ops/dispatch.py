@@ -9,7 +9,7 @@ from moeblaze_ops.cpu import dispatch as cpu_routing
 from moeblaze_ops.ops.register import register_op
 
 
-def _dispatch_fake(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _dispatch_fake(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_dispatch("dispatch", experts_TK, num_experts)
     T, K = experts_TK.shape
     slots_N = experts_TK.new_empty(T * K, dtype=torch.int32)
@@ -19,25 +19,27 @@ def _dispatch_fake(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     return slots_N, offsets_E1, positions_TK, blocks_B2
 
 
-def _dispatch_cpu(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _dispatch_cpu(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_dispatch("dispatch", experts_TK, num_experts)
-    _check_ids(experts_TK, num_experts)
+    if check_ids or config.check_expert_ids:
+        _check_ids(experts_TK, num_experts)
     return cpu_routing.dispatch(experts_TK, num_experts)
 
 
 def _dispatch_launcher():
     from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
 
-    def launch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def launch(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         check_dispatch("dispatch", experts_TK, num_experts)
-        _check_ids(experts_TK, num_experts)
+        if config.check_expert_ids:
+            _check_ids(experts_TK, num_experts)
         return launch_dispatch(experts_TK, num_experts)
 
     return launch
 
 
 def _check_ids(experts_TK: Tensor, num_experts: int) -> None:
-    if not config.check_expert_ids or experts_TK.numel() == 0:
+    if experts_TK.numel() == 0:
         return
     smallest, largest = (int(bound) for bound in torch.aminmax(experts_TK))
     rule = f"hold expert ids below num_experts={num_experts}, or -1 for an unused slot"
@@ -46,12 +48,12 @@ def _check_ids(experts_TK: Tensor, num_experts: int) -> None:
 
 
 def _dispatch_backward(ctx, *grads):
-    return None, None
+    return None, None, None
 
 
 dispatch = register_op(
     "dispatch",
-    "(Tensor experts_TK, SymInt num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor experts_TK, SymInt num_experts, bool check_ids=False) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_dispatch_fake,
     cpu=_dispatch_cpu,
     launcher=_dispatch_launcher,
@@ -61,8 +63,10 @@ dispatch = register_op(
 
 Args:
     experts_TK: expert id of each token's choices. Shape [T, K], int32 or int64, any strides, T may be 0.
-        An id outside [0, E) marks an unused slot (with ``config.check_expert_ids`` only -1 does, and others raise).
+        An id outside [0, E) marks an unused slot.
     num_experts: E, 1 to 4096.
+    check_ids: on a CPU, raise for ids outside [0, E) other than -1. On CUDA that would make the host wait for the device, and
+        ``config.check_expert_ids`` asks for it; the same on a CPU without ``check_ids``.
 
 Returns:
     slots_N: slots ``t * K + k`` in expert order, in slot order inside an expert; -1 after the last used one.
@@ -73,5 +77,5 @@ Returns:
     All int32. Two runs agree bit for bit.
 
 Raises:
-    ValueError: wrong shape, K > E, or a bad id in debug mode. TypeError: ids are not int32 or int64.
+    ValueError: wrong shape, or an id that is to be checked and wrong. TypeError: ids are not int32 or int64.
 """

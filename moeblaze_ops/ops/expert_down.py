@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from moeblaze_ops.arguments.activations import IDENTITY, activate
 from moeblaze_ops.arguments.separate_experts import split_as_given
 from moeblaze_ops.arguments.validation import check_expert_down, check_expert_down_backward
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.expert_up import routing_gradient_like
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, weight_gradients
@@ -53,7 +55,8 @@ def _expert_down_gradient(ctx, dout_TD):
     dh_NGF, dweights_TK, wa_NF = expert_down_backward(
         dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, ctx.activation
     )
-    dw_down, db_down = [None] * ctx.num_w_down, b_none
+    dw_down: list = [None] * ctx.num_w_down
+    db_down: list = b_none
     if any(ctx.needs_input_grad[2]):
         dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if any(ctx.needs_input_grad[3]):
@@ -61,6 +64,26 @@ def _expert_down_gradient(ctx, dout_TD):
     dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
     dweights_TK = None if weights_TK is None else dweights_TK
     return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None
+
+
+def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) -> Tensor:
+    """The output is linear in a, in the weights with their biases, and in the routing weights: three products at most."""
+    *routing, activation = rest
+    a_and_tangent = activate(h_NGF, activation)
+    primals, tangents = parted((h_NGF, a_NF, w_down, b_down, weights_TK))
+    h_NGF, a_NF, w_down, b_down, weights_TK = primals
+    _, _, dw_down, db_down, dweights_TK = tangents
+    out_TD = expert_down(*primals, *rest)
+    (a_rows,), (da_rows,) = parted([a_and_tangent])
+    terms: list[tuple] = []
+    if da_rows is not None:
+        terms.append((da_rows, w_down, [], weights_TK))
+    if any(tangent is not None for tangent in (*dw_down, *db_down)):
+        terms.append((a_rows, or_zeros(dw_down, w_down), or_zeros(db_down, b_down), weights_TK))
+    if dweights_TK is not None:
+        terms.append((a_rows, w_down, b_down, dweights_TK))
+    products = [expert_down(a.unsqueeze(1), None, w, b, s, *routing, IDENTITY) for a, w, b, s in terms]
+    return carrying(out_TD, sum(products)) if products else out_TD
 
 
 def _expert_down_backward_fake(
@@ -87,7 +110,7 @@ def _expert_down_backward_launcher(overwrite_h: bool = False):
         check_expert_down_backward("expert_down_backward", dout_TD, h_NGF, *args)
         _, G, F = h_NGF.shape
         dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
-        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=overwrite_h and dense)
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h and dense)  # type: ignore[call-arg]
 
     return launch
 
@@ -125,6 +148,7 @@ expert_down = register_op(
     launcher=_expert_down_launcher,
     backward=_expert_down_gradient,
     setup_context=_expert_down_setup_context,
+    forward_mode=_expert_down_forward_mode,
     autocast=(0, 1, 2, 3),
     flops=_down_flops,
 )

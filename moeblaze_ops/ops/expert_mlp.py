@@ -4,12 +4,17 @@ The forward is ``expert_up`` and ``expert_down`` without an h that outlives, or 
 repeats the up projection, never the down projection, and writes the gradient of h over h.
 """
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 from torch import Tensor
 
+from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward
 from moeblaze_ops.cpu import experts as cpu
-from moeblaze_ops.ops.expert_up import expert_up_backward, routing_gradient_like
+from moeblaze_ops.ops.expert_down import expert_down
+from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, routing_gradient_like
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, up_bias_gradients, weight_gradients
 
@@ -39,7 +44,7 @@ def _expert_mlp_launcher():
     return launch
 
 
-def setup_context(ctx, inputs, output) -> None:
+def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = inputs
     ctx.set_materialize_grads(False)
     ctx.activation, ctx.weight_on_input = activation, weight_on_input
@@ -48,10 +53,11 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x_TD, weights_TK, *routing, *w_up, *b_up, *w_down, *b_down)
 
 
-def expert_mlp_gradient(ctx, dout_TD, max_bytes: int | None = None):
+def expert_mlp_gradient(ctx: Any, dout_TD: Tensor | None, max_bytes: int | None = None) -> tuple:
     """The gradients of the arguments; ``max_bytes`` as for ``expert_up_backward``."""
     dx_TD, dscale_TK = None, None
-    dw_up, db_up, dw_down, db_down = ([None] * count for count in ctx.counts)
+    nothing: Iterator[list] = ([None] * count for count in ctx.counts)
+    dw_up, db_up, dw_down, db_down = nothing
     if dout_TD is None:
         return dx_TD, dw_up, db_up, dw_down, db_down, None, None, None, None, None, None, None
     x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *parameters = ctx.saved_tensors
@@ -82,6 +88,22 @@ def expert_mlp_gradient(ctx, dout_TD, max_bytes: int | None = None):
     gradients = zip((dw_up, db_up, dw_down, db_down), ctx.counts, strict=True)
     dw_up, db_up, dw_down, db_down = (split_as_given(joined, count) for joined, count in gradients)
     return dx_TD, dw_up, db_up, dw_down, db_down, dweights_TK, None, None, None, None, None, None
+
+
+def expert_mlp_forward_mode(
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    """The two projections as ops of their own, which have rules for tangents."""
+    *routing, activation, weight_on_input = rest
+    on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
+    h_NGF, a_NF = expert_up(x_TD, w_up, b_up, on_input, *routing, activation)
+    return expert_down(h_NGF, None if activation == IDENTITY else a_NF, w_down, b_down, on_output, *routing, activation)
 
 
 def split_groups(tensors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
@@ -133,7 +155,17 @@ def _expert_mlp_backward_launcher():
     return launch
 
 
-def mlp_flops(x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, slots_shape, *args, **kwargs) -> int:
+def mlp_flops(
+    x_shape: Sequence[int],
+    w_up_shapes: list[Sequence[int]],
+    b_up: Any,
+    w_down_shapes: list[Sequence[int]],
+    b_down: Any,
+    weights: Any,
+    slots_shape: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
     _, F, D = w_down_shapes[0]
     per_slot = sum(2 * G * F * D for _, G, F, D in w_up_shapes) + 2 * F * D
     return slots_shape[0] * per_slot
@@ -162,6 +194,7 @@ expert_mlp = register_op(
     launcher=_expert_mlp_launcher,
     backward=expert_mlp_gradient,
     setup_context=setup_context,
+    forward_mode=expert_mlp_forward_mode,
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,
 )

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.separate_experts import are_apart, num_joined, split_as_given
-from moeblaze_ops.arguments.validation import check_expert_mlp_chunked, check_expert_mlp_chunked_backward
+from moeblaze_ops.arguments.validation import check_expert_mlp_chunked, check_expert_mlp_chunked_backward, check_needs
 from moeblaze_ops.memory.token_chunks import token_ranges
 from moeblaze_ops.ops.accumulation import buffers_of
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
+from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, expert_mlp_forward_mode, split_groups
 from moeblaze_ops.ops.expert_up import expert_up_backward, routing_gradient_like
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad_add, expert_weight_grad_add
@@ -64,7 +64,7 @@ def _gradient(ctx, dout_TD):
     if any(buffers):
         sums = GradientSums(groups, needs[1:], buffers)
         routed = (dout_TD, x_TD, groups, weights_TK, experts_TK, *ctx.settings)
-        dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)
+        dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)  # type: ignore[call-arg]
         gradients = sums.rounded()
     else:
         dx_TD, dweights_TK, gradients = expert_mlp_chunked_backward(
@@ -122,7 +122,8 @@ class GradientSums:
     def rounded(self) -> list[Tensor]:
         """The gradients that are in no buffer, one group after another; each sum is freed before the next one is rounded."""
         sums = [s for group in self.own for s in group]
-        self.own = self.w_up = self.b_up = self.w_down = self.b_down = ()
+        self.own = []
+        self.w_up = self.b_up = self.w_down = self.b_down = []
         for i in range(len(sums)):
             sums[i] = sums[i].to(self.dtype)
         return sums
@@ -198,9 +199,15 @@ def _of(weights_TK: Tensor | None, tokens: slice) -> Tensor | None:
     return None if weights_TK is None else weights_TK[tokens]
 
 
+def _forward_mode(x_TD, w_up, b_up, w_down, b_down, weights_TK, experts_TK, num_experts, chunk_tokens, *settings) -> Tensor:
+    """All tokens at once: tangents of chunks would be as large as those of the whole."""
+    return expert_mlp_forward_mode(x_TD, w_up, b_up, w_down, b_down, weights_TK, *dispatch(experts_TK, num_experts), *settings)
+
+
 def _expert_mlp_chunked_backward_fake(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, list[Tensor]]:
     *forward, needs = rest
     check_expert_mlp_chunked_backward("expert_mlp_chunked_backward", dout_TD, x_TD, *forward)
+    check_needs("expert_mlp_chunked_backward", needs)
     *parameters, weights_TK, experts_TK = forward[:6]
     needs_x, *needs_groups = needs
     dx_TD = x_TD.new_empty((x_TD.shape[0] if needs_x else 0, x_TD.shape[1]))
@@ -210,10 +217,12 @@ def _expert_mlp_chunked_backward_fake(dout_TD, x_TD, *rest) -> tuple[Tensor, Ten
 def _expert_mlp_chunked_backward(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, list[Tensor]]:
     *forward, needs = rest
     check_expert_mlp_chunked_backward("expert_mlp_chunked_backward", dout_TD, x_TD, *forward)
+    check_needs("expert_mlp_chunked_backward", needs)
     parameters, (weights_TK, experts_TK, *settings) = forward[:4], forward[4:]
     needs_x, *needs_groups = needs
     sums = GradientSums(parameters, needs_groups)
-    dx_TD, dweights_TK = backward_in_chunks(sums, dout_TD, x_TD, parameters, weights_TK, experts_TK, *settings, needs_x)
+    routed = (dout_TD, x_TD, parameters, weights_TK, experts_TK, *settings)
+    dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)  # type: ignore[call-arg]
     return dx_TD, dweights_TK, sums.rounded()
 
 
@@ -263,6 +272,7 @@ expert_mlp_chunked = register_op(
     launcher=lambda: _expert_mlp_chunked,
     backward=_gradient,
     setup_context=_setup_context,
+    forward_mode=_forward_mode,
     autocast=(0, 1, 2, 3, 4),
     flops=_flops,
     inline=False,

@@ -3,18 +3,26 @@
 What backward allocates beside its results is that of one range, see ``row_ranges`` and ``ranged_backward``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
 from moeblaze_ops.arguments.separate_experts import num_joined
-from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward, require
+from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward, check_needs, require
+from moeblaze_ops.arguments.validation_gradients import check_sums_like
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.memory.row_ranges import capped, range_sizes, routing_bytes
-from moeblaze_ops.ops.expert_mlp import ARGUMENTS, expert_mlp_gradient, mlp_flops, setup_context, split_groups
+from moeblaze_ops.ops.expert_mlp import (
+    ARGUMENTS,
+    expert_mlp_forward_mode,
+    expert_mlp_gradient,
+    mlp_flops,
+    setup_context,
+    split_groups,
+)
 from moeblaze_ops.ops.expert_mlp_chunked import as_given, gradient_buffers
 from moeblaze_ops.ops.expert_up import routing_gradient_like
 from moeblaze_ops.ops.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
@@ -39,7 +47,7 @@ def _forward_cpu(*args) -> Tensor:
     return cpu.expert_mlp(*args[:-1])
 
 
-def forward_launcher():
+def forward_launcher() -> Callable:
     from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp
     from moeblaze_ops.kernels.launch import size_hint
 
@@ -48,8 +56,8 @@ def forward_launcher():
         x_TD, w_up, *rest, max_bytes = args
         E, G, F, D = up_shape(w_up)
         sizes = range_sizes(D, F, E, x_TD.dtype, G == 2)
-        num_rows = size_hint(args[6].shape[0])
-        return launch_expert_mlp(x_TD, w_up, *rest, capped(sizes.forward_column_bytes(max_bytes, num_rows)))
+        column_bytes = capped(sizes.forward_column_bytes(max_bytes, size_hint(args[6].shape[0])))
+        return launch_expert_mlp(x_TD, w_up, *rest, column_bytes)  # type: ignore[call-arg]
 
     return launch
 
@@ -63,7 +71,8 @@ def _gradient(ctx, dout_TD):
     none_for_the_rest = (None,) * 7
     if dout_TD is None:
         return None, *([None] * count for count in ctx.counts), None, *none_for_the_rest
-    x_TD, weights_TK, *routing, parameters = *ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    x_TD, weights_TK, *routing = ctx.saved_tensors[:6]
+    parameters = ctx.saved_tensors[6:]
     groups = split_groups(parameters, ctx.counts)
     needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
     needs = [needs_x, *(any(group) for group in needs_groups)]
@@ -99,9 +108,18 @@ def _traced_column_bytes(
     return None if left is None else capped(left)
 
 
+def _check_backward(op: str, arguments: Sequence, max_bytes: int, needs: Sequence[bool], buffers: Sequence[list[Tensor]]) -> None:
+    check_expert_mlp_backward(op, *arguments)
+    require(max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
+    check_needs(op, needs)
+    _, x_TD, w_up, _, w_down, *_ = arguments
+    for name, sums, weights in (("dw_up", buffers[0], w_up), ("dw_down", buffers[1], w_down)):
+        check_sums_like(op, name, sums, weights, x_TD)
+
+
 def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
     *arguments, max_bytes, needs = args
-    check_expert_mlp_backward(op, *arguments)
+    _check_backward(op, arguments, max_bytes, needs, buffers)
     dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
     settings = (activation, weight_on_input, needs, buffers, max_bytes)
     backward = Backward(device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
@@ -112,7 +130,7 @@ def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
     return _run("expert_mlp_ranged_backward", cpu_device(), args, ([], []))
 
 
-def backward_launcher():
+def backward_launcher() -> Callable:
     return lambda *args: _run("expert_mlp_ranged_backward", gpu_device(), args, ([], []))
 
 
@@ -133,8 +151,8 @@ def _backward_add_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def _fake_gradients(op: str, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *arguments, _, needs = args
-    check_expert_mlp_backward(op, *arguments)
+    *arguments, max_bytes, needs = args
+    _check_backward(op, arguments, max_bytes, needs, buffers)
     _, x_TD, w_up, b_up, w_down, b_down, weights_TK, _, _, positions_TK, *_ = arguments
     needs_x, *needs_groups = needs
     added_up, added_down = map(bool, buffers)
@@ -207,6 +225,7 @@ expert_mlp_ranged = register_op(
     launcher=forward_launcher,
     backward=_gradient,
     setup_context=_setup_context,
+    forward_mode=lambda *args: expert_mlp_forward_mode(*args[:-1]),
     autocast=(0, 1, 2, 3, 4),
     flops=mlp_flops,
 )

@@ -7,6 +7,7 @@ from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_backward
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import up_bias_gradients, weight_gradients
 
@@ -55,7 +56,9 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up = ctx.saved_tensors
     top_k = positions_TK.shape[1]
     dh_NGF = dh_NGF.contiguous()
-    dx_TD, dweights_TK, dw_up, db_up = None, None, [None] * ctx.num_w_up, [None] * ctx.num_b_up
+    dx_TD, dweights_TK = None, None
+    dw_up: list = [None] * ctx.num_w_up
+    db_up: list = [None] * ctx.num_b_up
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
         x_or_none = None if weights_TK is None else x_TD
         dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
@@ -67,6 +70,22 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
         dw_up = weight_gradients(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
     dw_up, db_up = split_as_given(dw_up, ctx.num_w_up), split_as_given(db_up, ctx.num_b_up)
     return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None
+
+
+def _expert_up_forward_mode(*args) -> tuple[Tensor, Tensor]:
+    """h is linear in x, in the weights with their biases, and in the routing weights: three products at most."""
+    primals, tangents = parted(args)
+    (x_TD, w_up, b_up, weights_TK, *routing, _), (dx_TD, dw_up, db_up, dweights_TK, *_) = primals, tangents
+    h_NGF, a_NF = expert_up(*primals)
+    terms: list[tuple] = []
+    if dx_TD is not None:
+        terms.append((dx_TD, w_up, [], weights_TK))
+    if any(tangent is not None for tangent in (*dw_up, *db_up)):
+        terms.append((x_TD, or_zeros(dw_up, w_up), or_zeros(db_up, b_up), weights_TK))
+    if dweights_TK is not None:
+        terms.append((x_TD, w_up, [], dweights_TK))
+    products = [expert_up(*term, *routing, IDENTITY)[0] for term in terms]
+    return (carrying(h_NGF, sum(products)) if products else h_NGF), a_NF
 
 
 def _expert_up_backward_fake(
@@ -135,6 +154,7 @@ expert_up = register_op(
     launcher=_expert_up_launcher,
     backward=_expert_up_gradient,
     setup_context=_expert_up_setup_context,
+    forward_mode=_expert_up_forward_mode,
     autocast=(0, 1, 2),
     flops=_up_flops,
 )

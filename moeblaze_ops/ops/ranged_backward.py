@@ -128,11 +128,13 @@ class Backward:
         self.slots_N, self.offsets_E1, self.positions_TK, self.blocks_B2 = routing
         self.top_k, self.num_experts = self.positions_TK.shape[1], self.offsets_E1.shape[0] - 1
         self.settings = activation, weight_on_input
-        self.on_input, self.on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
+        self.on_input = weights_TK if weight_on_input else None
+        self.on_output = None if weight_on_input else weights_TK
         self.needs_x, self.needs_w_up, self.needs_b_up, self.needs_w_down, self.needs_b_down = needs
         self.added_up, self.added_down = buffers
         self.dw_up, self.dw_down = list(self.added_up), list(self.added_down)
-        self.dx_TD = self.db_up_EC = None
+        self.dx_TD: Tensor | None = None
+        self.db_up_EC: Tensor | None = None
         self.dweights_TK = routing_gradient_like(weights_TK, self.positions_TK)
         # Of weights on the input, each slot's gradient is a sum over columns: in fp32 until all ranges are done.
         sums = torch.promote_types(x_TD.dtype, torch.float32)

@@ -4,8 +4,10 @@ They take the tensors of ``dispatch`` and the ops' logical weights (see ``weight
 are called alike. Gradients come from autograd.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import isnan
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves
+from moeblaze_ops.kernels.configs import SIGMOID_EPS
 
 
 def activate(h_NGF: Tensor, activation: str) -> Tensor:
@@ -30,14 +33,14 @@ def activate(h_NGF: Tensor, activation: str) -> Tensor:
     return _GATES[activation](g) * u
 
 
-_UNGATED = {
+_UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda h: F.relu(h) ** 2,
 }
-_GATES = {
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu_tanh": lambda g: F.gelu(g, approximate="tanh"),
@@ -60,7 +63,7 @@ def dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         positions[slot] = row
     unused = len(ids) // 128 + num_experts - len(blocks)
     schedule = [(len(blocks), 0), *blocks, *[(-1, 0)] * unused]
-    options = {"dtype": torch.int32, "device": experts_TK.device}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": experts_TK.device}
     return (
         torch.tensor(slots + [-1] * (len(ids) - len(slots)), **options),
         torch.tensor(offsets, **options),
@@ -123,16 +126,16 @@ def moe(
     experts_TK: Tensor,
     w_up: list[Tensor],
     w_down: list[Tensor],
-    b_up: list[Tensor] = (),
-    b_down: list[Tensor] = (),
+    b_up: Sequence[Tensor] = (),
+    b_down: Sequence[Tensor] = (),
     activation: str = "swiglu",
     weight_on: str = "output",
 ) -> Tensor:
     """A whole expert layer: the composition of the three oracles above."""
     slots_N, offsets_E1, positions_TK, _ = dispatch(experts_TK, w_down[0].shape[0])
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
-    h, _ = expert_up(x_TD, w_up, b_up, on_input, slots_N, offsets_E1, positions_TK, activation)
-    return expert_down(h, w_down, b_down, on_output, slots_N, offsets_E1, positions_TK, activation)
+    h, _ = expert_up(x_TD, w_up, list(b_up), on_input, slots_N, offsets_E1, positions_TK, activation)
+    return expert_down(h, w_down, list(b_down), on_output, slots_N, offsets_E1, positions_TK, activation)
 
 
 def route(
@@ -165,7 +168,7 @@ def route(
     if scoring == "softmax_topk":
         weights_TK = weights_TK.softmax(1)
     elif renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + (1e-20 if scoring == "sigmoid" else 0))
+        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + (SIGMOID_EPS if scoring == "sigmoid" else 0))
     return weights_TK * scale, experts_TK.to(torch.int32)
 
 

@@ -19,6 +19,9 @@ from moeblaze_ops.arguments.separate_experts import (
     with_experts_joined,
     with_shapes_joined,
 )
+from moeblaze_ops.arguments.validation import require, require_dtype
+from moeblaze_ops.arguments.validation_values import check_tensor
+from moeblaze_ops.ops.autodiff import autograd_kernel, kernel_without_gradient
 
 NAMESPACE = "moeblaze"
 
@@ -31,9 +34,21 @@ PACKAGED: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {}
 """Of an op that can write a result over an argument: the argument's position, and a launcher that does so."""
 
+_on_trace: list[Callable[[], None]] = []
+
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _packaged = torch.library.Library(f"{NAMESPACE}_packaged", "FRAGMENT")
+_WITHOUT_STRIDES = ("Sparse", "SparseCsr", "NestedTensor", "Quantized")
+_OTHERS = ("MkldnnCPU", "MPS", "XPU", "XLA", "HPU", "PrivateUse1")
+_REFUSED = (*(kind + device for kind in _WITHOUT_STRIDES for device in ("CPU", "CUDA")), *_OTHERS)
+"""Dispatch keys of tensors that no op takes."""
+
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+
+def on_trace(call: Callable[[], None]) -> None:
+    """Have ``call`` called whenever a compiler traces an op: before it looks up a cache or lowers anything."""
+    _on_trace.append(call)
 
 
 def register_op(
@@ -45,6 +60,7 @@ def register_op(
     launcher: Callable[[], Callable],
     backward: Callable | None = None,
     setup_context: Callable | None = None,
+    forward_mode: Callable | None = None,
     autocast: tuple[int, ...] = (),
     flops: Callable | None = None,
     inline: bool = True,
@@ -65,6 +81,8 @@ def register_op(
             this package does not import Triton.
         backward: gradient formula; without one the op raises on backward (the ``*_backward`` ops).
         setup_context: what ``backward`` keeps.
+        forward_mode: takes arguments that carry tangents of forward-mode AD, and returns results that do; without one
+            the op raises on tangents.
         autocast: positions of the arguments that autocast casts. Routing weights are never cast.
         flops: flop formula from the argument shapes.
         inline: let Inductor put what the launcher does in place of the op; otherwise generated code calls the op.
@@ -79,6 +97,8 @@ def register_op(
     # What is not inlined is made of ops, and they take tensors.
     _library.impl(name, with_experts_joined(op, cpu, OneByOne if inline else joined), "CPU")
     _library.impl(name, _cuda_implementation(lambda: with_experts_joined(op, launcher(), joined)), "CUDA")
+    for key in _REFUSED:
+        _library.impl(name, _refusal(op), key)
     if inline:
         LAUNCHERS[op] = lambda: with_experts_joined(op, launcher(), copied)
     if overwriting is not None:
@@ -87,7 +107,10 @@ def register_op(
     if not op._schema.is_mutable:
         _define_packaged(name, schema, op)
         gradient = backward or _no_double_backward(name)
-        torch.library.register_autograd(qualname, gradient, setup_context=setup_context, lib=_library)
+        kernel = autograd_kernel(op, gradient, setup_context, forward_mode)
+    else:
+        kernel = kernel_without_gradient(op)
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
@@ -116,15 +139,14 @@ def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
 
 
 def _announced(fake: Callable) -> Callable:
-    """``fake``, after telling ``compile`` that a compiler traces: before it looks up a cache or lowers anything."""
+    """``fake``, after the calls that are asked for by ``on_trace``."""
 
     @functools.wraps(fake)
     def run(*args, **kwargs):
         # AOTInductor traces an exported program without a context.
         if TracingContext.try_get() is not None or "torch._inductor.lowering" in sys.modules:
-            from moeblaze_ops.compile import on_trace
-
-            on_trace()
+            for call in _on_trace:
+                call()
         return fake(*args, **kwargs)
 
     return run
@@ -159,6 +181,23 @@ def _autocast_implementation(op: torch._ops.OpOverload, device: str, positions: 
             return op(*(tree_map(cast, arg) if i in positions else arg for i, arg in enumerate(args)))
 
     return run
+
+
+def _refusal(op: torch._ops.OpOverload) -> Callable:
+    """What runs for tensors that are not strided, or on a device without kernels: an error that names the argument."""
+    name = op.overloadpacket.__name__
+
+    def refuse(*args):
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    check_tensor(name, argument.name, tensor)
+                    require_dtype(not tensor.is_quantized, name, argument.name, "not be quantized (dequantize())", tensor.dtype)
+                    require(
+                        tensor.device.type in ("cpu", "cuda"), name, argument.name, "be on a CPU or a CUDA GPU", tensor.device
+                    )
+
+    return refuse
 
 
 def _no_double_backward(name: str) -> Callable:

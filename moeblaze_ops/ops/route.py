@@ -1,21 +1,26 @@
 """``moeblaze::route`` and its backward: router logits to the ids and weights of each token's experts, in one kernel."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
+from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, SCORINGS, TOP_K_BOUNDS, check_route_call
+from moeblaze_ops.arguments.validation_values import not_scriptable
+from moeblaze_ops.kernels.configs import SIGMOID_EPS
+from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
 
-SCORINGS = ("softmax", "softmax_topk", "sigmoid")
-MAX_TOP_K = 32
-SIGMOID_EPS = 1e-20
-"""Added to the sum that renormalizes sigmoid scores, as DeepSeek-V3 does; softmax scores are divided by their sum."""
+WATCHERS: list[Callable[[Tensor, dict[str, Any], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = []
+"""Called with logits, what the weights depend on, and the result of every ``route``; what the last one returns is the result."""
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@not_scriptable
 def route(
     logits: Tensor,
     top_k: int,
@@ -58,12 +63,15 @@ def route(
         ValueError, TypeError: an argument breaks one of the rules above. Computes in fp32 (fp64 for fp64); two runs
         agree bit for bit.
     """
-    require(logits.dim() >= 1, "route", "logits", "have shape [..., E]", f"shape {list(logits.shape)}")
+    check_route_call(logits, top_k, bias, scoring, renormalize, scale, num_groups, top_groups)
     weights_TK, experts_TK = _route_op(
         logits.reshape(-1, logits.shape[-1]), bias, top_k, scoring, renormalize, scale, num_groups, top_groups
     )
     shape = (*logits.shape[:-1], top_k)
-    return weights_TK.view(shape), experts_TK.view(shape)
+    result = weights_TK.view(shape), experts_TK.view(shape)
+    for watch in WATCHERS:
+        result = watch(logits, {"scoring": scoring, "renormalize": renormalize, "scale": scale}, result)
+    return result
 
 
 def check_route(
@@ -81,7 +89,7 @@ def check_route(
     _check_scoring(op, scoring, scale)
     E = int(logits_TE.shape[1])
     largest = min(E, MAX_TOP_K)
-    require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest} (the experts, and at most {MAX_TOP_K})", top_k)
+    require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest}{TOP_K_BOUNDS}", top_k)
     if bias_E is not None:
         shape = list(bias_E.shape)
         require(shape == [E], op, "bias_E", f"have shape [{E}] (experts of logits_TE)", f"shape {shape}")
@@ -171,6 +179,12 @@ def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups
         experts_TK = order_TE.gather(1, _descending(choice_TE)[:, :top_k])
     else:
         experts_TK = _descending(choice_TE)[:, :top_k]
+    weights_TK = _weights_of(logits_TE, experts_TK, scoring, renormalize, scale)
+    return weights_TK.contiguous(), experts_TK.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _weights_of(logits_TE: Tensor, experts_TK: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
+    """The weights of the chosen experts, from logits in the dtype of the arithmetic."""
     chosen_TK = logits_TE.gather(1, experts_TK)
     if scoring == "sigmoid":
         weights_TK = chosen_TK.sigmoid()
@@ -181,7 +195,18 @@ def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups
     if renormalize and scoring != "softmax_topk":
         eps = SIGMOID_EPS if scoring == "sigmoid" else 0
         weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + eps)
-    return (weights_TK * scale).contiguous(), experts_TK.to(torch.int32, memory_format=torch.contiguous_format)
+    return weights_TK * scale
+
+
+def _route_forward_mode(logits_TE, bias_E, top_k, scoring, renormalize, scale, *groups) -> tuple[Tensor, Tensor]:
+    """The choice has no tangent, and so has a bias that it alone depends on."""
+    (primal_TE, primal_E), (dlogits_TE, _) = parted((logits_TE, bias_E))
+    weights_TK, experts_TK = _route_op(primal_TE, primal_E, top_k, scoring, renormalize, scale, *groups)
+    if dlogits_TE is None:
+        return weights_TK, experts_TK
+    carried_TK = _weights_of(logits_TE.to(_wide_dtype(logits_TE)), experts_TK.long(), scoring, renormalize, scale)
+    (_, (dweights_TK,)) = parted([carried_TK])
+    return carrying(weights_TK, dweights_TK), experts_TK
 
 
 def _choice_scores(logits_TE: Tensor, bias_E: Tensor | None, scoring: str, grouped: bool) -> Tensor:
@@ -295,6 +320,7 @@ _route_op = register_op(
     launcher=_route_launcher,
     backward=_route_gradient,
     setup_context=_route_setup_context,
+    forward_mode=_route_forward_mode,
 )
 """``moeblaze::route``: what the function ``route`` documents, for logits of shape [T, E].
 

@@ -7,6 +7,7 @@ The rewriter puts them in place of a recognised router's products where matrix l
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation import check_float, check_like, require
+from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
 
 MOST_EXPERTS = 16
@@ -61,6 +62,13 @@ def _gradient(ctx, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return dlogits_TE @ w_ED if needs_x else None, router_weight_grad(dlogits_TE, x_TD) if needs_w else None
 
 
+def _forward_mode(*args) -> Tensor:
+    (x_TD, w_ED), (dx_TD, dw_ED) = parted(args)
+    terms = [(dx_TD, w_ED)] if dx_TD is not None else []
+    terms += [(x_TD, dw_ED)] if dw_ED is not None else []
+    return carrying(router_logits(x_TD, w_ED), sum(router_logits(*term) for term in terms))
+
+
 def _weight_grad_fake(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
     _check_weight_grad(dlogits_TE, x_TD)
     return x_TD.new_empty((dlogits_TE.shape[1], x_TD.shape[1]))
@@ -110,6 +118,7 @@ router_logits = register_op(
     launcher=_logits_launcher,
     backward=_gradient,
     setup_context=_setup_context,
+    forward_mode=_forward_mode,
     autocast=(0, 1),
     flops=lambda x_shape, w_shape, **kwargs: 2 * w_shape[0] * x_shape[0] * x_shape[1],
 )

@@ -10,8 +10,8 @@ from torch import Tensor
 from moeblaze_ops.arguments.validation_gradients import (
     check_bias_grad,
     check_bias_grad_add,
-    check_weight_grad,
     check_weight_grad_add,
+    check_weight_grad_like,
 )
 from moeblaze_ops.cpu import weight_grad as cpu_gradients
 from moeblaze_ops.ops.accumulation import buffers_of
@@ -19,12 +19,12 @@ from moeblaze_ops.ops.register import register_op
 
 
 def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k) -> list[Tensor]:
-    check_weight_grad("expert_weight_grad", gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
+    check_weight_grad_like("expert_weight_grad", gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
     return [torch.empty_like(w, device=gathered_TD.device) for w in like]
 
 
 def _expert_weight_grad_cpu(*args) -> list[Tensor]:
-    check_weight_grad("expert_weight_grad", *args)
+    check_weight_grad_like("expert_weight_grad", *args)
     return cpu_gradients.expert_weight_grad(*args)
 
 
@@ -32,7 +32,7 @@ def _expert_weight_grad_launcher():
     from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
 
     def launch(*args) -> list[Tensor]:
-        check_weight_grad("expert_weight_grad", *args)
+        check_weight_grad_like("expert_weight_grad", *args)
         return launch_expert_weight_grad(*args)
 
     return launch

@@ -20,7 +20,7 @@ from moeblaze_ops.kernels.configs import shared_memory_bytes
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
-from tests.kernels.test_traceable import _symbolic_size
+from tests.kernels.test_traceable import symbolic_size
 from tests.tools import fakecuda
 from tests.tools.offline import compile_launch, recorded_launches
 
@@ -56,7 +56,7 @@ def portable_kernels(monkeypatch):
 def test_kernels_write_results_alone():
     shape_env = ShapeEnv()
     with FakeTensorMode(shape_env=shape_env), fakecuda.fake_device():
-        num_tokens = _symbolic_size(shape_env)
+        num_tokens = symbolic_size(shape_env)
         guards = len(shape_env.guards)
         kernel_side_table.reset_table()
         graph = make_fx(project)(*arguments(num_tokens))

@@ -79,7 +79,7 @@ def trace(portable_kernels):
         def new(*shape, dtype=torch.bfloat16):
             return torch.empty(shape, dtype=dtype, device="cuda")
 
-        num_tokens = _symbolic_size(shape_env)
+        num_tokens = symbolic_size(shape_env)
         guards_before = len(shape_env.guards)
         kernel_side_table.reset_table()
         graph = make_fx(train)(
@@ -94,7 +94,7 @@ def trace(portable_kernels):
         yield graph, num_tokens, shape_env.guards[guards_before:]
 
 
-def _symbolic_size(shape_env):
+def symbolic_size(shape_env):
     source = ConstantSource("num_tokens")
     symbol = shape_env.create_symbol(HINT, source, dynamic_dim=DimDynamic.DYNAMIC)
     return shape_env.create_symintnode(symbol, hint=HINT, source=source)
@@ -146,8 +146,8 @@ def test_ranges_of_columns_take_no_guard(backed, width, ranges, monkeypatch):
         def ints(*shape):
             return new(*shape, dtype=torch.int32)
 
-        T = _symbolic_size(shape_env) if backed else _size_without_hint(shape_env)
-        width = _symbolic_size(shape_env) if width is None else width
+        T = symbolic_size(shape_env) if backed else _size_without_hint(shape_env)
+        width = symbolic_size(shape_env) if width is None else width
         hidden = new(T * K, 2, F), new(T * K, F), new(T, width), new(T, K, dtype=torch.float32)
         weights = new(E, 2, F, width), new(E, F, width)
         routing = ints(T * K), ints(E + 1), ints(T, K), ints(T * K // 128 + E + 1, 2)

@@ -3,9 +3,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-import moeblaze_ops.kernels.configs as kernel_configs
+import moeblaze_ops
 from moeblaze_ops import config
-from moeblaze_ops.arguments import validation
 from moeblaze_ops.ops import reference
 from tests.corpus.layers import ROUTINGS, E, K, routing
 
@@ -42,6 +41,7 @@ def test_dispatch_reads_strided_ids():
 def test_dispatch_opcheck(case):
     torch.manual_seed(0)
     opcheck(dispatch.default, (routing(case), E))
+    opcheck(dispatch.default, (routing(case), E, True))
 
 
 def test_dispatch_compiles_once_for_several_token_counts():
@@ -63,6 +63,21 @@ def test_dispatch_treats_any_id_outside_the_experts_as_unused():
 
 
 @pytest.mark.parametrize(("bad", "value"), [(E, str(E)), (-2, "-2")])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("keep", ["preactivation", "input"])
+def test_moe_rejects_ids_out_of_range(bad, value, backend, keep):
+    """Plain PyTorch raises, too; the op alone does not, since a rewritten layer may have ids that are no expert's."""
+
+    def run(ids):
+        return moeblaze_ops.moe(torch.ones(1, 4), torch.ones(1, 2), ids, torch.ones(E, 6, 4), torch.ones(E, 4, 3), keep=keep)
+
+    run = run if backend is None else torch.compile(run, backend=backend)
+    run(torch.tensor([[0, -1]]))
+    with pytest.raises(ValueError, match=f"must hold expert ids below num_experts={E}, or -1 for an unused slot, got {value}"):
+        run(torch.tensor([[0, bad]]))
+
+
+@pytest.mark.parametrize(("bad", "value"), [(E, str(E)), (-2, "-2")])
 def test_dispatch_rejects_ids_out_of_range_in_debug_mode(monkeypatch, bad, value):
     monkeypatch.setattr(config, "check_expert_ids", True)
     ids = torch.tensor([[0, bad]])
@@ -74,9 +89,17 @@ def test_dispatch_rejects_ids_out_of_range_in_debug_mode(monkeypatch, bad, value
         torch.compile(lambda ids: dispatch(ids, E), backend="aot_eager")(ids)
 
 
-def test_dispatch_rejects_more_choices_than_experts():
-    with pytest.raises(ValueError, match=r"dispatch: experts_TK must have 1 to num_experts=3 columns, got 4"):
-        dispatch(torch.zeros(2, 4, dtype=torch.int64), 3)
+def test_dispatch_takes_more_slots_than_experts():
+    """As where a rank has few experts, and other ranks the others."""
+    slots, offsets, positions, _ = dispatch(torch.tensor([[-1, 1, -1, 0], [-1, -1, 1, -1]]), 2)
+    assert slots[:3].tolist() == [3, 1, 6]
+    assert offsets.tolist() == [0, 1, 3]
+    assert positions.tolist() == [[-1, 1, -1, 0], [-1, -1, 2, -1]]
+
+
+def test_dispatch_rejects_no_choices():
+    with pytest.raises(ValueError, match=r"dispatch: experts_TK must have 1 column or more, got 0"):
+        dispatch(torch.zeros(2, 0, dtype=torch.int64), 3)
 
 
 def test_dispatch_rejects_float_ids():
@@ -92,7 +115,3 @@ def test_dispatch_rejects_a_wrong_number_of_dimensions():
 def test_dispatch_rejects_too_many_experts():
     with pytest.raises(ValueError, match="dispatch: num_experts must be between 1 and 4096, got 5000"):
         dispatch(torch.zeros(2, 2, dtype=torch.int64), 5000)
-
-
-def test_ops_and_kernels_agree_on_the_row_block():
-    assert validation.ROW_BLOCK == kernel_configs.ROW_BLOCK

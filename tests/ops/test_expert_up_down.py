@@ -300,3 +300,24 @@ def test_frozen_weights_get_no_gradient_computation():
     called = {event.name for event in profile.events()}
     assert "moeblaze::expert_up_backward" in called
     assert not called & {"moeblaze::expert_weight_grad", "moeblaze::expert_bias_grad"}
+
+
+@pytest.mark.parametrize("damage", ["past the end", "falling", "negative", "first row left out"])
+@pytest.mark.parametrize("op", ["expert_up", "expert_down", "expert_mlp"])
+def test_damaged_offsets_raise_on_a_cpu(op, damage):
+    """Rows of no expert would be uninitialised memory."""
+    torch.manual_seed(0)
+    layer = make_layer(requires_grad=False)
+    slots_N, offsets_E1, *rest = layer.routing
+    offsets_E1 = offsets_E1.clone()
+    where, value = {"past the end": (-1, 10**6), "falling": (1, 10**6), "negative": (1, -3), "first row left out": (0, 1)}[damage]
+    offsets_E1[where] = value
+    routing = (slots_N, offsets_E1, *rest, layer.activation)
+    h, a = ops.expert_up(layer.x_TD, layer.w_up, [], None, *layer.routing, layer.activation)
+    with pytest.raises(ValueError, match="offsets_E1 must rise from 0 to at most"):
+        if op == "expert_up":
+            ops.expert_up(layer.x_TD, layer.w_up, [], None, *routing)
+        elif op == "expert_down":
+            ops.expert_down(h, a, layer.w_down, [], layer.weights_TK, *routing)
+        else:
+            ops.expert_mlp(layer.x_TD, layer.w_up, [], layer.w_down, [], layer.weights_TK, *routing, False)

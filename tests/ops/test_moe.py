@@ -75,7 +75,7 @@ def test_moe_takes_any_leading_shape():
     ("change", "message"),
     [
         ({"activation": "swish"}, "moe: activation must be one of swiglu, .* got 'swish'"),
-        ({"weight_on": "both"}, "moe: weight_on must be 'output' or 'input', got 'both'"),
+        ({"weight_on": "both"}, "moe: weight_on must be one of output, input, got 'both'"),
         ({"w_up": torch.zeros(E, 3, D)}, "moe: w_up must pack gate and up in an even number of outputs, got 3"),
         ({"w_up": torch.zeros(E, D)}, r"moe: w_up must have 3 dimensions, got shape \[4, 8\]"),
         ({"weights": torch.zeros(T, 3)}, r"moe: experts must have shape \[17, 3\] of weights, got \[17, 2\]"),

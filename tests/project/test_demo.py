@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 WITHOUT_PACKAGES = """
 import runpy, sys
@@ -23,11 +25,10 @@ runpy.run_path({script!r}, run_name="__main__")
 
 def run_demo(folder, *arguments, command=(str(SCRIPT),)):
     """Runs the example into `folder` and returns its output and its numbers by way of training."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command, "--preset", "tiny", "--out", str(folder), *arguments],
         cwd=folder,
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
@@ -87,3 +88,54 @@ def test_demo_says_that_there_is_no_compiler(tmp_path):
     )
     assert done.returncode == 1
     assert "needs a C++ compiler" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--steps=-1", "--steps=0", "--steps=many", "--minutes=0", "--minutes=inf"])
+def test_demo_refuses_what_is_no_number_of_steps_or_minutes(tmp_path, option):
+    done = subprocess.run([sys.executable, str(SCRIPT), option], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"must be a number above 0, got {option.partition('=')[2]}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_stops_in_time(tmp_path):
+    output, results = run_demo(tmp_path, "--device", "cpu", "--ways", "eager", "--steps", "1000000", "--minutes", "0.001")
+    assert "stops after 0.001 minutes" in output
+    assert len(results["eager"]["losses"]) == 5
+
+
+def test_demo_keeps_what_was_finished_when_interrupted(tmp_path):
+    command = [sys.executable, "-u", str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, "--ways", "eager", "compile"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        # The progress of the second way begins before its compilation, which takes seconds.
+        seen = ""
+        while "torch.compile" not in seen and (piece := process.stderr.read(1)):
+            seen += piece
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "interrupted during torch.compile: what follows is what was finished" in output
+    assert "Traceback" not in errors
+    assert [result["way"] for result in json.loads((tmp_path / "train_moe_lm.json").read_text())["results"]] == ["eager"]
+
+
+def test_table_has_ratios_to_the_first_row(tmp_path):
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        from train_report import Result, format_table
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    ways = [
+        Result("eager", "eager", [5.0, 4.0], 0.3, 1.0, 300, None, "-"),
+        Result("moeblaze", "moeblaze", [5.0], 0.1, 1.0, 100, None, "1 MoE layers"),
+    ]
+    header, _, *rows = format_table(ways).splitlines()
+    assert "peak memory" not in header
+    assert rows[1].split()[1:4] == ["100.0", "ms", "3.00x"]

@@ -1,90 +1,226 @@
-"""Imports point one way: kernels, ops, lowering, the switch; and what is private to torch or Triton has one reader."""
+"""The rooms of the code and which way imports point between them; and what is private to torch or Triton has one reader.
+
+A room is a folder of the first level inside a package, or a file that lies beside them. Each test lists all offenders.
+"""
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
-LOWERING = sorted((ROOT / "lowering").rglob("*.py"))
-PACKAGE = sorted((ROOT / "moeblaze_ops").rglob("*.py"))
-SWITCH = {"compile.py", "gates.py"}
+
+# The floors of each package, from the ground up. A room imports rooms of lower floors only, whether at import time or
+# inside functions. A new room gets its place here.
+FLOORS = {
+    "kernels": [
+        ["configs", "activations", "tracing", "settings"],
+        ["launch", "tiles"],
+        ["hopper", "routing", "rows"],
+        ["select"],
+        ["experts"],
+    ],
+    "lowering": [
+        ["index_notation", "internal_errors", "torch_internals"],
+        ["graph", "inductor"],
+        ["facts"],
+        ["evaluate", "forms"],
+        ["match", "obligations"],
+        ["router"],
+        ["rewrite"],
+    ],
+    "moeblaze_ops": [
+        ["config", "sources", "arguments", "capture", "explanation"],
+        ["cpu", "memory"],
+        ["ops"],
+        ["functional", "routing"],
+        ["module", "distributed"],
+        ["compile", "integrations"],
+        ["explain"],
+        ["packing", "verify"],
+        ["__init__"],
+    ],
+}
+MOST_ARROWS = {"kernels": 25, "lowering": 35, "moeblaze_ops": 50}
+MOST_FILES = 15
+
+# What a package may know of the others. The switch hands graphs to lowering; integrations ask it what a gate computes.
+ROOFS = {"compile", "integrations"}
+ABOVE_LOWERING = [room for floor in FLOORS["moeblaze_ops"][3:] for room in floor]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "kernels").is_dir(), reason="needs the source tree")
 
 
-def imports(file: Path, at_top_only: bool = False) -> Iterator[str]:
-    """Dotted names that ``file`` imports: modules, and what is taken from them."""
+@cache
+def files(package: str) -> tuple[Path, ...]:
+    return tuple(sorted((ROOT / package).rglob("*.py")))
+
+
+def all_files() -> list[Path]:
+    return [file for package in FLOORS for file in files(package)]
+
+
+def name_of(file: Path) -> str:
+    """The dotted name by which a file is imported."""
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    return ".".join((["moeblaze_ops"] if parts[0] != "moeblaze_ops" else []) + parts).removesuffix(".__init__")
+
+
+def place(name: str) -> tuple[str, str] | None:
+    """The package and the room of a dotted name of ours."""
+    first, *parts = name.split(".")
+    if first != "moeblaze_ops":
+        return None
+    if parts[:1] in (["kernels"], ["lowering"]):
+        return parts[0], parts[1] if len(parts) > 1 else "__init__"
+    return first, parts[0] if parts else "__init__"
+
+
+@cache
+def imports(file: Path, at_top_only: bool = False) -> tuple[str, ...]:
+    """Dotted names that ``file`` imports: modules, and what is taken from them; inside functions, too."""
     tree = ast.parse(file.read_text())
+    found = []
     for node in tree.body if at_top_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found += [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+    return tuple(found)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {name_of(file): file for file in all_files()}
+
+
+def imported(file: Path) -> set[str]:
+    """Modules of ours that ``file`` imports, at any time."""
+    names = (name if name in modules() else name.rpartition(".")[0] for name in imports(file))
+    return {name for name in names if name in modules() and name != name_of(file)}
 
 
 def attributes(file: Path) -> Iterator[str]:
     """Dotted names that ``file`` reads, such as ``torch._inductor.config``."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+    return (ast.unparse(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute))
 
 
-def starting_with(names: Iterator[str], *prefixes: str) -> list[str]:
+def starting_with(names: Iterable[str], *prefixes: str) -> list[str]:
     return [name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)]
 
 
-def by_name(files: list[Path]):
-    return pytest.mark.parametrize("file", files, ids=lambda file: file.relative_to(ROOT).as_posix())
+def arrows(package: str) -> dict[tuple[str, str], list[str]]:
+    """Between which rooms of a package imports point, and which imports these are."""
+    found = defaultdict(list)
+    for file in files(package):
+        here = place(name_of(file))
+        for name in imported(file):
+            there = place(name)
+            if there[0] == package and there != here:
+                found[here[1], there[1]].append(f"{name_of(file)} -> {name}")
+    return found
 
 
-@by_name(KERNELS)
-def test_kernels_know_torch_triton_and_the_settings_only(file):
-    ours = starting_with(imports(file), "moeblaze_ops", "lowering", "tests")
-    assert not [name for name in ours if name != "moeblaze_ops.config" and not name.startswith("moeblaze_ops.kernels.")]
+def offenders(chosen: Iterable[Path], *prefixes: str, but: Iterable[str] = (), at_top_only: bool = False) -> list[str]:
+    """The imports of names that start with a prefix, of files in no room of ``but``."""
+    return [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in chosen
+        if place(name_of(file))[1] not in but
+        for name in starting_with(imports(file, at_top_only), *prefixes)
+    ]
 
 
-def test_settings_know_nothing():
-    assert not starting_with(imports(ROOT / "moeblaze_ops" / "config.py"), "moeblaze_ops", "torch")
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_point_down(package):
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms}
+    rooms = {place(name_of(file))[1] for file in files(package)}
+    assert not rooms - set(floor_of), f"rooms without a floor in FLOORS[{package!r}]"
+    found = arrows(package)
+    assert not [names for (a, b), names in found.items() if floor_of[a] <= floor_of[b]], "imports that do not point down"
+    assert len(found) <= MOST_ARROWS[package], sorted(found)
 
 
-@by_name(LOWERING)
-def test_lowering_does_not_know_the_switch(file):
-    assert not starting_with(imports(file), "moeblaze_ops.compile", "moeblaze_ops.explain", "tests")
+def test_no_circles():
+    """Not even of imports inside functions: what a fake or a launcher imports when it runs counts as well."""
+    beneath = {name: imported(file) for name, file in modules().items()}
+    while free := [name for name, others in beneath.items() if not others & beneath.keys()]:
+        for name in free:
+            del beneath[name]
+    assert not {name: sorted(others & beneath.keys()) for name, others in beneath.items()}
 
 
-@by_name([file for file in PACKAGE if file.name not in SWITCH])
-def test_only_the_switch_knows_lowering(file):
-    assert not starting_with(imports(file), "moeblaze_ops.lowering")
+def test_packages_know_each_other_one_way():
+    found = offenders(files("kernels"), "moeblaze_ops", "tests")
+    assert not [line for line in found if ": moeblaze_ops.kernels." not in line], "kernels know torch and Triton only"
+    found = offenders(files("lowering"), "tests", *(f"moeblaze_ops.{room}" for room in ABOVE_LOWERING))
+    assert not found, "lowering knows ops and kernels only"
+    assert not offenders(files("moeblaze_ops"), "moeblaze_ops.lowering", "tests", but=ROOFS), "only roofs know lowering"
+    assert not offenders([ROOT / "moeblaze_ops" / "config.py"], "moeblaze_ops", "torch"), "settings know nothing"
 
 
-@by_name(PACKAGE)
-def test_ops_import_kernels_inside_functions(file):
-    top = starting_with(imports(file, at_top_only=True), "moeblaze_ops.kernels", "triton")
-    # The block size of the schedule is a number that routing and kernels share; hopper_ops registers ops. Neither
-    # imports Triton.
-    allowed = "moeblaze_ops.kernels.configs", "moeblaze_ops.kernels.hopper.ops"
-    assert not [name for name in top if not name.startswith(allowed)]
+def test_importing_ops_imports_neither_triton_nor_the_switch():
+    without_triton = "configs", "settings", "hopper.ops"
+    found = offenders(files("moeblaze_ops"), "moeblaze_ops.kernels", "triton", at_top_only=True)
+    assert not [line for line in found if not starting_with([line.partition("kernels.")[2]], *without_triton)]
+    assert not offenders(files("moeblaze_ops"), "moeblaze_ops.compile", but={"compile"}, at_top_only=True)
 
 
-@by_name([file for file in PACKAGE if file.name not in SWITCH])
-def test_the_switch_is_imported_inside_functions(file):
-    assert not starting_with(imports(file, at_top_only=True), "moeblaze_ops.compile")
-
-
-@by_name([file for file in KERNELS + LOWERING + PACKAGE if file.name != "torch_internals.py"])
-def test_one_reader_of_private_compiler_parts(file):
+def test_one_reader_of_private_compiler_parts():
     private = "torch._inductor", "torch._dynamo", "torch._functorch"
-    assert not starting_with(imports(file), *private)
-    assert not starting_with(attributes(file), *private)
+    others = [file for file in all_files() if file.name != "torch_internals.py"]
+    assert not offenders(others, *private)
+    assert not {file.name: found for file in others if (found := starting_with(attributes(file), *private))}
 
 
-@by_name([file for file in KERNELS + LOWERING + PACKAGE if file.name != "gluon_api.py"])
-def test_one_reader_of_gluon(file):
-    assert not starting_with(imports(file), "triton.experimental")
+def test_one_reader_of_gluon():
+    assert not offenders([file for file in all_files() if file.name != "gluon_api.py"], "triton.experimental")
+
+
+def test_private_names_stay_in_their_files():
+    def is_private(name: str) -> bool:
+        last = name.rpartition(".")[2]
+        return last.startswith("_") and not last.startswith("__")
+
+    everywhere = [*all_files(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    found = {file.relative_to(ROOT): starting_with(imports(file), "moeblaze_ops", "tests") for file in everywhere}
+    assert not {str(file): private for file, names in found.items() if (private := list(filter(is_private, names)))}
+
+
+def test_public_functions_are_typed():
+    """All but the bodies of kernels, whose arguments are no Python objects."""
+
+    def untyped(node: ast.FunctionDef) -> bool:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        missing = [a for a in arguments if a is not None and a.annotation is None and a.arg not in ("self", "cls")]
+        return bool(missing) or (node.returns is None and node.name != "__init__")
+
+    def public(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from public(node)
+            elif isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
+                yield node
+
+    def is_body(node: ast.FunctionDef) -> bool:
+        return any(word in ast.unparse(decorator) for decorator in node.decorator_list for word in ("jit", "constexpr_function"))
+
+    assert not [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in all_files()
+        for node in public(ast.parse(file.read_text()))
+        if untyped(node) and not is_body(node)
+    ]
+
+
+def test_absolute_imports_by_their_installed_name():
+    assert not offenders(all_files(), "kernels", "lowering")
 
 
 @pytest.mark.parametrize("folder", ["kernels", "lowering"])
@@ -93,14 +229,15 @@ def test_no_package_of_a_foreign_name(folder):
     assert not list((ROOT / folder).rglob("__init__.py"))
 
 
+def test_folders_are_small():
+    """Rooms that one sees at a glance: no folder of code or tests has more files than fifteen."""
+    found = defaultdict(int)
+    for file in [*all_files(), *(ROOT / "tests").rglob("*.py")]:
+        found[file.parent.relative_to(ROOT)] += 1
+    assert not {str(folder): number for folder, number in found.items() if number > MOST_FILES}
+
+
 def test_every_folder_with_code_is_installed():
     project = pytest.importorskip("tomllib", reason="needs Python 3.11").loads((ROOT / "pyproject.toml").read_text())
-    folders = {file.relative_to(ROOT).parent.as_posix() for file in PACKAGE + KERNELS + LOWERING}
-    packages = {folder.replace("/", ".").replace("kernels", "moeblaze_ops.kernels", 1) for folder in folders}
-    packages = {f"moeblaze_ops.{name}" if name.startswith("lowering") else name for name in packages}
-    assert set(project["tool"]["setuptools"]["packages"]) == packages
-
-
-@by_name(KERNELS + LOWERING + PACKAGE)
-def test_absolute_imports_by_their_installed_name(file):
-    assert not starting_with(imports(file), "kernels", "lowering")
+    folders = {name_of(file).removesuffix(f".{file.stem}") for file in all_files()}
+    assert set(project["tool"]["setuptools"]["packages"]) == folders

@@ -1,77 +1,66 @@
-"""What the README says can be typed: its Python runs, its commands name what exists."""
+"""What the README says can be typed: its code runs and prints what is shown, its commands exist, its numbers are the data."""
 
-import os
+import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
+
 README = ROOT / "README.md"
-
-PRINT_OPERATORS = """
-import importlib, pkgutil
-import torch, moeblaze_ops
-
-for module in pkgutil.iter_modules(moeblaze_ops.ops.__path__, "moeblaze_ops.ops."):
-    importlib.import_module(module.name)
-for name in torch._C._dispatch_get_all_op_names():
-    if name.startswith("moeblaze::"):
-        print(name.removeprefix("moeblaze::"))
-"""
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 if not README.is_file():
     pytest.skip("runs in a checkout only", allow_module_level=True)
 
 
-def blocks(language):
-    """The contents of the fenced blocks of one language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+def commands(page: Path):
+    """Every shell command of a page, without its comment, as a list of words."""
+    content = "".join(block.content for block in blocks(page) if block.language == "bash")
+    return [words for line in content.splitlines() if (words := shlex.split(line, comments=True))]
 
 
-def commands():
-    """Every shell command, without its comment, as a list of words."""
-    return [words for block in blocks("bash") for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TABLES
 
 
-def run(*arguments, cwd):
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 120
 
 
-def test_readme_python_runs(tmp_path):
-    """All blocks in one interpreter, each building on those before it.
-
-    Before and after are two programs in the README; here they share a process, and so what Dynamo has compiled.
-    """
-    script = tmp_path / "readme.py"
-    script.write_text("\ntorch._dynamo.reset()\n".join(["import torch", *blocks("python"), "assert out.shape == x.shape\n"]))
-    assert "1 of 1 MoE layers rewritten" in run(str(script), cwd=tmp_path)
+def test_readme_runs_and_prints_what_it_shows(tmp_path):
+    printed = run_page(README, tmp_path)
+    shown = shown_outputs(README)
+    assert shown
+    assert {source.span: block.content for source, block in shown} == {source.span: printed[source.span] for source, _ in shown}
 
 
-@pytest.mark.parametrize("words", commands(), ids=shlex.join)
-def test_readme_command_exists(words):
-    program, target, *arguments = words
-    if program == "make":
-        assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-        return
-    assert program == "python"
-    described = run(target, "--help", cwd=ROOT)
-    assert all(option in described for option in arguments if option.startswith("--"))
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist(page):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for program, target, *arguments in commands(page):
+        if program == "make":
+            assert target in targets
+        elif program == "python" and target != "-m":
+            source = (ROOT / target).read_text()
+            assert not [option for option in arguments if option.startswith("--") and f'"{option}"' not in source]
+        else:
+            assert program in ("pip", "python", "torchrun")
 
 
-def test_readme_names_every_operator(tmp_path):
-    names = set(run("-c", PRINT_OPERATORS, cwd=tmp_path).split())
-    table = README.read_text().split("## The operators")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == names
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert not [link for link in links if link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", tables())
+def test_numbers_are_the_committed_data(page):
+    text = (ROOT / page).read_text()
+    assert not [table.__name__ for table in tables()[page] if table() not in text]

@@ -1,6 +1,8 @@
 """Caches on disk must not serve what other sources of ours compiled: each test edits a copy of the package."""
 
+import hashlib
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -142,20 +144,65 @@ def test_digest_holds_every_source(tmp_path, folder, depth, installed):
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    before = sources.digest(path)
+    before = sources.digest(path, "1")
     files[folder].write_text("pass")
-    edited = sources.digest(path)
+    edited = sources.digest(path, "1")
     files[folder].rename(files[folder].with_name("renamed.py"))
-    renamed = sources.digest(path)
+    renamed = sources.digest(path, "1")
     (files[folder].parent / "moved").mkdir()
     files[folder].with_name("renamed.py").rename(files[folder].parent / "moved" / "renamed.py")
-    assert len({before, edited, renamed, sources.digest(path)}) == 4
+    assert len({before, edited, renamed, sources.digest(path, "1")}) == 4
 
 
 def test_digest_is_taken_at_import():
     """And covers this very checkout: sources edited since would make this fail, so it reads them in a new process."""
     program = (
         "import moeblaze_ops, sys; from pathlib import Path; sources = sys.modules['moeblaze_ops.sources']\n"
-        "assert sources.DIGEST == sources.digest(moeblaze_ops.__path__) != sources.digest(['/nowhere'])"
+        "assert sources.DIGEST == sources.digest(moeblaze_ops.__path__, '') != sources.digest(['/nowhere'], '')"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("frozen", ["zip", "zip of bytecode", "bytecode", "executable"])
+def test_digest_of_an_application_without_source_files(tmp_path, frozen):
+    """Another version never has the key of this one, and so what was compiled for it: no digest is that of nothing."""
+    digests = []
+    for version, body in enumerate(("pass", "pass", "answer = 42")):
+        package = tmp_path / str(version) / "moeblaze_ops"
+        (package / "kernels").mkdir(parents=True)
+        for file in (package / "module.py", package / "kernels" / "kernel.py"):
+            file.write_text(body)
+            os.utime(file, (1e9, 1e9))
+            if "bytecode" in frozen:
+                py_compile.compile(str(file), str(file.with_suffix(".pyc")), dfile="module.py")
+                file.unlink()
+        path = [str(package)]
+        if frozen.startswith("zip"):
+            archive = shutil.make_archive(str(tmp_path / f"app{version}"), "zip", package.parent)
+            path = [f"{archive}/moeblaze_ops"]
+        elif frozen == "executable":
+            path = ["/inside/of/an/executable/moeblaze_ops"]
+        digests.append(sources.digest(path, "1" if version < 2 else "2"))
+    same, again, other = digests
+    assert same == again != other
+    assert hashlib.sha256().hexdigest() not in digests
+
+
+def test_package_in_a_zip_file(tmp_path):
+    """Imported by Python's own zip importer, it takes the digest that its files would have."""
+    installed = tmp_path / "moeblaze_ops"
+    package, *checkout = map(Path, moeblaze_ops.__path__)
+    shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("kernels", "lowering"):
+        for parent in checkout:
+            shutil.copytree(parent / name, installed / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    expected = sources.digest([str(installed)], "")
+    archive = shutil.make_archive(str(tmp_path / "app"), "zip", tmp_path, "moeblaze_ops")
+    shutil.rmtree(installed)
+    program = "import moeblaze_ops, sys; print(moeblaze_ops.__file__, sys.modules['moeblaze_ops.sources'].DIGEST)"
+    environment = {**os.environ, "PYTHONPATH": archive}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    file, found = done.stdout.split()
+    assert file.startswith(archive) and found == expected

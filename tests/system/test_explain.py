@@ -55,7 +55,7 @@ class Model(nn.Module):
 def test_rewritten_layers(capsys):
     model, x = Model(), torch.randn(4, 8)
     explanation = moeblaze_ops.explain(model, x)
-    assert capsys.readouterr().out == f"{explanation}\n"
+    assert capsys.readouterr().out == "" and repr(explanation) == str(explanation)
     assert [candidate.where.partition(" ")[0] for candidate in explanation.candidates] == ["layers.0", "layers.1"]
     assert {candidate.became for candidate in explanation.candidates} == {"tanh_mm"}
     # Eager keeps the product's input and tanh's output, and so does the toy op; the second input is the first output.
@@ -79,7 +79,8 @@ def test_text():
     explanation = Explanation(candidates, ("graph break: print",))
     assert str(explanation) == (
         "moeblaze: 1 of 2 MoE layers rewritten\n"
-        "  layers.0 (model.py:3): loop -> op; kept for backward: 3.0 MiB before, 1.0 KiB after\n"
+        "  layers.0 (model.py:3): loop -> op\n"
+        "    kept for backward: 3.0 MiB before, 1.0 KiB after\n"
         "  model.py:9: dense, left alone: EXTRA_USER, it is read elsewhere\n"
         "  note: graph break: print"
     )

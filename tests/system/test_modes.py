@@ -175,7 +175,7 @@ def test_compiled_autograd():
 def test_state_dict_loaded_after_compiling(packed):
     model, other = network(), network()
     if packed:
-        moeblaze_ops.pack_experts(model)
+        moeblaze_ops.pack_experts(model, torch.randn(T, zoo.D))
     x = torch.randn(T, zoo.D)
     with rewriting_backend() as backend, switch.recording() as records:
         compiled = torch.compile(model, backend=backend, fullgraph=True)

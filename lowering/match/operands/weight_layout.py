@@ -156,14 +156,14 @@ def _view(halves: Sequence[Sequence[_Element]], sizes: tuple[int, ...], num_expe
     axes = [(distance, 1 if apart else num_experts), *zip(lead.strides[1:], sizes, strict=True)]
     if halves_axis:
         axes.insert(1, (halves[-1][0].constant - lead.constant, len(halves)))
-    parts, stored_sizes, order = _stored(axes, lead.constant, numel)
+    parts, stored_sizes, order = stored_order(axes, lead.constant, numel)
     prove(all(has_storage(value.node) for value in values), Reason.WEIGHT_LAYOUT, "no tensor, or a slice under vmap")
     contiguous = not parts or all(fake_of(value.node).is_contiguous() for value in values)
     prove(contiguous, Reason.WEIGHT_LAYOUT, "part of a tensor that is not contiguous")
     return WeightView(values, parts, stored_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart)
 
 
-def _stored(
+def stored_order(
     axes: Sequence[tuple[int, int]], start: int, numel: int
 ) -> tuple[tuple[Part, ...], tuple[int, ...], tuple[int, ...]]:
     """Where a tensor of ``numel`` elements has those at ``start + sum of stride * index``, for axes of (stride, size).

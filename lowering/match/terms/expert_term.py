@@ -6,6 +6,7 @@ how much of it a token gets and is left to `routing_term`.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
@@ -112,7 +113,7 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
     weights = [f for f in factors_of(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
     hidden = algebra.mul(*scale, *(f for f in factors_of(body) if feature not in f.free))
-    read = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
+    read: dict[str, Any] = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
     down = Projection(weights[0], down_bias)
     return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
 

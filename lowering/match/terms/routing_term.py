@@ -81,11 +81,11 @@ def read_compared(
             distinct.add(other.ids)
     if chosen.once and chosen.slot is not None:
         distinct.add(chosen.ids)
-    plain, markers = _without_markers(tuple(plain))
-    kept = [f for f in plain if _keeps(f)]
-    plain = tuple(f for f in plain if f not in kept)
-    weights, score = (*chosen.weights, *plain), algebra.mul(chosen.factor, *plain)
-    kept = algebra.mul(*kept) if kept else None
+    factors, markers = _without_markers(tuple(plain))
+    keeping = [f for f in factors if _keeps(f)]
+    factors = tuple(f for f in factors if f not in keeping)
+    weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
+    kept = algebra.mul(*keeping) if keeping else None
     return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), kept, score)
 
 

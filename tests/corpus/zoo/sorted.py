@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeblaze_ops.lowering.graph import operators
 from tests.corpus.zoo.modules import FF, flat
+
+operators.OTHERS.add("moe_zoo::grouped_mm_fallback")
 
 
 @torch.library.custom_op("moe_zoo::grouped_mm_fallback", mutates_args=())
@@ -43,7 +46,7 @@ grouped_mm_fallback.register_autograd(
 )
 
 
-def _mm(rows, weight, offs):
+def mm_of_groups(rows, weight, offs):
     if rows.dtype == torch.bfloat16:
         return torch._grouped_mm(rows, weight, offs=offs)
     return torch.ops.moe_zoo.grouped_mm_fallback(rows, weight, offs)
@@ -63,9 +66,9 @@ def sorted_transformers(self, x, weights, ids):
     weights_g, rows = sample_weights[perm], x[token[perm]]
     counts = torch.histc(grouped_ids.float(), bins=self.E, min=0, max=self.E - 1)
     offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    h = _mm(rows, self.gate_up.transpose(-2, -1), offs)
+    h = mm_of_groups(rows, self.gate_up.transpose(-2, -1), offs)
     gate, up = h.chunk(2, dim=-1)
-    y = _mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs)
+    y = mm_of_groups(F.silu(gate) * up, self.down.transpose(-2, -1), offs)
     y = (y * weights_g.unsqueeze(-1))[inv]
     return y.view(num_tokens, top_k, -1).sum(dim=1).to(x.dtype).view(shape)
 
@@ -80,10 +83,10 @@ def sorted_transformers_bias(self, x, weights, ids):
     grouped_ids = expert_ids[perm]
     rows = x[perm // top_k]
     offs = torch.cumsum(torch.bincount(grouped_ids, minlength=self.E), dim=0).to(torch.int32)
-    h = _mm(rows, self.gate_up, offs)
+    h = mm_of_groups(rows, self.gate_up, offs)
     h.add_(self.gate_up_bias[grouped_ids])
     gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
-    y = _mm((up + 1) * gate * torch.sigmoid(1.702 * gate), self.down, offs)
+    y = mm_of_groups((up + 1) * gate * torch.sigmoid(1.702 * gate), self.down, offs)
     y.add_(self.down_bias[grouped_ids])
     y = y * weights.reshape(-1)[perm].unsqueeze(-1)
     return y[torch.argsort(perm)].view(num_tokens, top_k, -1).sum(1).view(shape)
@@ -99,8 +102,8 @@ def sorted_torchtitan(self, x, weights, ids):
     token = (order // top_k).reshape(-1, 1).expand(-1, x.shape[-1])
     rows = torch.gather(x, 0, token)
     offs = torch.cumsum(F.one_hot(ids.view(-1), self.E).sum(0), 0, dtype=torch.int32)
-    h = F.silu(_mm(rows, self.w1.transpose(-2, -1), offs)) * _mm(rows, self.w3.transpose(-2, -1), offs)
-    y = _mm(h, self.w2.transpose(-2, -1), offs)
+    h = F.silu(mm_of_groups(rows, self.w1.transpose(-2, -1), offs)) * mm_of_groups(rows, self.w3.transpose(-2, -1), offs)
+    y = mm_of_groups(h, self.w2.transpose(-2, -1), offs)
     y = (y.to(scores.dtype) * scores.reshape(-1, 1)).to(x.dtype)
     return torch.zeros_like(x).scatter_add(0, token, y).reshape(shape)
 
@@ -112,8 +115,8 @@ def sorted_index_add(self, x, weights, ids):
     token = order.div(ids.shape[1], rounding_mode="floor")
     counts = (sorted_ids[:, None] == torch.arange(self.E)).sum(0)
     offs = counts.cumsum(0).int()
-    h = F.silu(_mm(x[token], self.w1, offs)) * _mm(x[token], self.w3, offs)
-    y = _mm(h * weights.flatten()[order, None], self.w2, offs)
+    h = F.silu(mm_of_groups(x[token], self.w1, offs)) * mm_of_groups(x[token], self.w3, offs)
+    y = mm_of_groups(h * weights.flatten()[order, None], self.w2, offs)
     return torch.zeros_like(x).index_add_(0, token, y).view(shape)
 
 
@@ -125,8 +128,8 @@ def sorted_rows(self, x, weights, ids):
     token = order // ids.shape[1]
     offs = torch.bincount(ids.flatten(), minlength=self.E).cumsum(0).int()
     w1, v1, w2 = (w.view(self.E, FF, -1) for w in (self.w1, self.v1, self.w2))
-    h = F.silu(_mm(x[token], w1.mT, offs)) * _mm(x[token], v1.mT, offs)
-    y = _mm(h, w2, offs) * weights.flatten()[order, None]
+    h = F.silu(mm_of_groups(x[token], w1.mT, offs)) * mm_of_groups(x[token], v1.mT, offs)
+    y = mm_of_groups(h, w2, offs) * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add_(0, token, y).view(shape)
 
 
@@ -138,7 +141,7 @@ def sorted_llama4(self, x, weights, ids):
     token = order // ids.shape[1]
     offs = torch.bincount(ids.flatten(), minlength=self.E).cumsum(0).int()
     rows = x[token] * weights.flatten()[order, None]
-    y = _mm(F.silu(_mm(rows, self.w1, offs)) * _mm(rows, self.w3, offs), self.w2, offs)
+    y = mm_of_groups(F.silu(mm_of_groups(rows, self.w1, offs)) * mm_of_groups(rows, self.w3, offs), self.w2, offs)
     return torch.zeros_like(x).index_add_(0, token, y).view(shape)
 
 
@@ -150,8 +153,8 @@ def sorted_torchtune(self, x, weights, ids):
     token = (order // ids.shape[1]).reshape(-1, 1).expand(-1, x.shape[-1])
     rows = torch.gather(x, 0, token)
     offs = torch.cumsum(torch.histc(ids.view(-1).float(), bins=self.E, min=0, max=self.E), 0, dtype=torch.int32)
-    h = F.silu(_mm(rows, self.w1, offs)) * _mm(rows, self.w3, offs)
-    y = _mm(h, self.w2, offs) * weights.view(-1)[order].reshape(-1, 1)
+    h = F.silu(mm_of_groups(rows, self.w1, offs)) * mm_of_groups(rows, self.w3, offs)
+    y = mm_of_groups(h, self.w2, offs) * weights.view(-1)[order].reshape(-1, 1)
     return torch.zeros_like(x).scatter_add(0, token, y).view(shape)
 
 
@@ -164,5 +167,5 @@ def sorted_scaled_wide(self, x, weights, ids):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = (torch.gather(x, 0, token).to(wide) * weights.view(-1)[order].reshape(-1, 1)).to(x.dtype)
     offs = torch.cumsum(torch.bincount(ids.view(-1), minlength=self.E), 0, dtype=torch.int32)
-    y = _mm(F.silu(_mm(rows, self.w1, offs)) * _mm(rows, self.w3, offs), self.w2, offs)
+    y = mm_of_groups(F.silu(mm_of_groups(rows, self.w1, offs)) * mm_of_groups(rows, self.w3, offs), self.w2, offs)
     return torch.zeros_like(x).scatter_add(0, token, y).view(shape)

@@ -113,7 +113,7 @@ def _of_stacked(expert):
 
 def test_one_warning_with_the_traceback_for_each_place(monkeypatch, caplog):
     monkeypatch.setattr(matcher, "read_expert", broken)
-    with caplog.at_level(logging.WARNING, logger="moeblaze"):
+    with caplog.at_level(logging.WARNING, logger="moeblaze_ops"):
         for _ in range(2):
             check_against_eager(_two_layers(), torch.randn(6, zoo.D))
         monkeypatch.setattr(rewrite, "Matcher", lambda graph, **modes: 1 / 0)

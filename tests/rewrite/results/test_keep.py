@@ -151,11 +151,3 @@ def test_tokens_that_depend_on_data_are_not_in_chunks(chunks_of_1024, monkeypatc
     layer = stacked("gathered_einsum")
     backend = rewrite_of(lambda x, mask: layer(x[mask]), torch.randn(1100, zoo.D), torch.ones(1100, dtype=torch.bool))
     assert [candidate.became for candidate in backend.rewritten] == ["expert_mlp(swiglu)"]
-
-
-def test_unknown_keep_is_declined(fp64, monkeypatch):
-    monkeypatch.setattr(config, "keep", "all")
-    (found,) = rewrite_of(stacked("stacked_loop"), torch.randn(10, zoo.D)).candidates
-    assert (found.reason, found.detail) == (
-        "OPERANDS", "rewrite: config.keep must be one of preactivation, input, auto, got 'all'"
-    )  # fmt: skip

@@ -31,7 +31,7 @@ def test_inserted_nodes_carry_meta(fp64):
 
 def test_outcomes_are_counted_and_logged(fp64, caplog):
     counters["moeblaze"].clear()
-    with caplog.at_level(logging.DEBUG, logger="moeblaze"):
+    with caplog.at_level(logging.DEBUG, logger="moeblaze_ops"):
         rewrite_of(zoo.ModuleListMoE(zoo.masked_sum), torch.randn(10, zoo.D))
     assert counters["moeblaze"] == {"rewritten": 1}
     assert "expert_up(swiglu) -> expert_down" in caplog.text

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeblaze_ops.lowering.match.operands.weight_layout import Part, _stored
+from moeblaze_ops.lowering.match.operands.weight_layout import Part, stored_order
 from moeblaze_ops.lowering.match.reasons import Declined
 from tests.tools.rewrite_harness import check_against_eager
 
@@ -222,7 +222,7 @@ def test_what_is_no_view(sizes, read, reason):
 def test_parts_have_the_elements(axes, start):
     stored = torch.arange(100)
     strides, sizes = zip(*axes, strict=True)
-    parts, viewed, order = _stored(axes, start, stored.numel())
+    parts, viewed, order = stored_order(axes, start, stored.numel())
     for part in parts:
         stored = stored.view(part.sizes).narrow(-1, part.start, part.length)
     assert torch.equal(stored.view(viewed).permute(order), torch.arange(100).as_strided(sizes, strides, start))
@@ -245,9 +245,9 @@ def test_parts_have_the_elements(axes, start):
 )
 def test_no_parts_have_the_elements(axes, start):
     with pytest.raises(Declined):
-        _stored(axes, start, 100)
+        stored_order(axes, start, 100)
 
 
 def test_all_of_a_tensor_is_no_part():
-    assert _stored(((12, 2), (4, 3), (1, 4)), 0, 24) == ((), (2, 3, 4), (0, 1, 2))
-    assert _stored(((12, 1), (4, 3), (1, 4)), 12, 24) == ((Part((1, 24), 12, 12),), (1, 3, 4), (0, 1, 2))
+    assert stored_order(((12, 2), (4, 3), (1, 4)), 0, 24) == ((), (2, 3, 4), (0, 1, 2))
+    assert stored_order(((12, 1), (4, 3), (1, 4)), 12, 24) == ((Part((1, 24), 12, 12),), (1, 3, 4), (0, 1, 2))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS
-from moeblaze_ops.integrations.gates import pointwise, recognise_gate
+from moeblaze_ops.lowering.match.terms.gate import pointwise, recognise_gate
 
 NUMBERS = {"alpha": 1.702, "limit": 7.0, "swiglu_limit": 10.0, "calls": 0}
 

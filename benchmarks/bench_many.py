@@ -1,0 +1,292 @@
+"""One MoE layer over the GPUs of a host: tokens that move to sharded experts, against other ways and against no communication.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_many.py --ep 2 4 --tokens 8192 32768 --json results.json
+
+Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in one run and on the same tokens:
+
+    ours      ``shard_experts`` and ``torch.compile``: tokens move, h exactly as long as the rows that arrived
+    bound     the same with room for all rows, and no host sync
+    weights   the same layer with weights that move
+    titan     torchtitan's flow, written plainly and compiled: argsort, 2 all-to-all, 3 ``grouped_mm``, scatter_add
+    local     no communication: E / EP experts with the same number of routed rows
+
+Times are medians of CUDA events, after a barrier; TFLOP/s count the expert products of this GPU's tokens. kept: bytes allocated
+after forward beyond what was allocated before it and beyond the output. peak: highest allocation over forward and backward beyond
+what was allocated before. exposed: milliseconds beyond ``local``. The file is written after every step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moeblaze_ops import compile as switch
+from moeblaze_ops import config
+from moeblaze_ops.distributed import shard_experts
+
+MIB = 2**20
+REFERENCE_TOLERANCE = 2e-2
+"""Relative error between ways that round to bf16 in different places; both stand against the same fp32 sums."""
+
+
+class Layer(nn.Module):
+    """A layer as libraries write it today: sort by expert, gather, ``grouped_mm``, weight, unsort, sum."""
+
+    def __init__(self, D: int, hidden: int, E: int, K: int, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.E, self.K = E, K
+        options = {"device": device, "dtype": dtype}
+        self.router = nn.Parameter(torch.randn(E, D, **options) * 0.02)
+        self.w_up = nn.Parameter(torch.randn(E, 2 * hidden, D, **options) * D**-0.5)
+        self.w_down = nn.Parameter(torch.randn(E, D, hidden, **options) * hidden**-0.5)
+        self.register_buffer("popularity", torch.zeros(E, device=device, dtype=dtype))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, experts = torch.topk(F.linear(x, self.router) + self.popularity, self.K, dim=-1)
+        return torch.softmax(logits, dim=-1, dtype=torch.float32), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        T = x.shape[0]
+        weights, experts = self.route(x)
+        flat = experts.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        offsets = torch.histc(flat.float(), bins=self.E, min=0, max=self.E - 1).cumsum(0, dtype=torch.int32)
+        h = torch._grouped_mm(x[order // self.K], self.w_up.transpose(1, 2), offs=offsets)
+        gate, up = h.chunk(2, dim=-1)
+        y = torch._grouped_mm(F.silu(gate) * up, self.w_down.transpose(1, 2), offs=offsets)
+        y = y * weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
+        return y[torch.argsort(order)].view(T, self.K, -1).sum(1)
+
+
+class TitanLayer(nn.Module):
+    """The flow of torchtitan's all-to-all dispatcher around local experts: a row travels for each expert of a token."""
+
+    def __init__(self, layer: Layer, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.K, self.E, self.group, ranks = layer.K, layer.E, mesh.get_group(), mesh.size()
+        self.ranks, self.num_local = ranks, layer.E // ranks
+        own = slice(mesh.get_local_rank() * self.num_local, (mesh.get_local_rank() + 1) * self.num_local)
+        gate, up = layer.w_up.detach()[own].chunk(2, dim=1)
+        self.router = nn.Parameter(layer.router.detach().clone())
+        self.w1, self.w3 = nn.Parameter(gate.contiguous()), nn.Parameter(up.contiguous())
+        self.w2 = nn.Parameter(layer.w_down.detach()[own].clone())
+        self.register_buffer("popularity", layer.popularity.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, experts = torch.topk(F.linear(x, self.router) + self.popularity, self.K, dim=-1)
+        weights = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        flat = experts.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.histc(flat.float(), bins=self.E, min=0, max=self.E - 1).to(torch.int64)
+        arrived = functional.wait_tensor(functional.all_to_all_single(counts, None, None, self.group))
+        to = counts.view(self.ranks, self.num_local).sum(1).tolist()
+        of = arrived.view(self.ranks, self.num_local).sum(1).tolist()
+        for size in (*to, *of):
+            torch._check(size >= 0)
+        rows = functional.all_to_all_single_autograd(x[order // self.K], of, to, self.group)
+        numbers = torch.arange(self.num_local, device=x.device).repeat(self.ranks)
+        local = torch.repeat_interleave(numbers, arrived, output_size=rows.shape[0])
+        by_expert = torch.argsort(local, stable=True)
+        offsets = arrived.view(self.ranks, self.num_local).sum(0).cumsum(0).int()
+        rows = rows[by_expert]
+        a = F.silu(torch._grouped_mm(rows, self.w1.transpose(1, 2), offs=offsets))
+        a = a * torch._grouped_mm(rows, self.w3.transpose(1, 2), offs=offsets)
+        y = torch._grouped_mm(a, self.w2.transpose(1, 2), offs=offsets)
+        y = torch.empty_like(y).index_copy(0, by_expert, y)
+        y = functional.all_to_all_single_autograd(y, to, of, self.group)
+        y = (y.float() * weights.reshape(-1)[order].unsqueeze(1)).to(x.dtype)
+        token = (order // self.K).unsqueeze(1).expand(-1, x.shape[1])
+        return torch.zeros_like(x).scatter_add(0, token, y)
+
+
+class Bench:
+    """Sides of one size on one mesh, and what was measured of them."""
+
+    def __init__(self, arguments: argparse.Namespace, ep: int, T: int, rows: list[dict]) -> None:
+        self.arguments, self.ep, self.T, self.rows = arguments, ep, T, rows
+        self.device = torch.device(arguments.device, int(os.environ["LOCAL_RANK"]) if arguments.device == "cuda" else None)
+        self.dtype = torch.bfloat16
+        world = dist.get_world_size()
+        meshes = init_device_mesh(arguments.device, (world // ep, ep), mesh_dim_names=("data", "ep"))
+        self.mesh = meshes["ep"]
+        generator = torch.Generator(self.device).manual_seed(100 + dist.get_rank())
+        options = {"device": self.device, "dtype": self.dtype, "generator": generator}
+        self.x = (0.5 * torch.randn(T, arguments.width, **options)).requires_grad_()
+        self.dout = torch.randn(T, arguments.width, **options)
+
+    def layer(self, experts: int | None = None) -> Layer:
+        torch.manual_seed(7)
+        a = self.arguments
+        return Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype)
+
+    def side(self, name: str) -> tuple[nn.Module, Callable]:
+        compiled = {"backend": "moeblaze", "dynamic": False}
+        torch._dynamo.reset()
+        config.arrived_rows = "bound" if name == "bound" else "exact"
+        config.experts_move = "weights" if name == "weights" else "tokens"
+        if name == "local":
+            model = self.layer(self.arguments.experts // self.ep)
+            return model, torch.compile(model, **compiled)
+        model = self.layer()
+        if name == "titan":
+            model = TitanLayer(model, self.mesh)
+            torch._dynamo.config.capture_scalar_outputs = True
+            return model, torch.compile(model, dynamic=False)
+        shard_experts(model, self.mesh)
+        return model, torch.compile(model, **compiled)
+
+    def step(self, model: nn.Module, run: Callable) -> Tensor:
+        model.zero_grad()
+        self.x.grad = None
+        out = run(self.x)
+        out.backward(self.dout)
+        return out.detach()
+
+    def time(self, function: Callable) -> float:
+        """Median milliseconds of one call."""
+        if self.arguments.device != "cuda":
+            start = time.perf_counter()
+            function()
+            return 1e3 * (time.perf_counter() - start)
+        dist.barrier()
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.arguments.repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            function()
+            event.record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+
+    def memory(self, model: nn.Module, run: Callable) -> tuple[float, float]:
+        """MiB kept after forward, and at the peak of a step."""
+        if self.arguments.device != "cuda":
+            return 0.0, 0.0
+        model.zero_grad()
+        self.x.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = run(self.x)
+        kept = torch.cuda.memory_allocated() - before - out.nbytes
+        out.backward(self.dout)
+        torch.cuda.synchronize()
+        return kept / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+
+    def measure(self, name: str) -> dict[str, Tensor]:
+        """Measure a side; returns the output and gradient of x to compare."""
+        model, run = self.side(name)
+        start = time.perf_counter()
+        with switch.recording() as records:
+            for _ in range(3):
+                out = self.step(model, run)
+        reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+        became = [candidate.became or candidate.reason for report in reports for candidate in report.candidates]
+        results = {"output": out, "gradient of x": self.x.grad.clone(), "router": model.router.grad.clone()}
+        compile_s = time.perf_counter() - start
+        kept, peak = self.memory(model, run)
+        variants = self.arguments.free if name == "ours" else [0]
+        for free in variants:
+            config.collective_multiprocessors = free or None
+            self.step(model, run)
+            both = self.time(lambda: self.step(model, run))
+            with torch.no_grad():
+                run(self.x)
+                forward = self.time(lambda: run(self.x))
+            self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became})
+        config.collective_multiprocessors = None
+        return results
+
+    def record(self, side: str, free: int, both: float, forward: float, kept: float, peak: float, rest: dict) -> None:
+        a = self.arguments
+        flops = 6 * self.T * a.choices * a.width * a.hidden
+        numbers = torch.tensor([both, forward, kept, peak], device=self.device, dtype=torch.float64)
+        everyone = [torch.zeros_like(numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, numbers)
+        both, forward, kept, peak = (max(values) for values in zip(*(each.tolist() for each in everyone), strict=True))
+        row = {
+            "ep": self.ep, "T": self.T, "side": side, "free": free, "step_ms": round(both, 3), "forward_ms": round(forward, 3),
+            "tflops": round(3 * flops / both / 1e9, 1), "forward_tflops": round(flops / forward / 1e9, 1),
+            "kept_mib": round(kept), "peak_mib": round(peak), **rest,
+        }  # fmt: skip
+        local = [r["step_ms"] for r in self.rows if (r.get("ep"), r.get("T"), r.get("side")) == (self.ep, self.T, "local")]
+        if local and side != "local":
+            row |= {"exposed_ms": round(both - local[0], 3), "of_local": round(local[0] / both, 3)}
+        self.add(row)
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            if self.arguments.json:
+                write(self.arguments.json, self.rows)
+
+
+def write(path: str, rows: list[dict]) -> None:
+    with open(f"{path}.part", "w") as file:
+        json.dump(rows, file, indent=1)
+    os.replace(f"{path}.part", path)
+
+
+def compare(bench: Bench, name: str, results: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    """Record the relative difference of two sides."""
+    errors = {}
+    for key, value in reference.items():
+        error = (results[key].float() - value.float()).norm() / value.float().norm().clamp(min=1e-30)
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        errors[key] = round(error.item(), 5)
+    bench.add({"ep": bench.ep, "T": bench.T, "compared": name, "errors": errors,
+               "agree": max(errors.values()) < REFERENCE_TOLERANCE})  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ep", type=int, nargs="+", default=[2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--sides", nargs="+", default=["local", "ours", "bound", "titan", "weights"])
+    parser.add_argument("--free", type=int, nargs="+", default=[0, 16, 32], help="multiprocessors left to collectives")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--choices", type=int, default=8)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    setting = {"torch": torch.__version__, "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
+    rows: list[dict] = [{"world": dist.get_world_size(), **setting}]
+    for T in arguments.tokens:
+        for ep in arguments.ep:
+            bench = Bench(arguments, ep, T, rows)
+            reference = None
+            for name in arguments.sides:
+                try:
+                    results = bench.measure(name)
+                    if name != "local":
+                        compare(bench, f"{name} with ours", results, reference or results)
+                        reference = reference or results
+                except Exception as error:
+                    traceback.print_exc()
+                    bench.add({"ep": ep, "T": T, "side": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
+                if arguments.device == "cuda":
+                    torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Print the tables of README.md and docs/numbers.md from the files in benchmarks/results.
+
+    python benchmarks/tables.py
+
+A test holds the pages to what this prints.
+"""
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+SHAPES = {
+    "fine": (32768, 2048, 768, 128, 8),
+    "finest": (24576, 1536, 256, 128, 8),
+    "wide": (32768, 4096, 1024, 128, 8),
+    "mid": (32768, 2048, 1024, 64, 8),
+    "coarse": (16384, 4096, 14336, 8, 2),
+}
+"""T tokens, D model width, F expert width, E experts, K experts a token, as in ``bench_layer.py``."""
+
+
+def measured(file: str) -> dict[tuple[str, str], dict]:
+    """The measurements of one file, by shape (or model) and contender."""
+    rows = json.loads((RESULTS / file).read_text())["measurements"]
+    return {(row.get("shape", row.get("model")), row["contender"]): row for row in rows}
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def short_table() -> str:
+    """One layer, compiled: a step in milliseconds, and the memory of it in MiB."""
+    rows = measured("layer_h200.json")
+    header = ["T, D, F, E, K", "grouped_mm", "moeblaze", "faster", "kept (peak), grouped_mm", "kept (peak), moeblaze"]
+    lines = []
+    for name, sizes in SHAPES.items():
+        theirs, ours = rows[name, "grouped_mm+compile"], rows[name, "moeblaze"]
+        lines.append(
+            [
+                ", ".join(map(str, sizes)),
+                f"{theirs['step_ms']:.1f} ms",
+                f"{ours['step_ms']:.1f} ms",
+                f"{theirs['step_ms'] / ours['step_ms']:.2f}x",
+                f"{theirs['kept_mib']:.0f} ({theirs['peak_mib']:.0f}) MiB",
+                f"{ours['kept_mib']:.0f} ({ours['peak_mib']:.0f}) MiB",
+            ]
+        )
+    return markdown(header, lines)
+
+
+def layer_table() -> str:
+    """One layer beside the bound of six ``torch.bmm``: bound / time of forward and backward, and of forward alone."""
+    rows = measured("layer_h200.json")
+    header = ["shape (T, D, F, E, K)", "bound", "grouped_mm", "grouped_mm + compile", "moeblaze", "moeblaze, forward alone"]
+    lines = []
+    for name, sizes in SHAPES.items():
+        bound = rows[name, "bound"]
+        ratios = [bound["step_ms"] / rows[name, way]["step_ms"] for way in ("grouped_mm", "grouped_mm+compile", "moeblaze")]
+        ratios.append(bound["forward_ms"] / rows[name, "moeblaze"]["forward_ms"])
+        sizes = ", ".join(map(str, sizes))
+        lines.append([f"{name} ({sizes})", f"{bound['step_ms']:.2f} ms", *(f"{ratio:.2f}" for ratio in ratios)])
+    return markdown(header, lines)
+
+
+def configuration_table() -> str:
+    """The seven configurations of the MoEBlaze paper: a step, and bound / time."""
+    rows = measured("conf_h200.json")
+    lines = []
+    for number in range(1, 8):
+        ours, bound = rows[f"conf{number}", "moeblaze"], rows[f"conf{number}", "bound"]
+        lines.append(
+            [
+                str(number),
+                f"{ours['step_ms']:.2f} ms",
+                f"{bound['step_ms'] / ours['step_ms']:.2f}",
+                f"{ours['kept_mib']:.0f} MiB",
+                f"{ours['peak_mib']:.0f} MiB",
+            ]
+        )
+    return markdown(["configuration", "step", "bound / time", "kept", "peak"], lines)
+
+
+def dial_table() -> str:
+    """``keep="input"``, and the same held to 240 MiB, beside a step that keeps the pre-activations."""
+    rows = measured("memory_limited_wide_finest_h200.json") | measured("memory_limited_h200.json")
+    lines = []
+    for name in SHAPES:
+        base, dropped, limited = (rows[name, f"{way}+compile"] for way in ("preactivation", "input", "limited"))
+        lines.append(
+            [
+                name,
+                f"{base['kept_mib']:.0f} MiB",
+                f"{dropped['kept_mib']:.0f} MiB",
+                f"+{dropped['step_ms'] / base['step_ms'] - 1:.0%}",
+                f"+{limited['step_ms'] / base['step_ms'] - 1:.0%}",
+                f"{limited['beyond_results_mib']:.0f} MiB",
+            ]
+        )
+    header = ["shape", "kept", 'kept, keep="input"', "its time", "its time within 240 MiB", "allocated beyond results"]
+    return markdown(header, lines)
+
+
+def models_table() -> str:
+    """Four layers of two models of transformers, unmodified, attention included."""
+    rows = measured("hf_h200.json")
+    lines = []
+    for model, label in (("qwen3_moe", "Qwen3-MoE"), ("mixtral", "Mixtral")):
+        theirs, ours = rows[model, "compile"], rows[model, "compile+moeblaze"]
+        lines.append(
+            [
+                label,
+                f"{theirs['step_ms']:.1f} ms",
+                f"{ours['step_ms']:.1f} ms",
+                f"{theirs['step_ms'] / ours['step_ms']:.2f}x",
+                f"{theirs['moe_kept_mib']:.0f} MiB",
+                f"{ours['moe_kept_mib']:.0f} MiB",
+            ]
+        )
+    return markdown(["model", "compile", "compile + moeblaze", "faster", "kept by a MoE block", "with moeblaze"], lines)
+
+
+def tokens_table() -> str:
+    """The layer of MoEBlaze's scaling table (D 512, F 2048, 4 experts, top-1) over tokens."""
+    graphs, plain = measured("conf1_graphs_h200.json"), measured("conf1_h200.json")
+    lines = []
+    for tokens, shape in (
+        (8192, "conf1_8k"),
+        (32768, "conf1_32k"),
+        (131072, "conf1_128k"),
+        (524288, "conf1_512k"),
+        (2097152, "conf1_2m"),
+    ):
+        row = graphs.get((shape, "moeblaze-graphs")) or plain[shape, "moeblaze"]
+        mode = "with CUDA graphs" if row["contender"].endswith("graphs") else ""
+        lines.append(
+            [f"{tokens} {mode}".strip(), f"{row['step_ms']:.2f} ms", f"{row['kept_mib']:.0f} MiB", f"{row['peak_mib']:.0f} MiB"]
+        )
+    return markdown(["tokens", "step", "kept", "peak"], lines)
+
+
+def compile_table() -> str:
+    """Compile time of 24 layers with attention on two busy CPU cores, forward and backward, without any cache."""
+    rows = {
+        (row["style"], row["contender"]): row for row in json.loads((RESULTS / "compile_cpu.json").read_text())["measurements"]
+    }
+    lines = []
+    for style, label in (("dense", "all experts on all tokens"), ("grouped_mm", "grouped_mm"), ("loop", "loop over hit experts")):
+        plain, ours = rows[style, "plain"], rows[style, "rewritten"]
+        share = ours["ours_seconds"] / ours["seconds"]
+        graphs = f"{plain['graphs']}, {ours['graphs']}"
+        lines.append([label, f"{plain['seconds']:.0f} s", f"{ours['seconds']:.0f} s", f"{share:.1%}", graphs])
+    return markdown(["layers", "compile", "with rewriting", "of that our passes", "graphs before, after"], lines)
+
+
+def demo_table() -> str:
+    """What the example keeps for backward, parameters not counted."""
+    results = json.loads((RESULTS / "demo_cpu.json").read_text())["results"]
+    lines = [[result["label"], f"{result['kept_bytes'] / 2**20:.1f} MiB"] for result in results]
+    return markdown(["", "kept for backward"], lines)
+
+
+TABLES = {
+    "README.md": (short_table,),
+    "docs/numbers.md": (
+        layer_table,
+        short_table,
+        configuration_table,
+        tokens_table,
+        dial_table,
+        models_table,
+        compile_table,
+        demo_table,
+    ),
+}
+
+if __name__ == "__main__":
+    for page, tables in TABLES.items():
+        for table in tables:
+            print(f"{page}: {table.__doc__.splitlines()[0]}\n\n{table()}\n")

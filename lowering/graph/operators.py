@@ -1,0 +1,99 @@
+"""Which operator a node calls, told by the object that it calls and not by its name.
+
+    F.silu(x), x.silu(), torch.ops.aten.silu(x)     silu
+    torch.ops.mylib.silu(x)                         nothing known: its namespace is not torch's
+    silu(x), of the user, under allow_in_graph      nothing known: torch has another function of that name
+
+What is not known has no name, so that nothing is concluded from it.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodWrapperType
+from typing import Any
+
+import torch
+from torch import fx
+
+_NAMESPACES = frozenset(("aten", "prims"))
+OTHERS = {"transformers::grouped_mm_fallback"}
+"""Operators of other namespaces that compute what torch's operators of the same name do."""
+
+OURS: set[Any] = set()
+"""Functions that tracing puts into graphs: each has a form of its own name."""
+
+_PYTHON = frozenset(("_operator", "builtins", "math"))
+_NAMES: dict[Any, str] = {}
+"""What was found to be torch's or Python's own; anything else is not kept alive here."""
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name that an operator has as a method and as a function alike, "" for one that is neither torch's nor Python's.
+
+    ``view``, ``index_add_``, ``linear``, ``add`` (of ``operator.add``).
+    """
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    known = _NAMES.get(node.target)
+    if known is None:
+        known = _name(node.target)
+        if known and not isinstance(node.target, str):  # a method of tensors may become another
+            _NAMES[node.target] = known
+    return known
+
+
+def overloads_of(node: fx.Node) -> list[torch._ops.OpOverload]:
+    """The overload that a node calls, or all that it may where the overload is chosen at the call."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return [node.target]
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return [getattr(node.target, overload) for overload in node.target.overloads()]
+    return []
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, FunctionType) and target in OURS:
+        return target.__name__
+    if type(target).__module__ == "torch._dynamo.utils" and type(target).__name__.startswith("numpy_"):
+        return target.__name__  # an operator or a method of numpy that Dynamo traces, as ``wrapped_add``
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        qualified = target._qualified_op_name
+        return target.__name__ if qualified in OTHERS or qualified.partition("::")[0] in _NAMESPACES else ""
+    if isinstance(target, str):
+        return target if _is_own(getattr(torch.Tensor, target, None)) else ""
+    return target.__name__ if _is_own(target) else ""
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function or a method of tensors is torch's or Python's.
+
+    ``F.silu`` is. A function of the user is not, whatever names it took over from torch's (``functools.wraps(F.silu)``) and
+    wherever it was put (``F.silu = silu``).
+    """
+    if isinstance(function, MethodWrapperType):  # ``torch.Tensor.mT.__get__``
+        function = function.__self__
+    if hasattr(function, "__objclass__"):
+        return function.__objclass__ in torch.Tensor.__mro__
+    module = getattr(function, "__module__", None) or ""
+    root = module.partition(".")[0]
+    if isinstance(function, BuiltinFunctionType):
+        return root == "torch" or root in _PYTHON
+    if not isinstance(function, FunctionType) or root != "torch":
+        return False
+    found: Any = sys.modules.get(module)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function and all(map(_is_written_in_torch, _unwrapped(function)))
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """A function and what it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_written_in_torch(function: Any) -> bool:
+    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "torch"

@@ -1,0 +1,71 @@
+"""Where activations are computed once more in backward, a layer's routing is kept instead.
+
+Under activation checkpointing, its policies and ``activation_memory_budget`` the partitioner repeats what is cheap in place of
+keeping it. Routing is cheap, and must not be repeated: a router with noise, or behind a sum in no fixed order, may choose other
+experts the second time, and gradients would be those of another layer. So what has been chosen is marked to be kept: the ids,
+every integer or truth value that they come from, the routing weights, and the outputs of ``dispatch`` and ``route``. That is a
+few numbers a slot. Logits and probabilities are repeated, as the user asked for; gradients of the router read those.
+"""
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from moeblaze_ops.lowering import torch_internals
+
+_OPS = torch.ops.moeblaze
+ROUTED = (
+    _OPS.dispatch.default,
+    _OPS.route.default,
+    _OPS.expert_up.default,
+    _OPS.expert_down.default,
+    _OPS.expert_mlp.default,
+    _OPS.expert_mlp_ranged.default,
+    _OPS.expert_mlp_chunked.default,
+)
+"""Forward operators of a layer that compute a routing, or take one."""
+_ROUTERS = ROUTED[:2]
+_OPERANDS = ("experts_TK", "weights_TK")
+
+
+def pin_routing(node: fx.Node) -> None:
+    """Mark the routing that ``node``, one of ``ROUTED`` in a joint graph, computes or takes, if it could be repeated."""
+    if not torch_internals.may_be_repeated(node):
+        return
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    chosen = [given[name] for name in _OPERANDS if isinstance(given.get(name), fx.Node)]
+    for kept in {*chosen, *_deciding(chosen), *([node] if node.target in _ROUTERS else [])}:
+        torch_internals.keep_for_backward(kept)
+        for item in kept.users:
+            if _gives(kept, item):
+                torch_internals.keep_for_backward(item)
+
+
+def _deciding(values: list[fx.Node]) -> Iterator[fx.Node]:
+    """Integers and truth values that ``values`` come from, and what chose them: ``topk`` or ``sort``, whose ids these are.
+
+        ids = probabilities.topk(K).indices.to(torch.int32)     # the cast, the item and topk
+        weights = ids * 0.5 + noise                             # the ids, not the noise
+    """
+    seen, left = set(values), list(values)
+    while left:
+        node = left.pop()
+        for source in node.all_input_nodes:
+            if source in seen or not (_is_discrete(source) or _gives(source, node)):
+                continue
+            seen.add(source)
+            left.append(source)
+            yield source
+
+
+def _is_discrete(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.is_floating_point() and node.op == "call_function"
+
+
+def _gives(source: fx.Node, item: fx.Node) -> bool:
+    """Whether ``item`` is one of several results of ``source``."""
+    return item.target is operator.getitem and source.op == "call_function"

@@ -1,0 +1,205 @@
+"""Layers whose expert weights are gathered from the ranks that store them: their tokens move instead, where that is fewer bytes.
+
+A weight is sharded if the graph says so: its node is ``to_local(grad_placements=[Partial()])`` of a ``redistribute`` from
+``Shard(0)`` to ``Replicate()`` on one mesh axis. So each rank needs the sum of all ranks' gradients for its own experts, and
+that is what experts compute that see the tokens of all ranks. Accepted and refused:
+
+    w = p.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])    # p: Shard(0)
+    w = p.redistribute(placements=[Replicate()]).to_local()                               # gradients of this rank alone
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops import config
+from moeblaze_ops.distributed.collectives import local_shard, same_tokens, start_gather
+from moeblaze_ops.distributed.expert_parallel import experts_over_ranks
+from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
+from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
+from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.torch_internals import dtensor_call
+
+_TOKEN_LEGS, _WEIGHT_LEGS = 5, 3
+"""Forward and backward: x, out, dout, x again and dx; weights and their gradients, gathered once more in backward."""
+
+
+@dataclass(frozen=True)
+class ShardedWeights:
+    """The stored DTensor behind each whole weight of a layer, all on one mesh axis."""
+
+    stored: dict[fx.Node, fx.Node]
+    group: str
+    ranks: int
+    weight_bytes: int
+
+    def token_bytes(self, T: int | torch.SymInt, D: int, itemsize: int) -> int | torch.SymInt:
+        """Bytes that a rank receives in forward and backward where tokens move."""
+        return _TOKEN_LEGS * (self.ranks - 1) * T * D * itemsize
+
+    @property
+    def moved_weight_bytes(self) -> int:
+        """Bytes that a rank receives in forward and backward where weights move."""
+        return _WEIGHT_LEGS * (self.ranks - 1) * self.weight_bytes // self.ranks
+
+
+def sharded_weights(match: MoEMatch) -> ShardedWeights | None:
+    """What stores the layer's weights, if all of them are gathered from shards of whole experts."""
+    views = _views(match)
+    stored: dict[fx.Node, fx.Node] = {}
+    for view in views:
+        source = _gathered_from(view.nodes[0]) if len(view.nodes) == 1 else None
+        if source is None or not _by_experts(view, source, match.E):
+            return None
+        stored[view.nodes[0]] = source
+    meshes = {fake_of(source).device_mesh for source in stored.values()}
+    if len(meshes) != 1:
+        return None
+    (mesh,) = meshes
+    sizes = [math.prod(fake_of(source).shape) * fake_of(source).element_size() for source in stored.values()]
+    return ShardedWeights(stored, mesh.get_group().group_name, mesh.size(), sum(sizes))
+
+
+@dataclass(frozen=True)
+class Moving:
+    """How a layer's tokens may move: ``first`` adds nodes before the router, ``experts_TK`` are ids that the ranks agreed on."""
+
+    sharded: ShardedWeights
+    first: Inserter
+    early_TD: fx.Node
+    experts_TK: fx.Node
+
+    @property
+    def bytes(self) -> tuple[int | torch.SymInt, int]:
+        """Received by a rank in forward and backward where tokens move, and where weights do."""
+        x = fake_of(self.early_TD)
+        return self.sharded.token_bytes(x.shape[0], x.shape[1], x.element_size()), self.sharded.moved_weight_bytes
+
+    def moves_tokens(self) -> bool:
+        """Whether that is fewer bytes, or asked for; a symbolic T gets a guard on its side."""
+        tokens, weights = self.bytes
+        return config.experts_move == "tokens" or bool(tokens <= weights)
+
+    def describe(self, moved: str, other: str) -> str:
+        sizes = dict(zip(("tokens", "weights"), map(_size, self.bytes), strict=True))
+        return f"{sizes[moved]} of {moved} move between {self.sharded.ranks} ranks, not {sizes[other]} of {other}"
+
+
+def may_move(insert: Inserter, match: MoEMatch, x_TD: fx.Node, experts_TK: fx.Node) -> Moving | None:
+    """How tokens may move to sharded experts; None where the layer has none, or weights have to move.
+
+    The ranks agree on the number of tokens before anything travels: each of them then comes to the same choice.
+    """
+    if config.experts_move == "weights" or match.formula is not None or free_unbacked_symbols(fake_of(x_TD)):
+        return None
+    sharded = sharded_weights(match)
+    if sharded is None:
+        return None
+    early = _is_unwritten(match)
+    first = insert.at(_behind_inputs(match.x.node)) if early else insert
+    early_TD = first.rows(match.x, match.D) if early else x_TD
+    if config.check_tokens_per_rank:
+        zero = first.call(same_tokens, early_TD, sharded.group)
+        experts_TK = insert.call(torch.add, experts_TK, zero)
+    return Moving(sharded, first, early_TD, experts_TK)
+
+
+def insert_moved_tokens(
+    insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, weights_TK: fx.Node | None
+) -> tuple[fx.Node, str]:
+    """Insert the layer with tokens that move, and what it became. They leave before the router chooses."""
+    sharded, x = moving.sharded, fake_of(x_TD)
+    gathered = moving.first.call(start_gather, moving.early_TD, sharded.ranks, sharded.group)
+    w_up, b_up, w_down, b_down = (
+        [_local(insert, view, sharded) for view in views]
+        for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
+    )
+    differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
+    learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
+    keep_h = learns and config.keep == "preactivation"
+    with x.fake_mode:
+        value = torch.empty_like(x, memory_format=torch.contiguous_format).requires_grad_(learns)
+    settings = (match.activation, match.weights_on_input, sharded.group, sharded.ranks, config.arrived_rows == "exact", keep_h)
+    parameters = (w_up, b_up, w_down, b_down)
+    out = insert.given(value, experts_over_ranks, x_TD, gathered, weights_TK, moving.experts_TK, *parameters, *settings)
+    return out, f"experts_over_ranks({match.activation}): {moving.describe('tokens', 'weights')}"
+
+
+def drop_unread_gathers(graph: fx.Graph) -> None:
+    """Remove gathers of sharded weights that nobody reads any more: AOTAutograd keeps a collective without readers."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (_is_call(node, "to_local") or _is_call(node, "redistribute")):
+            graph.erase_node(node)
+
+
+def _views(match: MoEMatch) -> list[WeightView]:
+    return [*match.w_up, *match.b_up, match.w_down, *([match.b_down] if match.b_down else [])]
+
+
+def _is_call(node: fx.Node, method: str) -> bool:
+    call = dtensor_call(node)
+    return call is not None and call[0] == method
+
+
+def _gathered_from(node: fx.Node) -> fx.Node | None:
+    """The DTensor ``Shard(0)`` that ``node`` is the whole of, with gradients that are summed over its ranks."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if not _is_call(node, "to_local") or not _is_call(node.args[0], "redistribute"):
+        return None
+    grad_placements = dtensor_call(node)[1].get("grad_placements")
+    whole, source = fake_of(node.args[0]), node.args[0].args[0]
+    stored = fake_of(source)
+    is_sum = grad_placements is not None and tuple(grad_placements) == (Partial("sum"),)
+    same = whole.device_mesh == stored.device_mesh and whole.dtype == stored.dtype and stored.device_mesh.ndim == 1
+    placed = tuple(stored.placements) == (Shard(0),) and tuple(whole.placements) == (Replicate(),)
+    written = any(inplace_name(user) is not None for user in source.users)
+    return source if is_sum and same and placed and not written else None
+
+
+def _by_experts(view: WeightView, source: fx.Node, num_experts: int) -> bool:
+    """Whether each rank stores whole experts, as many as the others: the axis E is the outermost of what is stored."""
+    stored = fake_of(source)
+    ranks = stored.device_mesh.size()
+    outermost = view.order[0] == 0 and all(len(part.sizes) > 1 and part.sizes[0] == num_experts for part in view.parts)
+    return outermost and not view.apart and num_experts % ranks == 0 and stored.shape[0] % num_experts == 0
+
+
+def _local(insert: Inserter, view: WeightView, sharded: ShardedWeights) -> fx.Node:
+    """The experts of this rank, as the ops take them."""
+    count = view.sizes[0] // sharded.ranks
+    parts = tuple(Part((count, *part.sizes[1:]), part.start, part.length) for part in view.parts)
+    node = insert.viewed(insert.call(local_shard, sharded.stored[view.nodes[0]]), _own(view, parts, count))
+    return insert.call("to", node, view.dtype) if view.cast else node
+
+
+def _own(view: WeightView, parts: tuple[Part, ...], count: int) -> WeightView:
+    return replace(view, parts=parts, sizes=(count, *view.sizes[1:]))
+
+
+def _is_unwritten(match: MoEMatch) -> bool:
+    """Whether nothing writes to a tensor between the tokens' node and the layer: they may leave right behind their node.
+
+    It accepts ``y = norm(x); w, i = router(y); return layer(y, w, i)`` and refuses ``y = norm(x); y.mul_(2); ...``.
+    """
+    behind = False
+    for node in match.x.node.graph.nodes:
+        behind = behind or node is match.x.node
+        if node is match.root:
+            return True
+        if behind and node is not match.x.node and inplace_name(node) is not None and node not in match.region.nodes:
+            return False
+    return False
+
+
+def _behind_inputs(node: fx.Node) -> fx.Node:
+    """The node itself, or the last input of the graph for an input."""
+    return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+
+
+def _size(num_bytes: int | torch.SymInt) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if isinstance(num_bytes, int) else f"{num_bytes} bytes"

@@ -1,0 +1,204 @@
+"""A layer whose experts are spread over ranks: tokens go to the experts, and what they computed comes back.
+
+    rank r:   x [T, D]  --gather-->  x of all ranks [R*T, D]  --experts of r-->  sums [R*T, D]  --reduce-scatter-->  out [T, D]
+
+Ids of foreign experts become -1 and cost nothing but their index: no routed copy of a token is made, and a token travels once to
+each rank, not once to each expert. Backward gathers ``dout`` and reduces ``dx`` the same way. It gathers x again, beside the
+product that comes first; the reduction of ``dx`` runs beside the weight gradients. Kept: x, routing indices, the routing weights
+of all ranks and h.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops import config
+from moeblaze_ops.distributed.collectives import process_group, start_gather, start_reduce_scatter, used_slots, wait
+from moeblaze_ops.ops.dispatch import dispatch
+from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
+from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
+from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
+from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
+
+
+class Ranks(NamedTuple):
+    """Where the experts are, and how the layer runs there.
+
+    ``group`` names the process group of ``count`` ranks. ``exact``: the host reads how many rows arrived, and h is as long;
+    otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection.
+    """
+
+    group: str
+    count: int
+    exact: bool
+    keep_h: bool
+
+
+def experts_over_ranks(
+    x_TD: Tensor,
+    gathered_x: Tensor,
+    weights_TK: Tensor | None,
+    experts_TK: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    activation: str,
+    weight_on_input: bool,
+    group: str,
+    count: int,
+    exact: bool,
+    keep_h: bool,
+) -> Tensor:
+    """``moe`` of the tokens of this rank, with experts ``[r * E_local, (r + 1) * E_local)`` given on rank r.
+
+    Args:
+        x_TD: tokens of this rank, as many as on every other one. Shape [T, D].
+        gathered_x: ``start_gather`` of x_TD.
+        weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
+        w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
+        activation, weight_on_input: as for ``expert_mlp``.
+        group, count, exact, keep_h: see ``Ranks``.
+
+    Returns:
+        [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
+        the process group do.
+    """
+    ranks = Ranks(group, count, exact, keep_h)
+    counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
+    parameters = (*w_up, *b_up, *w_down, *b_down)
+    return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
+        w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
+        num_local = w_down[0].shape[0]
+        group, count = ranks.group, ranks.count
+        started = [start_gather(experts_TK.to(torch.int32), count, group)]
+        if weights_TK is not None:
+            started.append(start_gather(weights_TK, count, group))
+        ids, *all_weights = map(wait, started)
+        all_weights_TK = all_weights[0] if all_weights else None
+        local = ids - first_of_rank(group, num_local)
+        local = torch.where((local >= 0) & (local < num_local), local, -1)
+        slots_N, *rest = dispatch(local, num_local)
+        routing = (used_slots(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
+        all_x = wait(gathered_x)
+        on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
+        h_NGF = None
+        if ranks.keep_h:
+            h_NGF, a_NF = expert_up(all_x, w_up, b_up, on_input, *routing, activation)
+            out = expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)
+        else:
+            out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
+        ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
+        ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *parameters)
+        return wait(start_reduce_scatter(out, count, group))
+
+    @staticmethod
+    def backward(ctx, dout_TD):
+        x_TD, h_NGF, all_weights_TK, *saved = ctx.saved_tensors
+        routing, parameters = saved[:4], saved[4:]
+        needed = ctx.needs_input_grad
+        needs = [needed[6], needed[7] and all_weights_TK is not None]
+        needs += [any(group) for group in split_groups(list(needed[8:]), ctx.counts)]
+        groups = split_groups(parameters, ctx.counts)
+        gradients = experts_over_ranks_backward(
+            dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.group,
+            ctx.ranks.count, needs,
+        )  # fmt: skip
+        dx_TD, dweights_TK, *of_parameters = gradients
+        filled: list[Tensor | None] = []
+        for need, tensors in zip(needs[2:], groups, strict=True):
+            filled += [of_parameters.pop(0) if need else None for _ in tensors]
+        return (None,) * 6 + (dx_TD if needs[0] else None, dweights_TK if needs[1] else None, *filled)
+
+
+def first_of_rank(group: str, num_local: int) -> int:
+    return process_group(group).rank() * num_local
+
+
+def _backward(*args) -> list[Tensor]:
+    from moeblaze_ops.kernels.multiprocessors import leaving_free
+
+    with leaving_free(config.collective_multiprocessors or 0):
+        return _gradients(*args)
+
+
+def _gradients(
+    dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
+    weight_on_input, group, ranks, needs,
+):  # fmt: skip
+    needs_x, needs_weights, needs_w_up, needs_b_up, needs_w_down, needs_b_down = needs
+    on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    top_k = positions_TK.shape[1]
+    dout = start_gather(dout_TD, ranks, group)
+    needs_all_x = needs_w_up or h_NGF is None or on_input is not None
+    all_x = start_gather(x_TD, ranks, group) if needs_all_x else None
+    dout = wait(dout)
+    if h_NGF is None:
+        all_x = wait(all_x)
+        dh_NGF, dscale_TK, wa_NF = expert_mlp_backward(
+            dout, all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input
+        )
+    else:
+        dh_NGF, dscale_TK, wa_NF = expert_down_backward(dout, h_NGF, w_down, b_down, on_output, *routing, activation)
+        all_x = wait(all_x) if needs_all_x else None
+    dx_TD, dweights_TK = None, None
+    if needs_x or (needs_weights and weight_on_input):
+        x_or_none = None if on_input is None else all_x
+        dx, scale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing)
+        dscale_TK = scale_TK if weight_on_input else dscale_TK
+        dx_TD = start_reduce_scatter(dx, ranks, group) if needs_x else None
+    if needs_weights:
+        dweights_TK = start_reduce_scatter(dscale_TK, ranks, group)
+    # Beside the reductions.
+    results: list[Tensor] = []
+    if needs_w_up:
+        results += expert_weight_grad(all_x, dh_NGF, w_up, on_input, slots_N, offsets_E1, top_k)
+    if needs_b_up:
+        results += up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, len(b_up))
+    if needs_w_down:
+        results += expert_weight_grad(dout, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
+    if needs_b_down:
+        results.append(expert_bias_grad(dout, on_output, slots_N, offsets_E1, top_k, True))
+    reduced = [x_TD.new_empty(0) if started is None else wait(started) for started in (dx_TD, dweights_TK)]
+    return [*reduced, *results]
+
+
+def _backward_fake(
+    dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
+    weight_on_input, group, ranks, needs,
+):  # fmt: skip
+    needs_x, needs_weights, *needs_parameters = needs
+    tokens, top_k = x_TD.shape[0], positions_TK.shape[1]
+    results = [x_TD.new_empty(x_TD.shape) if needs_x else x_TD.new_empty(0)]
+    results.append(all_weights_TK.new_empty((tokens, top_k)) if needs_weights else x_TD.new_empty(0))
+    for need, tensors, strided in zip(needs_parameters, (w_up, b_up, w_down, b_down), (True, False) * 2, strict=True):
+        if need:
+            results += [torch.empty_like(t) if strided else t.new_empty(t.shape) for t in tensors]
+    return results
+
+
+_library = torch.library.Library("moeblaze", "FRAGMENT")
+_library.define(
+    "experts_over_ranks_backward(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
+    " Tensor[] b_down, Tensor? all_weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2,"
+    " str activation, bool weight_on_input, str group, int ranks, bool[] needs) -> Tensor[]",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_library.impl("experts_over_ranks_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("moeblaze::experts_over_ranks_backward", _backward_fake, lib=_library)
+experts_over_ranks_backward = torch.ops.moeblaze.experts_over_ranks_backward.default
+"""All gradients of ``experts_over_ranks``, in one op: what travels and what is computed beside it keep their order.
+
+Returns:
+    dx [T, D] and dweights [T, K] of this rank's tokens, then one gradient for each parameter of the kinds that are needed
+    (``needs``: x, weights, w_up, b_up, w_down, b_down); empty tensors for an x or weights without need.
+"""
+
+__all__ = ["Ranks", "experts_over_ranks", "experts_over_ranks_backward"]

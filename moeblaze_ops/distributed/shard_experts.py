@@ -1,0 +1,199 @@
+"""``shard_experts``: each expert on one rank of a mesh axis, and layers that see their experts whole."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from moeblaze_ops.distributed.find_experts import ExpertGroup, Unclear, find_experts
+from moeblaze_ops.distributed.listed_experts import keep_names_of_entries, stacked
+from moeblaze_ops.distributed.whole_weights import (
+    RunningLayer,
+    WholeWeights,
+    has_forward,
+    is_sharded,
+    read_from_stack,
+    read_whole,
+    run_in_layer,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger("moeblaze")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A parameter that is sharded: its path, its shape over all ranks and why it was taken."""
+
+    name: str
+    shape: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that looks like experts and stays as it is."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ShardedExperts:
+    """What ``shard_experts`` did."""
+
+    taken: tuple[Taken, ...]
+    left: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        lines = [f"  {t.name} {list(t.shape)}: {t.why}" for t in self.taken]
+        lines += [f"  left: {left.name}: {left.why}" for left in self.left]
+        return "\n".join([f"shard_experts: {len(self.taken)} parameters sharded", *lines])
+
+
+def shard_experts(
+    model: nn.Module,
+    mesh: "DeviceMesh",
+    parameters: Iterable[str] | Callable[[str, Tensor], bool] | None = None,
+) -> ShardedExperts:
+    """Store each expert of ``model`` on one rank of ``mesh``, in place; every rank of the mesh calls this.
+
+    Expert parameters become DTensors ``Shard(0)``. Modules read them whole while they run, so a layer computes what it did in any
+    spelling, in eager mode too: weights are gathered in forward, gradients are reduced and scattered in backward. Under
+    ``torch.compile`` with rewriting, a proven layer moves tokens instead where that is fewer bytes. Call it before
+    ``fully_shard`` (on another mesh axis) and before the optimizer is made; the model may be on the meta device.
+
+    The gradient of an expert is the *sum* over the ranks of the axis, each with its own tokens. To train on the mean over the
+    ranks, divide each rank's loss by their number. Other parameters are untouched: reduce their gradients as before.
+
+    Args:
+        model: any module. Stacked experts are parameters ``[E, ...]``. A ``ModuleList`` of E equal modules is stored as one
+            stacked parameter for each parameter of an entry, on the list, with dots as underscores (``experts.w1_weight``);
+            names in ``state_dict`` stay those of the entries, and a rank has the entries of its own experts there.
+        mesh: one axis of a device mesh, such as ``mesh["ep"]``. Rank r stores experts ``[r * E / ranks, (r + 1) * E / ranks)``
+            of the values that rank 0 has.
+        parameters: names of the expert parameters, or a predicate of name and parameter, instead of those that are found by
+            shape: weights of two layers at least with the axis E, near a router with that axis.
+
+    Returns:
+        Which parameters were taken and why, and what looked like experts and was left.
+
+    Raises:
+        ValueError: the mesh has several axes, the number of ranks does not divide E, a parameter is a DTensor already, is stored
+            on another type of device than the mesh, or the ranks have different models. All ranks raise the same error.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"shard_experts: mesh must have one axis, such as mesh['ep'], got {mesh.ndim} axes")
+    groups, left = _agreed(lambda: _plan(model, mesh, parameters), mesh)
+    layers: dict[str, RunningLayer] = {}
+    taken = [entry for group in groups for entry in _shard(model, group, mesh, layers.setdefault(group.layer, RunningLayer()))]
+    for path, layer in layers.items():
+        if has_forward(model.get_submodule(path)):
+            run_in_layer(model.get_submodule(path), layer)
+    report = ShardedExperts(tuple(taken), tuple(Left(unclear.owner, unclear.why) for unclear in left))
+    log.info("%s", report)
+    return report
+
+
+def _plan(
+    model: nn.Module, mesh: "DeviceMesh", parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
+) -> tuple[list[ExpertGroup], list[Unclear], str]:
+    """What to shard, and a digest of the shapes; raises where that is not possible."""
+    from torch.distributed.tensor import DTensor
+
+    groups, left = find_experts(model, parameters)
+    ranks = mesh.size()
+    for group in groups:
+        owner = model.get_submodule(group.owner)
+        if any(map(is_sharded, owner.modules())):
+            raise ValueError(f"shard_experts: model must not be sharded twice, got {group.owner!r} again")
+        entries = list(owner) if group.listed else [owner]
+        for name in group.names:
+            for parameter in (entry.get_parameter(name) for entry in entries):
+                _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, ranks, mesh, DTensor)
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return groups, left, hashlib.sha256(repr((groups, shapes)).encode()).hexdigest()
+
+
+def _check(name: str, parameter: Tensor, group: ExpertGroup, ranks: int, mesh: "DeviceMesh", sharded: type) -> None:
+    if isinstance(parameter, sharded):
+        got = f"a DTensor with placements {parameter.placements}"
+        raise ValueError(f"shard_experts: {name} must be a plain tensor (shard experts before fully_shard), got {got}")
+    size = group.num_experts if group.listed else parameter.shape[0]
+    if group.num_experts % ranks or size % group.num_experts:
+        raise ValueError(f"shard_experts: mesh must divide the experts of {name}, got {size} over {ranks} ranks")
+    if parameter.device.type not in ("meta", mesh.device_type):
+        raise ValueError(f"shard_experts: {name} must be on {mesh.device_type} like the mesh, got {parameter.device}")
+
+
+def _agreed(plan: Callable, mesh: "DeviceMesh") -> tuple[list[ExpertGroup], list[Unclear]]:
+    """What ``plan`` gives, if it gives the same on every rank; else one error on all of them."""
+    import torch.distributed as dist
+
+    try:
+        groups, left, digest = plan()
+        mine = (digest, None)
+    except ValueError as error:
+        mine = (None, str(error))
+    group = mesh.get_group()
+    everyone: list = [None] * mesh.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    errors = [error for _, error in everyone if error is not None]
+    if errors:
+        raise ValueError(errors[0])
+    others = [rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0]]
+    if others:
+        raise ValueError(f"shard_experts: model must have the same parameters on every rank, got others on rank {others[0]}")
+    return groups, left
+
+
+def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: RunningLayer) -> list[Taken]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    owner = model.get_submodule(group.owner)
+
+    def distributed(tensor: Tensor, like: Tensor) -> nn.Parameter:
+        return nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)]), requires_grad=like.requires_grad)
+
+    taken = []
+    if group.listed:
+        stacks = {}
+        for name in group.names:
+            key = name.replace(".", "_")
+            parameter = distributed(stacked(owner, name), owner[0].get_parameter(name))
+            stacks[name] = key
+            owner.register_parameter(key, parameter)
+            taken.append(Taken(f"{group.owner}.{key}", tuple(parameter.shape), group.why))
+        _replace_entries(owner, stacks, WholeWeights(owner, stacks.values(), layer))
+        keep_names_of_entries(owner, stacks)
+    else:
+        for name in group.names:
+            stored = owner._parameters[name]
+            owner._parameters[name] = distributed(stored.detach(), stored)
+            full = f"{group.owner}.{name}" if group.owner else name
+            taken.append(Taken(full, tuple(stored.shape), group.why))
+        read_whole(owner, group.names, WholeWeights(owner, group.names, layer))
+    if has_forward(owner) and group.owner != group.layer:
+        run_in_layer(owner, layer)
+    return taken
+
+
+def _replace_entries(experts: nn.ModuleList, stacks: dict[str, str], weights: WholeWeights) -> None:
+    """Take the parameters out of the entries, and let them read as entries of the stacks."""
+    for number, entry in enumerate(experts):
+        by_module: dict[nn.Module, dict[str, str]] = {}
+        for name, key in stacks.items():
+            inside, _, own = name.rpartition(".")
+            holder = entry.get_submodule(inside)
+            del holder._parameters[own]
+            by_module.setdefault(holder, {})[own] = key
+        for holder, keys in by_module.items():
+            read_from_stack(holder, keys, number, weights)
+
+
+__all__ = ["Left", "ShardedExperts", "Taken", "shard_experts"]

@@ -1,0 +1,117 @@
+"""What ``explain`` and ``report`` return: what became of each MoE layer, and how that is said to its author."""
+
+import linecache
+import os
+import re
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+
+_REMEDIES = {
+    "OTHER_TERMS": "begin with torch.zeros_like(x), add outputs of experts alone; buffers of a fixed capacity stay as they are",
+    "ROUTING": "multiply each expert's output by the score with which the token chose it, found by comparing expert ids",
+    "SLOT_WEIGHTS": "sort and gather the routing weights like the tokens that they belong to",
+    "NOT_TWO_PROJECTIONS": "write an expert as down(act(up(x))) or down(act(gate(x)) * up(x)), without dropout or norm inside",
+    "ACTIVATION": "use one of silu, gelu, relu, relu squared, or one of their gated forms",
+    "PROJECTION_WEIGHTS": "give every expert its own weights, stacked [E, ...] or as one module each",
+    "SAME_PERMUTATION": "bring the outputs back by the order that the tokens were sorted in",
+    "DIFFERENT_INPUTS": "let every expert read the same x",
+    "DIFFERENT_ACTIVATIONS": "use one activation for all experts",
+    "EXPERT_COVERAGE": "use experts 0 to E-1 once each",
+    "WEIGHT_LAYOUT": "keep each projection in one tensor [E, F, D], or its experts apart",
+    "DISTINCT_EXPERTS": "add outputs of experts (out[t] += y) where a token may name an expert twice",
+    "DTYPE_PATH": "compute the experts in the dtype of x, or under autocast",
+    "OPERAND_CHANGED": "write to the operand after the layer, not inside of it",
+    "BUFFER_ALIASED": "write to a buffer that nothing else reads meanwhile",
+    "EXTRA_USER": "do not read results from inside the layer (hooks that save activations do)",
+    "CONTEXT": "enter and leave autocast and no_grad around the layer, not inside of it",
+    "INTERNAL": "this is a defect of ours: please report it with this output (config.strict = True raises it)",
+}
+"""What its author can change where a layer is left alone, by the name of the reason."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer that looks like a Mixture-of-Experts.
+
+    ``where`` is the module's path in the model, and the line of its code. ``kept_before`` and ``kept_after`` are the bytes
+    that autograd keeps for it until backward, without parameters and the model's inputs: measured on the captured graph
+    as eager mode runs it, and on the rewritten one; None where that is unknown. ``copied`` bytes of separate expert
+    weights are joined by a copy in forward, and again in backward. ``zeros`` are parameters that get a gradient of
+    zeros where the program as written leaves None: those of experts without tokens.
+    """
+
+    where: str
+    spelling: str
+    became: str | None = None
+    reason: str | None = None
+    kept_before: int | None = None
+    kept_after: int | None = None
+    copied: int = 0
+    remedy: str | None = None
+    code: str | None = None
+    zeros: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.became is None:
+            lines = [f"{self.where}: {self.spelling}, left alone: {self.reason}"]
+            lines += [f"code: {self.code}"] if self.code else []
+            lines += [f"what would help: {self.remedy}"] if self.remedy else []
+            return "\n    ".join(lines)
+        lines = [f"{self.where}: {self.spelling} -> {self.became}"]
+        if self.kept_before is not None and self.kept_after is not None:
+            lines.append(f"kept for backward: {size_text(self.kept_before)} before, {size_text(self.kept_after)} after")
+        if self.copied:
+            lines.append(f"separate weights joined by a copy in each pass: {size_text(self.copied)}")
+        if self.zeros:
+            lines.append(f"gradients of zeros instead of None for experts without tokens: {_folded(self.zeros)}")
+        return "\n    ".join(lines)
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What a compile with rewriting makes, or made, of a model. Its text is what a prompt shows and ``print`` prints."""
+
+    candidates: tuple[Candidate, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rewritten = sum(candidate.became is not None for candidate in self.candidates)
+        head = f"moeblaze: {rewritten} of {len(self.candidates)} MoE layers rewritten"
+        if not self.candidates:
+            head = "moeblaze: no MoE layer was found"
+        counted = Counter(map(str, self.candidates)).items()
+        lines = [f"  {f'{count} times ' if count > 1 else ''}{line}" for line, count in counted]
+        return "\n".join([head, *lines, *(f"  note: {line}" for line in self.notes)])
+
+    __repr__ = __str__
+
+
+def left_alone(where: str, spelling: str, source: str, reason: str, meaning: str, detail: str) -> Candidate:
+    """A layer that was left alone, in words of who wrote it."""
+    why = f"{reason}, {meaning}{f' ({detail})' if detail else ''}"
+    return Candidate(where, spelling, reason=why, remedy=_REMEDIES.get(reason), code=code_at(source))
+
+
+def code_at(source: str) -> str | None:
+    """The line of code at ``file:line``, if it can be read."""
+    file, _, line = source.rpartition(":")
+    return linecache.getline(file, int(line)).strip() or None if line.isdigit() else None
+
+
+def short_place(source: str) -> str:
+    """``file:line`` with the file as seen from the working directory, or from where packages are installed."""
+    for folder in (sysconfig.get_paths()["purelib"], os.getcwd()):
+        if source.startswith(folder + os.sep):
+            return source[len(folder) + 1 :]
+    return source
+
+
+def _folded(names: tuple[str, ...]) -> str:
+    """Names that differ in their last number as one: ``up.*.weight``."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.[^\d]*$|$)", ".*", name) for name in names))
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in KiB or MiB."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"

@@ -1,0 +1,111 @@
+"""``record_routing``: the experts that each router of a model chooses, as tensors."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
+from moeblaze_ops.ops.route import WATCHERS
+from moeblaze_ops.routing.choice import Choice, Watch
+
+
+@dataclass
+class RoutingRecord:
+    """What was chosen while a record was taken.
+
+    ``ids`` has, by the name of the module whose forward chose, ids ``[T, K]`` in int64 of the tokens of all its calls, in order.
+    Of a module that chooses several times, groups first say, it is the last choice of each call. ``widths`` has the number of
+    what was chosen from: the experts.
+    """
+
+    ids: dict[str, Tensor] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, choice: Choice) -> None:
+        ids = choice.ids_TK.detach().long()
+        self.ids[name] = torch.cat([self.ids[name], ids]) if name in self.ids else ids
+        self.widths[name] = choice.width
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module, *, layers: Callable[[str, nn.Module], bool] | None = None) -> Iterator[RoutingRecord]:
+    """Record what the routers of ``model`` choose while the context is open.
+
+        with moeblaze_ops.record_routing(model) as record, torch.no_grad():
+            model(tokens)
+        record.ids["layers.0.mlp.gate"]  # [T, K]
+
+    A choice is a ``torch.topk`` along the last axis, or ``moeblaze_ops.route``, of a module of the model. Whatever is compiled
+    runs as written in the meantime, so that layers are recorded whether or not they are rewritten. A layer that is called
+    several times has the tokens of all calls. Under ``replay_routing`` a record is what the routers would have chosen. Backward
+    under activation checkpointing calls layers again, and belongs outside.
+
+    Args:
+        model: any module.
+        layers: takes the name of a module that chooses, and the module, and says whether it is recorded. None: all. Sparse
+            attention may choose positions: leave it out by name.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``layers`` no function.
+    """
+    record = RoutingRecord()
+    with watching("record_routing", model, layers, record.add):
+        yield record
+
+
+@contextlib.contextmanager
+def watching(
+    op: str, model: nn.Module, layers: Callable[[str, nn.Module], bool] | None, notice: Callable[[str, Choice], None]
+) -> Iterator[None]:
+    """Call ``notice`` with the name of each module that has chosen, and its last choice, when it returns."""
+    if not isinstance(model, nn.Module):
+        refuse_type(op, "model", "be an nn.Module", kind_of(model))
+    if layers is not None and not callable(layers):
+        refuse_type(op, "layers", "be a function of a name and a module", kind_of(layers))
+    calls = _Calls(model)
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        choice, name = calls.leave(module), calls.names.get(module)
+        if choice is not None and (layers is None or layers(name, module)):
+            notice(name, choice)
+
+    handles = [register_module_forward_pre_hook(calls.enter), register_module_forward_hook(leave, always_call=True)]
+    WATCHERS.append(calls.watch_route)
+    try:
+        with torch.compiler.set_stance("force_eager"), calls:
+            yield
+    finally:
+        WATCHERS.remove(calls.watch_route)
+        for handle in handles:
+            handle.remove()
+
+
+class _Calls(Watch):
+    """The modules of a model that are being called, each with its last choice so far."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        model = getattr(model, "_orig_mod", model)
+        self.names = {module: name for name, module in model.named_modules()}
+        self._open: list[tuple[nn.Module, Choice | None]] = []
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        if module in self.names:
+            self._open.append((module, None))
+
+    def leave(self, module: nn.Module) -> Choice | None:
+        # A call that raised, or was left by an exception, has no end of its own.
+        while module in self.names and self._open:
+            called, choice = self._open.pop()
+            if called is module:
+                return choice
+        return None
+
+    def notice(self, choice: Choice) -> None:
+        if self._open:
+            self._open[-1] = self._open[-1][0], choice

@@ -1,0 +1,112 @@
+"""``fully_shard`` around sharded experts: on all ranks for the rest of a model, and on another mesh axis for the experts."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.ranks import run_checks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+
+class Block(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(zoo.D)
+        self.moe = zoo.stacked(name) if name in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, name))
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block("stacked_loop"), Block("loop_mixtral"))
+
+
+def experts_of(model: nn.Module) -> set[nn.Parameter]:
+    return {p for p in model.parameters() if hasattr(p, "placements")}
+
+
+def check_model(ep: int, compiled: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from moeblaze_ops import compile as switch
+    from moeblaze_ops import config
+    from moeblaze_ops.distributed import expert_placement, shard_experts
+    from tests.tools import sharded_layers as harness
+    from tests.tools.rewrite_harness import rewriting_backend
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [harness.tokens_of(r, zoo.D) for r in range(world)]
+    wanted = harness.joined_entries(harness.in_one_process(network(), inputs)[rank], "1.moe.experts", zoo.E)
+    meshes = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    everyone = meshes._flatten("dp")
+    model = network()
+    shard_experts(model, meshes["ep"])
+    for block in model:
+        if ep == world:
+            fully_shard(block, mesh=everyone, ignored_params=experts_of(block))
+        else:
+            fully_shard(block, mesh=everyone, shard_placement_fn=expert_placement(block, meshes["efsdp"], everyone))
+    fully_shard(model, mesh=everyone, ignored_params=experts_of(model) if ep == world else None)
+    for module in (*model, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    config.experts_move = "tokens"
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    try:
+        with rewriting_backend() as backend, switch.recording() as records:
+            if compiled:
+                for block in model:
+                    block.compile(backend=backend, fullgraph=True)
+            got = harness.train(model, model, inputs[rank])
+    finally:
+        config.experts_move = "auto"
+        torch._dynamo.config.capture_dynamic_output_shape_ops = False
+    harness.assert_close(got, wanted)
+    became = [c.became for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None for c in r.report.rewritten]
+    assert sum("experts_over_ranks" in text for text in became) == (2 if compiled else 0), records
+
+
+NEEDS_A_MESH_FOR_EACH_PARAMETER = pytest.mark.skipif(
+    torch.__version__.startswith(("2.11", "2.12")), reason="fully_shard takes one mesh for all parameters"
+)
+CHECKS = {
+    "all ranks, eager": functools.partial(check_model, 2, False),
+    "all ranks, compiled": functools.partial(check_model, 2, True),
+}
+TWO_AXES = {
+    "two axes, eager": functools.partial(check_model, 2, False),
+    "two axes, compiled": functools.partial(check_model, 2, True),
+}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory) -> dict[str, list[str]]:
+    return run_checks(CHECKS, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory) -> dict[str, list[str]]:
+    return run_checks(TWO_AXES, 4, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_rest_of_the_model_on_all_ranks(of_two, name):
+    for outcome in of_two[name]:
+        assert outcome == "passed", outcome
+
+
+@NEEDS_A_MESH_FOR_EACH_PARAMETER
+@pytest.mark.parametrize("name", TWO_AXES)
+def test_experts_on_two_axes(of_four, name):
+    for outcome in of_four[name]:
+        assert outcome == "passed", outcome

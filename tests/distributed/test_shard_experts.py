@@ -1,0 +1,311 @@
+"""``shard_experts``: any spelling computes on several ranks what it computes in one process, eager and compiled."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.ranks import run_checks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+LISTED = ("loop_mixtral", "masked_sum", "dense_modules")
+STACKED = ("stacked_loop", "dense_einsum", "dense_bmm", "sorted_transformers", "gpt_oss_loop")
+
+
+def layer(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return zoo.stacked(name) if name in STACKED else zoo.ModuleListMoE(getattr(zoo, name))
+
+
+def sharded(name: str, **options) -> nn.Module:
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    model = layer(name)
+    shard_experts(model, harness.axis(), **options)
+    return model
+
+
+def check_layer(name: str, backend: str | None) -> None:
+    from tests.tools import sharded_layers as harness
+
+    inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+    wanted = harness.in_one_process(layer(name), inputs)[dist.get_rank()]
+    if name in LISTED:
+        wanted = harness.joined_entries(wanted, "experts", zoo.E)
+    model = sharded(name)
+    run = model if backend is None else torch.compile(model, backend=backend)
+    results = []
+    for _ in range(2):
+        got = harness.train(model, run, inputs[dist.get_rank()])
+        results.append(harness.reduced(got, ("router.gate.weight",)))
+    harness.assert_close(results[0], wanted)
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def check_state_dict_names() -> None:
+    for name in ("loop_mixtral", "stacked_loop"):
+        full, model = layer(name).state_dict(), sharded(name)
+        own = model.state_dict()
+        assert own.keys() <= full.keys()
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, set(own))
+        assert set().union(*everyone) == full.keys()
+        for key, value in own.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert torch.equal(whole, full[key]), key
+        changed = {key: value + 1 for key, value in full.items()}
+        if name == "loop_mixtral":
+            model.load_state_dict(changed)
+            for key, value in model.state_dict().items():
+                assert torch.equal(value, changed[key]), key
+
+
+def check_meta_device() -> None:
+    """Shards are made without ever holding the whole, and initialised in place."""
+    for name in ("loop_mixtral", "stacked_loop"):
+        from moeblaze_ops.distributed import shard_experts
+        from tests.tools import sharded_layers as harness
+
+        with torch.device("meta"):
+            model = layer(name)
+        shard_experts(model, harness.axis())
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            nn.init.constant_(p, 0.5)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.25)
+        out = model(harness.tokens_of(0, zoo.D))
+        assert out.isfinite().all()
+        values = {p.full_tensor().unique().item() for key, p in model.named_parameters() if hasattr(p, "full_tensor")}
+        assert values == ({0.25} if name == "loop_mixtral" else {0.5})
+
+
+def check_report() -> None:
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    model = nn.Sequential(layer("stacked_loop"), nn.ModuleList([zoo.GluMLP(), zoo.GluMLP()]), layer("loop_mixtral"))
+    report = shard_experts(model, harness.axis())
+    assert [t.name for t in report.taken] == [
+        "0.w1", "0.w3", "0.w2", "2.experts.w1_weight", "2.experts.w3_weight", "2.experts.w2_weight",
+    ]  # fmt: skip
+    assert "routed by 0.router.gate.weight" in report.taken[0].why
+    assert [left.name for left in report.left] == ["1"]
+    assert "no router" in str(report)
+
+
+def check_named_parameters() -> None:
+    model = sharded("stacked_loop", parameters=["w1", "w2"])
+    assert sorted(name for name, p in model.named_parameters() if hasattr(p, "placements")) == ["w1", "w2"]
+    model = sharded("loop_mixtral", parameters=lambda name, p: name.startswith("experts."))
+    assert sum(hasattr(p, "placements") for p in model.parameters()) == 3
+
+
+def raised_everywhere(function, message: str) -> None:
+    error = None
+    try:
+        function()
+    except ValueError as raised:
+        error = str(raised)
+    assert error is not None and message in error, error
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    assert everyone == [error] * len(everyone)
+
+
+def check_errors() -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    mesh = harness.axis()
+    rank = dist.get_rank()
+    odd = zoo.ModuleListMoE(zoo.loop_mixtral, E=7)
+    raised_everywhere(lambda: shard_experts(odd, mesh), "mesh must divide the experts of experts.w1.weight, got 7")
+    model = layer("stacked_loop")
+    model.w1 = nn.Parameter(distribute_tensor(model.w1.detach(), mesh, [Replicate()]))
+    raised_everywhere(lambda: shard_experts(model, mesh), "must be a plain tensor (shard experts before fully_shard)")
+    other = zoo.stacked("stacked_loop", E=8 if rank else 4)
+    raised_everywhere(lambda: shard_experts(other, mesh), "model must have the same parameters on every rank")
+    broken = zoo.ModuleListMoE(zoo.loop_mixtral, E=7 if rank else 4)
+    raised_everywhere(lambda: shard_experts(broken, mesh), "got 7")
+    twice = sharded("stacked_loop")
+    raised_everywhere(lambda: shard_experts(twice, mesh, ["w1"]), "must not be sharded twice")
+    raised_everywhere(lambda: shard_experts(layer("stacked_loop"), mesh, ["w9"]), "got 'w9'")
+
+
+def check_training() -> None:
+    """Clipping, AdamW and accumulation give what they give in one process."""
+    from moeblaze_ops.distributed import clip_grad_norm_
+    from tests.tools import sharded_layers as harness
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [[harness.tokens_of(10 * step + r, zoo.D) for r in range(world)] for step in range(2)]
+    for name, options in (("loop_mixtral", {"foreach": True}), ("stacked_loop", {"fused": True})):
+        one, model = layer(name), sharded(name)
+        steps = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1, **options) for m in (one, model)]
+        for _ in range(2):
+            for micro in inputs:
+                for x in micro:
+                    one(x).square().sum().backward()
+                model(micro[rank]).square().sum().backward()
+            for p in model.router.parameters():
+                dist.all_reduce(p.grad)
+            wanted_norm, norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5), clip_grad_norm_(model.parameters(), 0.5)
+            torch.testing.assert_close(norm, wanted_norm, atol=1e-10, rtol=0)
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+        wanted = dict(one.named_parameters())
+        if name == "loop_mixtral":
+            wanted = harness.joined_entries({key: p.detach() for key, p in wanted.items()}, "experts", zoo.E)
+        got = {key: p.full_tensor() if hasattr(p, "full_tensor") else p for key, p in model.named_parameters()}
+        harness.assert_close(
+            {key: p.detach() for key, p in got.items()}, {key: p.detach() for key, p in wanted.items()}
+        )
+
+
+def check_checkpointing() -> None:
+    """A layer, and a function of it alone, run again in backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    from tests.tools import sharded_layers as harness
+
+    x = harness.tokens_of(dist.get_rank(), zoo.D)
+    model = sharded("stacked_loop")
+    wanted = harness.train(model, model, x)
+    got = harness.train(model, lambda x: checkpoint(model, x, use_reentrant=False), x)
+    harness.assert_close(got, wanted)
+    inner = model.experts
+
+    def experts(self, *args):
+        return checkpoint(functools.partial(inner, self), *args, use_reentrant=False)
+
+    model.experts = experts
+    harness.assert_close(harness.train(model, model, x), wanted)
+
+
+def check_uneven_tokens() -> None:
+    """The ranks have different numbers of tokens, and one has none."""
+    from tests.tools import sharded_layers as harness
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [harness.tokens_of(r, zoo.D, count=0 if r == 1 else 8 + 5 * r) for r in range(world)]
+    for name in ("dense_einsum", "stacked_loop", "loop_mixtral"):
+        model = layer(name)
+        wanted = harness.in_one_process(model, inputs)[rank]
+        if name in LISTED:
+            wanted = harness.joined_entries(wanted, "experts", zoo.E)
+        got = harness.train(sharded_model := sharded(name), sharded_model, inputs[rank])
+        got = {key: value for key, value in got.items() if "router" not in key}
+        harness.assert_close(got, {key: value for key, value in wanted.items() if "router" not in key})
+
+
+def check_copies() -> None:
+    """A copy of a sharded model is one of its own."""
+    from tests.tools import sharded_layers as harness
+
+    x = harness.tokens_of(0, zoo.D)
+    for name in ("stacked_loop", "loop_mixtral"):
+        model = sharded(name)
+        out = model(x)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x), out)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert torch.equal(twin(x), out)
+
+
+SAVED = ("stacked_loop", "loop_mixtral")
+
+
+def check_save(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for name in SAVED:
+        dcp.save(sharded(name).state_dict(), checkpoint_id=f"{folder}/{name}")
+
+
+def check_load(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for name in SAVED:
+        model = sharded(name)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        model.load_state_dict(state)
+        full = layer(name).state_dict()
+        for key, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, full[key]), key
+
+
+EVERYWHERE = {
+    **{f"{name} eager": functools.partial(check_layer, name, None) for name in (*LISTED, *STACKED)},
+    "loop_mixtral compiled": functools.partial(check_layer, "loop_mixtral", "aot_eager"),
+    "stacked_loop compiled": functools.partial(check_layer, "stacked_loop", "aot_eager"),
+    "state_dict names": check_state_dict_names,
+    "meta device": check_meta_device,
+    "report": check_report,
+    "named parameters": check_named_parameters,
+    "errors": check_errors,
+    "training": check_training,
+    "checkpointing": check_checkpointing,
+    "uneven tokens": check_uneven_tokens,
+    "copies": check_copies,
+}
+CHECKS = {
+    4: [*(name for name in EVERYWHERE if "eager" in name), "errors", "training"],
+    2: list(EVERYWHERE),
+}
+SELECTED = [(ranks, name) for ranks, names in CHECKS.items() for name in (*names, *(["save"] if ranks == 4 else ["load"]))]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
+    saved = tmp_path_factory.mktemp("saved")
+    results = {}
+    for ranks, names in CHECKS.items():
+        checks = {name: EVERYWHERE[name] for name in names}
+        checks |= {"save": functools.partial(check_save, str(saved))} if ranks == 4 else {}
+        checks |= {"load": functools.partial(check_load, str(saved))} if ranks == 2 else {}
+        results[ranks] = run_checks(checks, ranks, tmp_path_factory.mktemp("ranks"))
+    results["saved"] = saved
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "name"), SELECTED)
+def test_on_ranks(outcomes, ranks, name):
+    for outcome in outcomes[ranks][name]:
+        assert outcome == "passed", outcome
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_on_four_ranks_loads_in_one_process(outcomes, name):
+    import torch.distributed.checkpoint as dcp
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = layer(name)
+    finally:
+        torch.set_default_dtype(before)
+    wanted = model.state_dict()
+    state = {key: torch.zeros_like(value) for key, value in wanted.items()}
+    dcp.load(state, checkpoint_id=f"{outcomes['saved']}/{name}")
+    for key, value in wanted.items():
+        assert torch.equal(state[key], value), key

@@ -1,0 +1,201 @@
+"""Tokens move to sharded experts where a layer is proven: numbers of one process, and the graph that computes them."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.distributed.test_shard_experts import LISTED, layer, raised_everywhere, sharded
+from tests.tools.ranks import run_checks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+SPELLINGS = ("loop_mixtral", "masked_sum", "stacked_loop", "dense_bmm", "sorted_transformers", "gpt_oss_loop")
+
+
+def compiled(model: nn.Module):
+    """The model compiled with rewriting, and the graphs after it."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
+
+    graphs, reports = [], []
+
+    def backend(gm, example_inputs):
+        reports.append(rewrite_graph(gm))
+        graphs.append(gm.graph)
+        return aot_eager(gm, example_inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend, fullgraph=True), graphs, reports
+
+
+def names_in(graphs) -> list[str]:
+    nodes = (node for graph in graphs for node in graph.nodes if node.op in ("call_function", "call_method"))
+    return [node.target if isinstance(node.target, str) else node.target.__name__ for node in nodes]
+
+
+def check_tokens(name: str, **settings) -> None:
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+    wanted = harness.in_one_process(layer(name), inputs)[dist.get_rank()]
+    if name in LISTED:
+        wanted = harness.joined_entries(wanted, "experts", zoo.E)
+    before = {key: getattr(config, key) for key in ("experts_move", *settings)}
+    for key, value in {"experts_move": "tokens", **settings}.items():
+        setattr(config, key, value)
+    try:
+        model = sharded(name)
+        run, graphs, reports = compiled(model)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            results = [harness.train(model, run, inputs[dist.get_rank()]) for _ in range(2)]
+    finally:
+        for key, value in before.items():
+            setattr(config, key, value)
+    results = [harness.reduced(got, ("router.gate.weight",)) for got in results]
+    names = names_in(graphs)
+    assert names.count("experts_over_ranks") == names.count("start_gather") == 1, reports
+    assert not [called for called in names if "redistribute" in called], names
+    harness.assert_close(results[0], wanted)
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+class Redistributed(nn.Module):
+    """A layer whose user wrote the redistribution."""
+
+    def __init__(self, mesh, grad_placements) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+        self.layer, self.grad_placements = layer("dense_einsum"), grad_placements
+        for name in ("w1", "w2", "w3"):
+            parameter = getattr(self.layer, name)
+            self.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+            delattr(self.layer, name)
+
+    def forward(self, x):
+        from torch.distributed.tensor import Replicate
+
+        for name in ("w1", "w2", "w3"):
+            whole = self._parameters[name].redistribute(placements=[Replicate()])
+            setattr(self.layer, name, whole.to_local(grad_placements=self.grad_placements))
+        return self.layer(x)
+
+
+def became(run, graphs, reports, x) -> str:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(x)
+    (candidate,) = reports[0].candidates
+    return candidate.became
+
+
+def check_redistribution_of_the_user() -> None:
+    from torch.distributed.tensor import Partial
+
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.experts_move = "tokens"
+    try:
+        inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+        wanted = harness.in_one_process(layer("dense_einsum"), inputs)[dist.get_rank()]
+        wanted = {name: value for name, value in wanted.items() if "router" not in name}
+        for placements, moves in (([Partial()], True), (None, False)):
+            model = Redistributed(harness.axis(), placements)
+            run, graphs, reports = compiled(model)
+            got = harness.train(model, run, inputs[dist.get_rank()])
+            assert ("experts_over_ranks" in names_in(graphs)) is moves, reports
+            if moves:
+                harness.assert_close({name: got[name] for name in wanted}, wanted)
+            else:
+                eager = harness.train(model, model, inputs[dist.get_rank()])
+                harness.assert_close(got, eager)
+    finally:
+        config.experts_move = "auto"
+
+
+def check_choice() -> None:
+    """What is fewer bytes moves, and the report says both."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.experts_move = "auto"
+    D, FF, E, item = zoo.D, zoo.FF, zoo.E, 8
+    for count, moves in ((24, "tokens"), (2000, "weights")):
+        text = became(*compiled(sharded("dense_einsum")), harness.tokens_of(dist.get_rank(), D, count))
+        sizes = {"tokens": 5 * count * D * item / 2**20, "weights": 3 * 3 * E * D * FF * item // 2 / 2**20}
+        other = "weights" if moves == "tokens" else "tokens"
+        assert f"{sizes[moves]:.1f} MiB of {moves} move between 2 ranks, not {sizes[other]:.1f} MiB of {other}" in text, text
+
+
+def check_numbers_of_tokens() -> None:
+    """Different numbers of tokens raise the same on all ranks; weights move for any."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    rank = dist.get_rank()
+    x = harness.tokens_of(rank, zoo.D, count=8 * (rank + 1))
+    config.experts_move = "auto"
+    run, _, _ = compiled(sharded("dense_einsum"))
+    raised_everywhere(lambda: run(x), "tokens must be as many on every rank for tokens to move")
+    config.experts_move = "weights"
+    try:
+        model = sharded("dense_einsum")
+        run, graphs, _ = compiled(model)
+        got = harness.train(model, run, x)
+        assert "experts_over_ranks" not in names_in(graphs)
+        harness.assert_close(got, harness.train(model, model, x))
+    finally:
+        config.experts_move = "auto"
+
+
+def check_checkpointing() -> None:
+    """A checkpointed layer runs again in backward: the same numbers, and no rank waits for another."""
+    from torch.utils.checkpoint import checkpoint
+
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.experts_move = "tokens"
+    try:
+        x = harness.tokens_of(dist.get_rank(), zoo.D)
+        model = sharded("dense_einsum")
+        wanted = harness.train(model, model, x)
+        run, graphs, _ = compiled(lambda x: checkpoint(model, x, use_reentrant=False))
+        harness.assert_close(harness.train(model, run, x), wanted)
+    finally:
+        config.experts_move = "auto"
+
+
+CHECKS = {
+    **{name: functools.partial(check_tokens, name) for name in SPELLINGS},
+    "room for all rows": functools.partial(check_tokens, "dense_bmm", arrived_rows="bound"),
+    "keeps the input": functools.partial(check_tokens, "gpt_oss_loop", keep="input"),
+    "redistribution of the user": check_redistribution_of_the_user,
+    "choice": check_choice,
+    "numbers of tokens": check_numbers_of_tokens,
+    "checkpointing": check_checkpointing,
+}
+RANKS = {2: tuple(CHECKS), 4: ("loop_mixtral", "stacked_loop")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
+    return {
+        ranks: run_checks({name: CHECKS[name] for name in names}, ranks, tmp_path_factory.mktemp("ranks"))
+        for ranks, names in RANKS.items()
+    }
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in RANKS.items() for name in names])
+def test_on_ranks(outcomes, ranks, name):
+    for outcome in outcomes[ranks][name]:
+        assert outcome == "passed", outcome

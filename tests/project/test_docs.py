@@ -1,0 +1,58 @@
+"""The pages of docs/: their code runs, and prints what they show."""
+
+import importlib.util
+import re
+
+import pytest
+import torch.distributed as dist
+
+from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
+
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if any(block.language == "python" for block in blocks(page))]
+NEEDS = {"models": ["transformers"], "trainer": ["transformers", "accelerate"], "peft": ["transformers", "peft"]}
+
+if not PAGES:
+    pytest.skip("runs in a checkout only", allow_module_level=True)
+
+PRINT_OPERATORS = """
+import importlib, pkgutil
+import torch, moeblaze_ops
+
+for module in pkgutil.walk_packages(moeblaze_ops.__path__[:1], "moeblaze_ops."):
+    if "integrations" not in module.name:
+        importlib.import_module(module.name)
+print(*(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_runs_and_prints_what_it_shows(page, tmp_path):
+    missing = [name for name in NEEDS.get(page.stem, []) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    if "torchrun" in page.read_text() and not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    printed = run_page(page, tmp_path)
+    shown = {source.span: block.content for source, block in shown_outputs(page)}
+    assert {span: printed[span] for span in shown} == shown
+
+
+def test_every_operator_is_listed(tmp_path):
+    from tests.tools.documents import run
+
+    names = {name.removeprefix("moeblaze::") for name in run(["-c", PRINT_OPERATORS], tmp_path).split()}
+    table = (ROOT / "docs" / "operators.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == names
+
+
+def test_every_reason_is_explained():
+    from moeblaze_ops.lowering.match.reasons import Reason
+
+    page = (ROOT / "docs" / "howto" / "declined.md").read_text()
+    assert re.findall(r"^\| `([A-Z_]+)` \|", page, flags=re.MULTILINE) == [reason.name for reason in Reason]
+
+
+def test_every_page_is_in_the_site():
+    listed = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages | {"index.md", "design.md", "contributing.md", "changelog.md"} == set(listed)

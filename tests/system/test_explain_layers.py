@@ -1,0 +1,285 @@
+"""``explain`` and ``report`` on real layers: names, bytes, counts, threads, and the text of README's example."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn import functional as F
+
+import moeblaze_ops
+from tests.tools.rewrite_harness import rewriting_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(program: str, folder: Path) -> str:
+    """What a program prints, in a process of its own in ``folder``."""
+    file = folder / "program.py"
+    file.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, file.name], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class Dense(nn.Module):
+    """Every expert on every token; experts are modules of modules."""
+
+    def __init__(self, D=16, hidden=32, E=4, activation=F.silu):
+        super().__init__()
+        self.router, self.activation = nn.Linear(D, E, bias=False), activation
+        self.up = nn.ModuleList(nn.Sequential(nn.Linear(D, hidden, bias=False)) for _ in range(E))
+        self.down = nn.ModuleList(nn.Linear(hidden, D, bias=False) for _ in range(E))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            weight = (weights * (chosen == e)).sum(dim=-1, keepdim=True)
+            out = out + weight * self.down[e](self.activation(self.up[e](x)))
+        return out
+
+
+class Guarded(nn.Module):
+    """Experts without tokens are skipped: their parameters get no gradient."""
+
+    def __init__(self, D=16, hidden=32, E=4):
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.up = nn.ModuleList(nn.Linear(D, hidden, bias=False) for _ in range(E))
+        self.down = nn.ModuleList(nn.Linear(hidden, D, bias=False) for _ in range(E))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, slot = torch.where(chosen == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * weights[token, slot, None])
+        return out
+
+
+class Blocks(nn.Module):
+    def __init__(self, make=Dense, count=3, breaks=False):
+        super().__init__()
+        self.layers, self.breaks = nn.ModuleList(make() for _ in range(count)), breaks
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+@pytest.fixture(autouse=True)
+def scratch():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    moeblaze_ops.disable()
+    torch._dynamo.reset()
+
+
+def test_readme_example(tmp_path):
+    """The very text, which the README shows."""
+    layer, _, *_ = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "model.py").write_text(layer)
+    program = (
+        "import torch, moeblaze_ops\nfrom model import MoE\n"
+        "torch.manual_seed(0)\nprint(moeblaze_ops.explain(MoE(), torch.randn(48, 32)))"
+    )
+    text = run(program, tmp_path)
+    assert f"```text\n{text}```" in (ROOT / "README.md").read_text()
+    assert_expected_inline(
+        text,
+        """\
+moeblaze: 1 of 1 MoE layers rewritten
+  MoE (model.py:20): masked experts -> expert_up(swiglu) -> expert_down
+    kept for backward: 217.1 KiB before, 49.2 KiB after
+""",
+    )
+
+
+def test_prompt_shows_the_text_once(tmp_path):
+    program = (
+        "import code, torch, moeblaze_ops\n"
+        "shell = code.InteractiveInterpreter({'moeblaze_ops': moeblaze_ops, 'torch': torch})\n"
+        "shell.runsource('moeblaze_ops.explain(torch.nn.Linear(2, 2), torch.randn(4, 2))', symbol='single')\n"
+    )
+    assert run(program, tmp_path) == "moeblaze: no MoE layer was found\n"
+
+
+@pytest.mark.parametrize("make", [Dense, Guarded])
+def test_layer_that_is_the_model_keeps_what_its_parts_keep(make):
+    """The same bytes, whether the layer is the model or a part of one."""
+    layer, x = make(), torch.randn(12, 16)
+    (alone,) = moeblaze_ops.explain(layer, x).candidates
+    (inside,) = moeblaze_ops.explain(nn.Sequential(layer), x).candidates
+    assert (alone.kept_before, alone.kept_after) == (inside.kept_before, inside.kept_after)
+    assert alone.where.startswith(f"{make.__name__} (") and inside.where.startswith("0 (")
+    assert alone.kept_before > alone.kept_after > 0
+
+
+def test_bytes_of_a_layer_are_not_those_of_a_layer_inside():
+    class Both(Dense):
+        def __init__(self):
+            super().__init__()
+            self.inner = Dense()
+
+        def forward(self, x):
+            return super().forward(self.inner(x))
+
+    x = torch.randn(12, 16)
+    kept = {c.where.partition(" ")[0]: c.kept_after for c in moeblaze_ops.explain(Both(), x).candidates}
+    (alone,) = moeblaze_ops.explain(Dense(), x).candidates
+    assert kept["Both"] <= alone.kept_after and kept["inner"] == alone.kept_after
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "a graph a layer"])
+def test_equal_layers_are_counted_and_named(breaks):
+    explanation = moeblaze_ops.explain(Blocks(breaks=breaks), torch.randn(12, 16))
+    assert [c.where.partition(" ")[0] for c in explanation.candidates] == ["layers.0", "layers.1", "layers.2"]
+    assert str(explanation).startswith("moeblaze: 3 of 3 MoE layers rewritten")
+
+
+def test_layer_that_is_called_twice_counts_twice():
+    weights = [torch.randn(4, 32, 16), torch.randn(4, 16, 32)]
+
+    def layer(x):
+        w, chosen = (x @ weights[1][:, :, 0].T).softmax(-1).topk(2)
+        return sum((w * (chosen == e)).sum(-1, keepdim=True) * (F.silu(x @ weights[0][e].T) @ weights[1][e].T) for e in range(4))
+
+    def model(x):
+        return layer(layer(x))
+
+    text = str(moeblaze_ops.explain(model, torch.randn(6, 16)))
+    assert text.startswith("moeblaze: 2 of 2 MoE layers rewritten\n  2 times ") and text.count("test_explain_layers.py:") == 1
+
+
+def test_names_in_a_function_are_its_own():
+    blocks = Blocks(count=1)
+
+    def step(x, model):
+        return model(x) + blocks(x)
+
+    names = [c.where.partition(" ")[0] for c in moeblaze_ops.explain(step, torch.randn(6, 16), blocks).candidates]
+    assert names and not any("[" in name for name in names)
+
+
+def test_hooks_of_the_model_run():
+    """FSDP2 gathers parameters in one; a forward that is called past it reads what is not there."""
+    layer, x = Dense(), torch.randn(6, 16)
+    called = []
+    layer.register_forward_pre_hook(torch._dynamo.disable(lambda module, inputs: called.append(True)))
+    (candidate,) = moeblaze_ops.explain(layer, x).candidates
+    assert called and candidate.became
+
+
+def test_fsdp2(tmp_path):
+    """Parameters are sharded until the hooks of each module gather them."""
+    program = (
+        "import torch, torch.distributed as dist, moeblaze_ops\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from tests.system.test_explain_layers import Blocks\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meeting', rank=0, world_size=1)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 16), Blocks(count=2))\n"
+        "[fully_shard(layer) for layer in model[1].layers]\n"
+        "fully_shard(model)\n"
+        "print(moeblaze_ops.explain(model, torch.randn(6, 16)))\n"
+        "dist.destroy_process_group()\n"
+    )
+    out = run(program, tmp_path)
+    assert out.startswith("moeblaze: 2 of 2 MoE layers rewritten\n  1.layers.0 (") and "\n  1.layers.1 (" in out
+
+
+def test_four_threads(tmp_path):
+    """Each gets its own right answer; without the lock Dynamo crashed the process."""
+    program = (
+        "import threading, torch, moeblaze_ops\n"
+        "from tests.system.test_explain_layers import Blocks\n"
+        "results = []\n"
+        "def explain(count):\n"
+        "    results.append((count, len(moeblaze_ops.explain(Blocks(count=count), torch.randn(6, 16)).candidates)))\n"
+        "threads = [threading.Thread(target=explain, args=(count,)) for count in (1, 2, 3, 1)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+        "assert len(results) == 4 and all(count == found for count, found in results), results\n"
+    )
+    run(program, tmp_path)
+
+
+def test_declined_layer_says_what_to_change():
+    (candidate,) = moeblaze_ops.explain(Dense(activation=nn.Dropout()), torch.randn(6, 16)).candidates
+    assert candidate.became is None and candidate.remedy and candidate.code.startswith("out = out + weight")
+    assert "what would help: " in str(candidate) and "code: out = out + weight" in str(candidate)
+    assert "down.0.weight" in str(candidate), "the parameter's own name"
+
+
+class Branching(Guarded):
+    """Skips more than experts without tokens."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            token, slot = torch.where(chosen == e)
+            if token.numel() > 1:
+                out.index_add_(0, token, self.down[e](F.silu(self.up[e](x[token]))) * weights[token, slot, None])
+        return out
+
+
+def test_branch_on_data_is_named_with_its_line():
+    note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
+    assert "a branch depends on the elements of a tensor" in note and "(if token.numel() > 1:), inside a loop" in note
+    assert re.search(r"at \S*test_explain_layers.py:\d+ ", note)
+
+
+def test_functions_without_operations_are_one_note():
+    """Dynamo's names for what follows a break are not shown, nor each function that it had nothing to compile of."""
+
+    def label(x, name):
+        torch._dynamo.graph_break()
+        return f"{name} of {len(x)}"
+
+    def step(x):
+        labels = [label(x, "first")]
+        torch._dynamo.graph_break()
+        labels.append(label(x, "second"))
+        torch._dynamo.graph_break()
+        return labels
+
+    explanation = moeblaze_ops.explain(step, torch.randn(6, 16))
+    assert not any("No ops traced" in note or "torch_dynamo_resume" in note for note in explanation.notes)
+    assert sum("without tensor operations" in note for note in explanation.notes) == 1
+
+
+def test_report_of_a_real_compile():
+    model, x = Blocks(), torch.randn(6, 16)
+    with rewriting_backend() as backend:
+        torch.compile(model, backend=backend)(x)
+    explanation = moeblaze_ops.report()
+    assert [c.where.partition(" ")[0] for c in explanation.candidates[-3:]] == ["layers.0", "layers.1", "layers.2"]
+    assert all(c.became for c in explanation.candidates[-3:])
+
+
+def test_logs_of_a_real_compile(caplog):
+    with caplog.at_level(logging.INFO, logger="moeblaze_ops"), rewriting_backend() as backend:
+        torch.compile(Dense(), backend=backend)(torch.randn(6, 16))
+    (message,) = (record.getMessage() for record in caplog.records if record.name.startswith("moeblaze_ops"))
+    assert re.search(r"test_explain_layers.py:\d+\): rewritten to expert_up\(silu\) -> expert_down", message)
+
+
+def test_idle_experts_are_named():
+    (candidate,) = moeblaze_ops.explain(Blocks(Guarded, 1), torch.randn(6, 16)).candidates
+    expected = {f"layers.0.{part}.{e}.weight" for part in ("up", "down") for e in range(4)}
+    assert set(candidate.zeros) == expected
+    (candidate,) = moeblaze_ops.explain(Blocks(Dense, 1), torch.randn(6, 16)).candidates
+    assert candidate.zeros == (), "every expert sees every token: zeros in plain PyTorch, too"

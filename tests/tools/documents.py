@@ -1,0 +1,144 @@
+"""The code in README.md and docs/: run as a reader would type it, and compared with the output that the page shows.
+
+A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
+blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
+block before it prints. A file that ``torchrun`` runs is only written before. Files named ``cell_N.py`` run as cells of a
+notebook do, without a file.
+
+    python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+RUN_PAGE = """
+import linecache, sys
+names = {"__name__": "__main__"}
+for file in sys.argv[1:]:
+    print("<<<", file, flush=True)
+    with open(file) as opened:
+        source = opened.read()
+    if file.startswith("cell_"):
+        # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
+        file = f"<{file.removesuffix('.py')}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), names)
+    sys.stdout.flush()
+"""
+
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    # A graph out of a cache was not compiled, and the page may be about what was.
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
+
+_BLOCK = re.compile(r"^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<content>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and where its content stands in the page's text."""
+
+    language: str
+    options: str
+    content: str
+    span: tuple[int, int]
+
+    @property
+    def title(self) -> str | None:
+        found = re.search(r'title="([^"]+)"', self.options)
+        return found[1] if found else None
+
+    @property
+    def is_launch(self) -> bool:
+        return self.language == "bash" and self.content.startswith("torchrun ")
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(m["language"], m["options"], m["content"], m.span("content")) for m in _BLOCK.finditer(page.read_text())]
+
+
+def shown_outputs(page: Path) -> list[tuple[Block, Block]]:
+    """Each block that runs, with the ``text`` block that shows its output."""
+    found, source = [], None
+    for block in blocks(page):
+        if block.language == "python" or block.is_launch:
+            source = block
+        elif block.language == "text" and source is not None:
+            found.append((source, block))
+            source = None
+    return found
+
+
+def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
+    """Runs a page in ``folder``; returns what each block printed, by the block's place in the page."""
+    printed, files = {}, {}
+    launched = {block.content.split()[-1] for block in blocks(page) if block.is_launch}
+    for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
+        name = block.title or f"step_{number + 1}.py"
+        (folder / name).write_text(block.content)
+        if name not in launched:
+            files[name] = block
+    (folder / "run_page.py").write_text(RUN_PAGE)
+    _install(folder)
+    parts = run(["run_page.py", *files], folder).split("<<< ")[1:]
+    for part in parts:
+        name, _, output = part.partition("\n")
+        printed[files[name].span] = output.replace(f"{folder}/", "")
+    for block in blocks(page):
+        if block.is_launch:
+            words = block.content.split()
+            printed[block.span] = run(["-m", "torch.distributed.run", *words[1:]], folder).replace(f"{folder}/", "")
+    return printed
+
+
+def _install(folder: Path) -> None:
+    """Makes the package's entry points known to what runs in ``folder``, as an installation would."""
+    metadata = folder / "moeblaze-0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moeblaze\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[torch_dynamo_backends]\nmoeblaze = moeblaze_ops.compile:moeblaze_backend\n")
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """What Python prints with these arguments, in ``folder``."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_outputs(page: Path, folder: Path) -> None:
+    """Replaces the outputs that a page shows by the real ones."""
+    pairs, text = shown_outputs(page), page.read_text()
+    printed = run_page(page, folder)
+    for source, shown in reversed(pairs):
+        start, end = shown.span
+        text = text[:start] + printed[source.span] + text[end:]
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    import argparse
+    import tempfile
+
+    parser = argparse.ArgumentParser(description="Run pages, and write what their code prints into them.")
+    parser.add_argument("pages", nargs="+", type=Path)
+    for name in parser.parse_args().pages:
+        with tempfile.TemporaryDirectory() as temporary:
+            write_outputs(name, Path(temporary))
+            print(name)

@@ -1,0 +1,48 @@
+"""Processes that run the checks of a test file together: one start of them serves all of its tests."""
+
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException
+
+
+def run_checks(
+    checks: dict[str, Callable[[], None]], ranks: int, folder: str, device: str = "cpu"
+) -> dict[str, list[str]]:
+    """Run every check in each of ``ranks`` processes; what became of it there: ``passed``, or the error with its traceback.
+
+    Checks are functions of a module, and run with a seed: on the CPU with fp64 and one thread, or each on a GPU of its own.
+    """
+    died = ""
+    try:
+        torch.multiprocessing.spawn(_work, (ranks, checks, str(folder), device), nprocs=ranks)
+    except ProcessExitedException as error:
+        died = f"not run, or cut off: {error}"
+    outcomes = [torch.load(file) if (file := Path(folder, str(rank))).exists() else {} for rank in range(ranks)]
+    return {name: [of_rank.get(name, died) for of_rank in outcomes] for name in checks}
+
+
+def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: str, device: str) -> None:
+    if device == "cpu":
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float64)
+    else:
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    transport = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(transport, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    outcomes = {}
+    for name, check in checks.items():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        try:
+            check()
+            outcomes[name] = "passed"
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+        torch.save(outcomes, f"{folder}/{rank}")
+    dist.destroy_process_group()
