@@ -96,10 +96,8 @@ def _drop_range_assertions(node: fx.Node) -> None:
             found[user] = None
             stack.append(user)
     asserted = [user.args[0] for user in found if target_name(user) == "_assert_scalar"]
-    in_range = all(
-        isinstance(e, fx.Node) and isinstance(e.args[1], int) and (e.args[1] <= 0 if target_name(e) == "ge" else e.args[1] >= most)
-        for e in asserted
-    )
+    bounds = [(target_name(e), e.args[1]) if isinstance(e, fx.Node) else ("", None) for e in asserted]
+    in_range = all(isinstance(n, int) and (n <= 0 if name == "ge" else n >= most) for name, n in bounds)
     if {target_name(user) for user in found} <= _READS and in_range:
         while unread := [user for user in found if not user.users]:
             for user in unread:
@@ -178,7 +176,8 @@ class _Proof:
                 known = True
         for node in self.view.graph.nodes:
             fake = fake_of(node)
-            if target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool) and size in fake.node.expr.free_symbols:
+            is_item = target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool)
+            if is_item and size in fake.node.expr.free_symbols:
                 (source,) = node.all_input_nodes
                 element = self._element(self.view.value_at(source, self.view.position[node]))
                 is_flag = fake_of(source).dtype == torch.bool

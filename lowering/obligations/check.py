@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.capture import row_groups
-from moeblaze_ops.lowering.graph.effects import has_effect, writes_beside
+from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect, writes_beside
 from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids, without_known_ids, without_known_masks
 from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
@@ -38,8 +38,8 @@ def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Seq
 
 
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
-    """The nodes of ``work`` that are still there and do more than give a value, each with its line."""
-    nodes = [node for node in all_nodes(gm) if node in work and has_effect(node)]
+    """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line."""
+    nodes = [node for node in all_nodes(gm) if node in work and (has_effect(node) or target_name(node) in ASSERTS)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
 
 

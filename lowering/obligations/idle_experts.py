@@ -27,7 +27,7 @@ class IdleExperts:
 
 
 def guarded_inputs(gm: fx.GraphModule, regions: Sequence[Any], work: Collection[fx.Node]) -> set[fx.Node]:
-    """The inputs of ``gm`` that only ``work`` and lines in ``regions`` read, which the program runs for experts with tokens only."""
+    """The inputs of ``gm`` that only ``work`` and lines in ``regions`` read: both run for experts with tokens only."""
 
     def inside(node: fx.Node) -> bool:
         return node in work or any(region.holds(*place) for place in places(node) for region in regions)

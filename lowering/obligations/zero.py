@@ -51,7 +51,7 @@ def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_fl
     if not isinstance(condition, sympy.core.relational.Relational):
         condition = sympy.Ne(condition, 0)
     difference = sympy.expand(condition.lhs - condition.rhs)
-    if difference.free_symbols != {size} or not sympy.degree(difference, size) == 1:
+    if difference.free_symbols != {size} or sympy.degree(difference, size) != 1:
         return False
     return [condition.subs(size, number) == sympy.true for number in tested] == [truth, *[not truth] * (len(tested) - 1)]
 
@@ -93,9 +93,9 @@ class Zeros:
         algebra = self.algebra
         if e.kind in BINDERS and e.kind != "group" and e.args[0].args[1] in self.sizes:
             return algebra.zero
-        if is_indicator(e) or e.kind in ("mul", "sum", "any"):
-            if any(self._is_product(bound, factors, factors_of(e)) for bound, factors in self._patterns):
-                return algebra.zero
+        may_be_zero = is_indicator(e) or e.kind in ("mul", "sum", "any")
+        if may_be_zero and any(self._is_product(bound, factors, factors_of(e)) for bound, factors in self._patterns):
+            return algebra.zero
         return algebra._rebuild(e, self.without)
 
     def _is_product(self, bound: frozenset[Expr], factors: list[Expr], of: Iterable[Expr]) -> bool:

@@ -38,7 +38,7 @@ from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.misc import CellVariable
+from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
@@ -238,7 +238,7 @@ class Branches:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
-        if branch.attributes or branch.world != _world(tx):
+        if branch.attributes or branch.lists or branch.world != _world(tx):
             self.decline(branch, "the other side has an effect on Python, which would not be there")
         self.open.pop()
         branch.names, branch.stack = dict(tx.symbolic_locals), list(tx.stack)
@@ -283,36 +283,49 @@ class Branches:
     # Lists that have parts without rows more than the program's.
 
     def _appended(self, branch: _Branch, found: Variable, before: list[Variable]) -> Iterator[Any]:
-        parts = found.items[len(before) :]
-        if any(one is not other for one, other in zip(before, found.items, strict=False)) or len(found.items) < len(before):
+        parts = [_realized(part) for part in found.items[len(before) :]]
+        if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        for part in map(_realized, parts):
-            if type(part) is not TensorVariable:
-                self.decline(branch, "a list would be longer")
-            yield part.as_proxy()
+        tensors = [part for part in (*before, *parts) if type(part) is TensorVariable]
+        if len(tensors) != len(found.items) or len({part.dtype for part in tensors}) > 1 or self._is_held(branch.tx, found):
+            self.decline(branch, "a list would be longer")
         self.longer[id(found)] = found, branch
+        for part in parts:
+            yield part.as_proxy()
+
+    def _is_held(self, tx: Any, found: Variable) -> bool:
+        """Whether a list is in another object, which may be asked without an instruction that takes the list itself."""
+        stored = tx.output.side_effects.store_attr_mutations.items()
+        held = [value for item, values in stored if not isinstance(item, CellVariable) for value in values.values()]
+        while tx is not None:
+            for value in tx.symbolic_locals.values():
+                items = vars(value).get("items")
+                held += items.values() if isinstance(items, dict) else items if isinstance(items, list) else ()
+            tx = tx.parent
+        return any(value is found for value in held)
 
     def _check_uses(self, tx: Any, instruction: Any, before: list[Variable]) -> None:
         """Refuse an instruction that sees how long a list is, which may have parts without rows more than the program's."""
         kept = 0
         while kept < min(len(before), len(tx.stack)) and before[kept] is tx.stack[kept]:
             kept += 1
-        consumed = before[kept:]
-        seen = [self.longer[id(v)] for v in map(_realized, consumed) if id(v) in self.longer]
-        if not seen or instruction.opname.startswith(("STORE_FAST", "STORE_DEREF", "POP_TOP", "RETURN_VALUE", "SWAP", "COPY")):
-            if seen and instruction.opname == "RETURN_VALUE" and tx.parent is None:
-                self.decline(seen[0][1], "a list would be longer")
-            return
-        called = [_realized(v) for v in consumed]
-        if instruction.opname.startswith("CALL") and any(_concatenates(v) or isinstance(v, BaseUserFunctionVariable) for v in called):
-            return
-        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval == "append":
-            return
-        self.decline(seen[0][1], f"a list would be longer, which is seen by more than a concatenation (line {_line(tx, instruction)})")
+        taken = [_realized(variable) for variable in before[kept:]]
+        seen = next((self.longer[id(variable)] for variable in taken if id(variable) in self.longer), None)
+        name = instruction.opname
+        is_moved = name.startswith(("STORE_FAST", "STORE_DEREF", "POP_TOP", "SWAP", "COPY"))
+        is_moved |= (name == "RETURN_VALUE" and tx.parent is not None) or (
+            name in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval == "append"
+        )
+        called = next((variable for variable in taken[:2] if not isinstance(variable, NullVariable)), None)
+        follows = _concatenates(called) or isinstance(called, BaseUserFunctionVariable)
+        if seen is not None and not is_moved and not (name.startswith("CALL") and follows):
+            # The source may show more: that the list is as long as it seems where it has any part.
+            raise Declined(f"{seen[1].line}: a list would be longer, which line {_line(tx, instruction)} sees")
 
 
-def _concatenates(variable: Variable) -> bool:
-    return getattr(variable, "value", None) in (torch.cat, torch.concat, torch.concatenate, torch.vstack)
+def _concatenates(variable: Variable | None) -> bool:
+    function = vars(variable).get("value") if variable is not None else None
+    return any(function is known for known in (torch.cat, torch.concat, torch.concatenate, torch.vstack))
 
 
 def _realized(variable: Variable) -> Variable:
@@ -329,7 +342,8 @@ def _works_when_true(condition: Variable) -> bool:
     """A guess, where both sides do something: a wrong one is not proven."""
     if isinstance(condition, SymNodeVariable):
         return condition.sym_num.node.expr.subs(dict.fromkeys(free_unbacked_symbols(condition.sym_num), 0)) != sympy.true
-    return condition.as_proxy().node.target not in (operator.eq, operator.lt, operator.le, operator.not_, "eq", "lt", "le", torch.eq)
+    of_zero = operator.eq, operator.lt, operator.le, operator.not_, "eq", "lt", "le", torch.eq
+    return condition.as_proxy().node.target not in of_zero
 
 
 def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:

@@ -96,7 +96,7 @@ MOVES = {
     "iter": (lambda self: iter(self.experts), Layer.draw),
     "dunder": (lambda self: iter(self.experts), lambda self, left: left.__next__()),
     "enumerate": (lambda self: enumerate(self.experts), lambda self, left: next(left)[1]),
-    "map": (lambda self: map(lambda e: self.experts[e], range(E)), Layer.draw),
+    "map": (lambda self: map(self.experts.__getitem__, range(E)), Layer.draw),
     "filter": (lambda self: filter(lambda e: e is not None, self.experts), Layer.draw),
     "reversed": (lambda self: reversed(self.experts), Layer.draw),
     "zip": (lambda self: zip(self.experts, range(E), strict=True), lambda self, left: next(left)[0]),
@@ -104,7 +104,7 @@ MOVES = {
     "count": (lambda self: itertools.count(), lambda self, left: self.experts[next(left) % E]),
     "cycle": (lambda self: itertools.cycle(self.experts), Layer.draw),
     "islice": (lambda self: itertools.islice(self.experts, E), Layer.draw),
-    "dict_values": (lambda self: iter({e: expert for e, expert in enumerate(self.experts)}.values()), Layer.draw),
+    "dict_values": (lambda self: iter(dict(enumerate(self.experts)).values()), Layer.draw),
     "range": (lambda self: iter(range(E)), lambda self, left: self.experts[next(left)]),
     "generator": (generator, Layer.draw),
     "expression": (lambda self: (expert for expert in self.experts), Layer.draw),
@@ -112,7 +112,7 @@ MOVES = {
     "loop_that_returns": (lambda self: iter(self.experts), drawn_with_first_of),
     "unpacked": (lambda self: iter(self.experts), lambda self, left: ([*left] or [self.experts[0]])[0]),
     "list_pop": (lambda self: list(self.experts), lambda self, left: left.pop()),
-    "dict_pop": (lambda self: {e: expert for e, expert in enumerate(self.experts)}, lambda self, left: left.popitem()[1]),
+    "dict_pop": (lambda self: dict(enumerate(self.experts)), lambda self, left: left.popitem()[1]),
 }
 
 
@@ -246,11 +246,15 @@ def changed(alias, *, loop):
     return combine
 
 
+def through(held, write):
+    return lambda other: write(held, other)
+
+
 ALIASES = {
-    "method": lambda self, ids: lambda other, f=self.flat(ids): f.copy_(other.view(-1)),
+    "method": lambda self, ids: through(self.flat(ids), lambda flat, other: flat.copy_(other.view(-1))),
     "lambda": lambda self, ids: lambda other: ids.copy_(other),
-    "dict": lambda self, ids: lambda other, held={"ids": ids}: held["ids"].copy_(other),
-    "namespace": lambda self, ids: lambda other, held=SimpleNamespace(ids=ids): held.ids.copy_(other),
+    "dict": lambda self, ids: through({"ids": ids}, lambda held, other: held["ids"].copy_(other)),
+    "namespace": lambda self, ids: through(SimpleNamespace(ids=ids), lambda held, other: held.ids.copy_(other)),
 }
 
 
@@ -390,7 +394,8 @@ def adds_zero_otherwise(self, x, weights, ids):
 
 
 TAKEN = (
-    in_a_method, returns_its_argument, in_a_lambda, nonlocal_sum, own_iterators, either_value, two_conditions, adds_zero_otherwise,
+    in_a_method, returns_its_argument, in_a_lambda, nonlocal_sum, own_iterators, either_value, two_conditions,
+    adds_zero_otherwise,
 )  # fmt: skip
 
 
