@@ -45,4 +45,4 @@ def is_hit(hits: Tensor, expert: int) -> Tensor:
     return (hits == expert).any()
 
 
-OURS.update((counts_below, rows_between, is_hit))
+OURS.update((branch_forks, branch_begins, branch_ends, counts_below, rows_between, is_hit))
