@@ -12,14 +12,15 @@ import torch
 from torch import fx
 
 from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
-from moeblaze_ops.lowering.graph.solve_split_sizes import sizes_of_splits
 from moeblaze_ops.lowering.index_notation.expr import same_size, settling, size_of
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers
@@ -108,7 +109,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
-        with settling(sizes_of_splits(gm.graph)):
+        with settling(known_sizes(gm.graph)):
             results, views = _matches(gm.graph)
             matched = [result for result in results if isinstance(result, MoEMatch)]
             routers = {match.root: match_router(views[match.root], match) for match in matched}
@@ -259,11 +260,6 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
     return None
 
 
-_ASSERTS = frozenset((
-    "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
-))  # fmt: skip
-
-
 def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
     """The regions as far as nobody else uses them, with the assertions about their data-dependent sizes."""
     own = set().union(*(match.region.nodes for match in replaced))
@@ -294,4 +290,4 @@ def _is_plumbing(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    return name in _ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)
+    return name in ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)

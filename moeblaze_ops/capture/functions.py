@@ -263,8 +263,8 @@ class _Rewriting:
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
-            if counted_in(branch.test, reader) in self.nested:
-                raise Unproven(branch, "a function inside may change what it looks at")
+            if counted_in(branch.test, reader):
+                raise Unproven(branch, "what it counts may have been changed since, through another name")
             if skips and branch.orelse:
                 raise Unproven(branch, "there is an else branch")
             if empty and not turned and not (skips and in_loop):
@@ -316,6 +316,7 @@ class _Rewriting:
         try:
             if loop.lineno in self.refused:
                 return False
+            raise Unproven(loop, "ids may have been changed since, through another name")
             if reader.resolve(ast.Name("range")) is not range or reader.resolve(ast.Name("len")) is not len:
                 raise Unproven(loop, "range or len is another function here")
             if shared := loaded(loop.iter) & self.nested:
