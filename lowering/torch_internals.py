@@ -159,7 +159,7 @@ def _in_place_of(original: Callable, backend: Callable) -> Callable:
     """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
     if backend is not original:
         vars(backend).update(getattr(original, "__dict__", {}))
-        backend._torchdynamo_orig_backend = original  # type: ignore[attr-defined]
+        backend._torchdynamo_orig_backend = original
     return backend
 
 
@@ -175,7 +175,7 @@ def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> Non
         prepare(gm, innermost_backend(self.backend_compile_fn))
         return original(self, gm, *args, **kwargs)
 
-    DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
+    DDPOptimizer.compile_fn = compile_fn
 
 
 def _asked_for(backend: Callable) -> Callable:
@@ -193,7 +193,7 @@ def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]
     def get_code(self):
         return substitute(original(self), self.get_globals())
 
-    UserFunctionVariable.get_code = get_code  # type: ignore[method-assign]
+    UserFunctionVariable.get_code = get_code
 
 
 def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
@@ -332,7 +332,7 @@ def capturing_numbers(slice_rows: Callable, count: Callable) -> Iterator[None]:
             return rows_between(tx, args[0], bounds)
         return call_builtin(self, tx, args, kwargs)
 
-    TensorVariable.call_method, BuiltinVariable.call_function = with_numbers, with_slices  # type: ignore[method-assign]
+    TensorVariable.call_method, BuiltinVariable.call_function = with_numbers, with_slices
     TorchInGraphFunctionVariable.call_function = with_counts
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):

@@ -110,7 +110,8 @@ def _is_known(view: GraphView, size: Size) -> bool:
 
 def _number(view: GraphView, size: Size) -> Number:
     """A size as a sum of numbers that tensors hold."""
-    known, values = sympy.sympify(size), {}
+    known = sympy.sympify(size)
+    values: dict[Value, int] = {}
     for term, count in known.as_coefficients_dict().items():
         if _is_of_data(term):
             require(count.is_Integer and term in view.numbers, "a number that a tensor holds")
@@ -129,7 +130,7 @@ def _runs(view: GraphView, lengths: list[Size], extent: Size) -> list[Value]:
 
 
 def _rows(view: GraphView, x: Value, dim: int, mask: Value, length: Size) -> Value:
-    index = [None] * len(x.shape)
+    index: list[Value | None] = [None] * len(x.shape)
     index[dim] = _positions(view, mask, length)
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     return view.make("index", x, tuple(index), dim, shape=shape, dtype=x.dtype)

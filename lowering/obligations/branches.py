@@ -90,7 +90,8 @@ def _drop_range_assertions(node: fx.Node) -> None:
     most = _most(node)
     if most is None:
         return
-    found, stack = {}, [node]
+    found: dict[fx.Node, None] = {}
+    stack = [node]
     while stack:
         for user in stack.pop().users:
             found[user] = None

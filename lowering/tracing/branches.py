@@ -434,7 +434,7 @@ def install() -> None:
         return step(self) if branches is None else branches.step(self, step)
 
     Translator.step = watched_step
-    watch_calls()
+    watch_calls(lambda: current() is not None)
     _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
     _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
     _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))

@@ -10,6 +10,7 @@ the time that they were taken, it does nothing. In a round ``e`` is a tensor who
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,18 +106,16 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     return None
 
 
-def watch_calls() -> None:
-    """Let the functions that make lists of numbers, and ask them, do what `handled` says while branches are traced."""
-    from moeblaze_ops.lowering.tracing.branches import current
-
+def watch_calls(is_on: Callable[[], bool]) -> None:
+    """Let the functions that make lists of numbers, and ask them, do what `handled` says while ``is_on``."""
     call_builtin, call_method = BuiltinVariable.call_function, TensorVariable.call_method
 
     def with_hits(self, tx, args, kwargs):
-        found = handled(tx, self.fn, args) if current() is not None and args and not kwargs else None
+        found = handled(tx, self.fn, args) if is_on() and args and not kwargs else None
         return call_builtin(self, tx, args, kwargs) if found is None else found
 
     def as_list(self, tx, name, args, kwargs):
-        found = hits_in(self) if current() is not None and name == "tolist" else None
+        found = hits_in(self) if is_on() and name == "tolist" else None
         known = found is not None and self.as_proxy().node.meta["example_value"].dim() == 1 and _count(tx, found) is not None
         return found if known else call_method(self, tx, name, args, kwargs)
 

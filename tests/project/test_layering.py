@@ -29,7 +29,7 @@ FLOORS = {
         ["facts"],
         ["evaluate", "forms"],
         ["match", "obligations"],
-        ["router"],
+        ["router", "tracing"],
         ["rewrite"],
     ],
     "moeblaze_ops": [
@@ -45,7 +45,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 25, "lowering": 35, "moeblaze_ops": 50}
+MOST_ARROWS = {"kernels": 25, "lowering": 38, "moeblaze_ops": 50}
 MOST_FILES = 15
 
 # What a package may know of the others. The switch hands graphs to lowering; integrations ask it what a gate computes.
@@ -191,9 +191,10 @@ def test_kernels_that_ops_name_exist():
     assert not [kernel for kernel in named if kernel.partition(":")[2] not in functions(kernel.partition(":")[0])]
 
 
-def test_one_reader_of_private_compiler_parts():
+def test_private_compiler_parts_are_read_in_two_places():
+    """Besides ``torch_internals``, what follows Dynamo while it traces."""
     private = "torch._inductor", "torch._dynamo", "torch._functorch"
-    others = [file for file in all_files() if file.name != "torch_internals.py"]
+    others = [f for f in all_files() if f.name != "torch_internals.py" and f.parent.name != "tracing"]
     assert not offenders(others, *private)
     assert not {file.name: found for file in others if (found := starting_with(attributes(file), *private))}
 
