@@ -424,7 +424,7 @@ def aliased_without_tokens(self, x, weights, ids):
         if len(token) and e == 1:
             out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
     out += 1
-    return out + base
+    return out + base + x
 
 
 @pytest.mark.parametrize("combine", [adds_more_otherwise, aliased_without_tokens], ids=lambda f: f.__name__)
