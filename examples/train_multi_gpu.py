@@ -40,7 +40,11 @@ def prepare(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def train(model: nn.Module, batches: list, device: str) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # The optimizer takes parameters of several meshes, but not in one group.
+    by_mesh: dict[object, list] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=1e-3)
     ranks, start, tokens = dist.get_world_size(), 0.0, 0
     for step, (inputs, targets) in enumerate(batches):
         if step == WARMUP_STEPS:

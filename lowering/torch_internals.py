@@ -159,7 +159,7 @@ def _in_place_of(original: Callable, backend: Callable) -> Callable:
     """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
     if backend is not original:
         vars(backend).update(getattr(original, "__dict__", {}))
-        backend._torchdynamo_orig_backend = original
+        backend._torchdynamo_orig_backend = original  # type: ignore[attr-defined]
     return backend
 
 
@@ -220,27 +220,6 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     """
     found = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
-
-
-def dtensor_call(node: fx.Node) -> tuple[str, dict[str, Any]] | None:
-    """Which of ``redistribute`` and ``to_local`` of a DTensor a node calls, and its keywords; None for another node.
-
-    torch 2.11 puts a function in the graph that closes over the arguments.
-    """
-    source = node.args[0] if len(node.args) == 1 else None
-    if not isinstance(source, fx.Node) or not hasattr(source.meta.get("example_value"), "placements"):
-        return None
-    methods = ("redistribute", "to_local")
-    if node.op == "call_method":
-        return (node.target, dict(node.kwargs)) if node.target in methods else None
-    cells = getattr(node.target, "__closure__", None) if node.op == "call_function" else None
-    if not cells:
-        return None
-    closed = dict(zip(node.target.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-    if closed.keys() != {"args_as_value", "kwargs_as_value"} or closed["args_as_value"]:
-        return None
-    name = next((name for name in methods if f".method_{name}." in node.target.__qualname__), None)
-    return None if name is None else (name, dict(closed["kwargs_as_value"]))
 
 
 def says_no_ops(error: Exception) -> bool:

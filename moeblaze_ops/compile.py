@@ -287,7 +287,7 @@ def _verifying(backend: Callable, asked_for: Callable) -> Callable:
         return backend
 
     def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        from moeblaze_ops.verify import verified_at_first
+        from moeblaze_ops.comparison import verified_at_first
 
         captured, before = copy.deepcopy(gm), torch_internals.counters["moeblaze"]["rewritten"]
         compiled = backend(gm, example_inputs)

@@ -121,6 +121,12 @@ def _index(view: GraphView, x: Any, indices: Any) -> Any:
     return _getitem(view, tensor(x), tuple(slice(None) if index is None else index for index in indices))
 
 
+@form("masked_select")
+def _masked_select(view: GraphView, x: Any, mask: Any) -> Any:
+    require(all(map(same_size, tensor(x).shape, tensor(mask).shape)) and len(x.shape) == len(mask.shape), "one shape")
+    return _getitem(view, x, mask)
+
+
 @form("setitem", "__setitem__")
 def _setitem(view: GraphView, x: Any, key: Any, values: Any) -> Value:
     return _put(view, tensor(x), key, values, False)

@@ -18,9 +18,9 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
-from moeblaze_ops.lowering.torch_internals import dtensor_call
 
 
 class NotCanonical(Exception):
@@ -127,7 +127,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 def _has_unknown_writes(node: fx.Node) -> bool:
     """Whether nothing tells what a node writes: kernels and functions of the user, graph bodies that write somewhere."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        bodies = [operand for operand in node.all_input_nodes if _body(operand) is not None]
+        bodies = [body for operand in node.all_input_nodes if (body := _body(operand)) is not None]
         return "mutation" in node.target.name() or not bodies or any(map(_body_writes, bodies))
     calls = node.op in ("call_function", "call_method", "call_module")
     return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
@@ -142,14 +142,14 @@ def _dtensor_method(node: fx.Node) -> str:
 def _body(node: fx.Node) -> fx.GraphModule | None:
     """The graph that a node hands to a higher-order operator."""
     owner = node.graph.owning_module
-    if node.op != "get_attr" or owner is None:
+    if node.op != "get_attr" or owner is None or not isinstance(node.target, str):
         return None
     body = getattr(owner, node.target, None)
     return body if isinstance(body, fx.GraphModule) else None
 
 
-def _body_writes(node: fx.Node) -> bool:
-    return any(written_nodes(step) for step in _body(node).graph.nodes if step.op != "output")
+def _body_writes(body: fx.GraphModule) -> bool:
+    return any(written_nodes(step) for step in body.graph.nodes if step.op != "output")
 
 
 _GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
@@ -218,6 +218,10 @@ class GraphView:
         return self._aliases.get(storage, [node]) if storage is not None else [node]
 
     # What canonical forms use to build values.
+
+    def dtensor_call(self) -> tuple[str, dict[str, Any]] | None:
+        """Which method of a DTensor the current node calls, and its keywords."""
+        return dtensor_call(self._node)
 
     def make(self, op: str, *args: Any, shape: tuple | None = None, dtype: torch.dtype | None = None) -> Value:
         fake = fake_of(self._node)

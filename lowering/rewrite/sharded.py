@@ -16,13 +16,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops import config
-from moeblaze_ops.distributed.collectives import local_shard, same_tokens, start_gather
-from moeblaze_ops.distributed.expert_parallel import experts_over_ranks
+from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
-from moeblaze_ops.lowering.torch_internals import dtensor_call
+from moeblaze_ops.ops.sharded.collectives import local_shard, same_tokens, start_gather
+from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 
 _TOKEN_LEGS, _WEIGHT_LEGS = 5, 3
 """Forward and backward: x, out, dout, x again and dx; weights and their gradients, gathered once more in backward."""

@@ -2,7 +2,7 @@
 
 ``shard_experts`` stores each expert on one rank of the axis. A layer sees its weights whole, so every spelling of it gives the
 numbers of one process. Where ``torch.compile`` proves a layer, the rewriter moves its tokens instead of its weights
-(``expert_parallel``).
+(``ops.sharded``).
 """
 
 from moeblaze_ops.distributed.fsdp import expert_placement

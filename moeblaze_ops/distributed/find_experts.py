@@ -162,7 +162,8 @@ def _predicate(model: nn.Module, selection: Callable | Iterable[str]) -> set[str
 
 def _selected(model: nn.Module, names: set[str]) -> list[ExpertGroup]:
     """Groups of the parameters that the caller named: lists of which every entry is named whole, and single parameters."""
-    groups, taken = [], set()
+    groups: list[ExpertGroup] = []
+    taken: set[str] = set()
     for path, module in model.named_modules():
         if not _entries_alike(module):
             continue
@@ -173,12 +174,12 @@ def _selected(model: nn.Module, names: set[str]) -> list[ExpertGroup]:
             taken |= inside
     owners: dict[str, list[str]] = {}
     for name in sorted(names - taken):
-        owner, _, own = name.rpartition(".")
-        owners.setdefault(owner, []).append(own)
-    for owner, own in owners.items():
-        sizes = [model.get_submodule(owner)._parameters[name].shape for name in own]
+        path, _, last = name.rpartition(".")
+        owners.setdefault(path, []).append(last)
+    for owner, chosen in owners.items():
+        sizes = [model.get_submodule(owner)._parameters[name].shape for name in chosen]
         if not all(sizes):
             raise ValueError(f"shard_experts: parameters must have an axis of experts, got a scalar in {owner!r}")
         num_experts = min(shape[0] for shape in sizes)
-        groups.append(ExpertGroup(owner, tuple(own), num_experts, False, _layer(model, owner), "named by the caller"))
+        groups.append(ExpertGroup(owner, tuple(chosen), num_experts, False, _layer(model, owner), "named by the caller"))
     return groups

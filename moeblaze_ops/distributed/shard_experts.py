@@ -135,6 +135,7 @@ def _agreed(plan: Callable, mesh: "DeviceMesh") -> tuple[list[ExpertGroup], list
     """What ``plan`` gives, if it gives the same on every rank; else one error on all of them."""
     import torch.distributed as dist
 
+    mine: tuple[str | None, str | None]
     try:
         groups, left, digest = plan()
         mine = (digest, None)

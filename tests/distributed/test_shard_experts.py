@@ -145,6 +145,14 @@ def check_errors() -> None:
     raised_everywhere(lambda: shard_experts(layer("stacked_loop"), mesh, ["w9"]), "got 'w9'")
 
 
+def groups_of(model: nn.Module) -> list[dict]:
+    """Parameters of an optimizer: it takes no plain tensors beside DTensors in one group."""
+    groups = [], []
+    for p in model.parameters():
+        groups[hasattr(p, "placements")].append(p)
+    return [{"params": group} for group in groups if group]
+
+
 def check_training() -> None:
     """Clipping, AdamW and accumulation give what they give in one process."""
     from moeblaze_ops.distributed import clip_grad_norm_
@@ -154,7 +162,7 @@ def check_training() -> None:
     inputs = [[harness.tokens_of(10 * step + r, zoo.D) for r in range(world)] for step in range(2)]
     for name, options in (("loop_mixtral", {"foreach": True}), ("stacked_loop", {"fused": True})):
         one, model = layer(name), sharded(name)
-        steps = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1, **options) for m in (one, model)]
+        steps = [torch.optim.AdamW(groups_of(m), lr=0.1, weight_decay=0.1, **options) for m in (one, model)]
         for _ in range(2):
             for micro in inputs:
                 for x in micro:

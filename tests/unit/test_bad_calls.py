@@ -534,11 +534,10 @@ CALLS = {
         ValueError,
         "dispatch: num_experts must be between 1 and 4096, got 0",
     ),
-    "dispatch K > E": (lambda: dispatch(num_experts=1), ValueError, "dispatch: experts_TK must have 1 to num_experts=1 columns"),
     "dispatch K = 0": (
         lambda: dispatch(ids(T, 0)),
         ValueError,
-        "dispatch: experts_TK must have 1 to num_experts=4 columns, got 0",
+        "dispatch: experts_TK must have 1 column or more, got 0",
     ),
     "dispatch sparse": (
         lambda: dispatch(ids(T, K).to_sparse()),

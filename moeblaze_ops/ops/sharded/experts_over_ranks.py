@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
-from moeblaze_ops.distributed.collectives import process_group, start_gather, start_reduce_scatter, used_slots, wait
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
+from moeblaze_ops.ops.sharded.collectives import process_group, start_gather, start_reduce_scatter, used_slots, wait
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
 
 class Ranks(NamedTuple):
     """Where the experts are, and how the layer runs there.
 
-    ``group`` names the process group of ``count`` ranks. ``exact``: the host reads how many rows arrived, and h is as long;
+    ``group`` names the process group of ``size`` ranks. ``exact``: the host reads how many rows arrived, and h is as long;
     otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection.
     """
 
     group: str
-    count: int
+    size: int
     exact: bool
     keep_h: bool
 
@@ -47,7 +47,7 @@ def experts_over_ranks(
     activation: str,
     weight_on_input: bool,
     group: str,
-    count: int,
+    size: int,
     exact: bool,
     keep_h: bool,
 ) -> Tensor:
@@ -59,13 +59,13 @@ def experts_over_ranks(
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        group, count, exact, keep_h: see ``Ranks``.
+        group, size, exact, keep_h: see ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(group, count, exact, keep_h)
+    ranks = Ranks(group, size, exact, keep_h)
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
     return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
@@ -76,10 +76,10 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
-        group, count = ranks.group, ranks.count
-        started = [start_gather(experts_TK.to(torch.int32), count, group)]
+        group, size = ranks.group, ranks.size
+        started = [start_gather(experts_TK.to(torch.int32), size, group)]
         if weights_TK is not None:
-            started.append(start_gather(weights_TK, count, group))
+            started.append(start_gather(weights_TK, size, group))
         ids, *all_weights = map(wait, started)
         all_weights_TK = all_weights[0] if all_weights else None
         local = ids - first_of_rank(group, num_local)
@@ -96,7 +96,7 @@ class _Experts(torch.autograd.Function):
             out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
         ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
         ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *parameters)
-        return wait(start_reduce_scatter(out, count, group))
+        return wait(start_reduce_scatter(out, size, group))
 
     @staticmethod
     def backward(ctx, dout_TD):
@@ -108,7 +108,7 @@ class _Experts(torch.autograd.Function):
         groups = split_groups(parameters, ctx.counts)
         gradients = experts_over_ranks_backward(
             dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.group,
-            ctx.ranks.count, needs,
+            ctx.ranks.size, needs,
         )  # fmt: skip
         dx_TD, dweights_TK, *of_parameters = gradients
         filled: list[Tensor | None] = []
