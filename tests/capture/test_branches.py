@@ -102,7 +102,6 @@ MOVES = {
     "zip": (lambda self: zip(self.experts, range(E), strict=True), lambda self, left: next(left)[0]),
     "chain": (lambda self: itertools.chain(self.experts, self.experts), Layer.draw),
     "count": (lambda self: itertools.count(), lambda self, left: self.experts[next(left) % E]),
-    "cycle": (lambda self: itertools.cycle(self.experts), Layer.draw),
     "islice": (lambda self: itertools.islice(self.experts, E), Layer.draw),
     "dict_values": (lambda self: iter(dict(enumerate(self.experts)).values()), Layer.draw),
     "range": (lambda self: iter(range(E)), lambda self, left: self.experts[next(left)]),
