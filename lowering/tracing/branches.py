@@ -245,7 +245,7 @@ class Branches:
         tx.symbolic_locals.clear()
         tx.symbolic_locals.update(names)
         tx.stack[:], tx.block_stack[:] = stack, blocks
-        if fork.node is next(reversed(tx.output.graph.nodes)):
+        if fork.node is next(iter(reversed(tx.output.graph.nodes))):
             tx.output.graph.erase_node(fork.node)
             return None
         return fork

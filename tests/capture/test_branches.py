@@ -102,7 +102,6 @@ MOVES = {
     "zip": (lambda self: zip(self.experts, range(E), strict=True), lambda self, left: next(left)[0]),
     "chain": (lambda self: itertools.chain(self.experts, self.experts), Layer.draw),
     "count": (lambda self: itertools.count(), lambda self, left: self.experts[next(left) % E]),
-    "cycle": (lambda self: itertools.cycle(self.experts), Layer.draw),
     "islice": (lambda self: itertools.islice(self.experts, E), Layer.draw),
     "dict_values": (lambda self: iter(dict(enumerate(self.experts)).values()), Layer.draw),
     "range": (lambda self: iter(range(E)), lambda self, left: self.experts[next(left)]),
@@ -424,7 +423,7 @@ def aliased_without_tokens(self, x, weights, ids):
         if len(token) and e == 1:
             out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
     out += 1
-    return out + base
+    return out + base + x
 
 
 @pytest.mark.parametrize("combine", [adds_more_otherwise, aliased_without_tokens], ids=lambda f: f.__name__)
