@@ -1,12 +1,13 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
-#                  test-fast test-rewrite test-slow test-export test-hf test-offline test-interpreter
+#                  test-fast test-ops test-rewrite test-slow test-export test-hf test-offline test-interpreter
 # make test-gpu    the tests that need a GPU
 # make demo        install into .venv and run the example (the GPU is used when there is one)
 # make demo-distributed  the same model with its experts spread over two processes, or over PROCESSES
 # make sanitize    a small step of every kernel under compute-sanitizer's memcheck, or another TOOL
 # make lint        ruff
 # make types       mypy
+# make format      ruff format
 # make docs        the site into build/site, API included; nothing is fetched once the tools are installed
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
@@ -31,11 +32,7 @@ DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
 # The longest part first: two run at a time.
-PARTS := test-slow test-rewrite test-offline test-interpreter test-hf test-export test-fast
-TIERS := export gpu hf interpreter offline rewrite slow
-NOTHING :=
-ANY_TIER := $(subst $(NOTHING) $(NOTHING), or ,$(TIERS))
-ELSEWHERE := --ignore=tests/hf --ignore=tests/interpreter --ignore=tests/rewrite
+PARTS := test-slow test-rewrite test-offline test-interpreter test-ops test-hf test-export test-fast
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
@@ -56,21 +53,12 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) 2 $(PARTS)
 
-test-fast:
-	$(RUN) -m pytest -m "not ($(ANY_TIER))" $(ELSEWHERE) $(ARGS)
-
-test-rewrite:
-	$(RUN) -m pytest -m "rewrite and not gpu" tests/rewrite tests/capture $(ARGS)
-
-test-slow test-export:
-	$(RUN) -m pytest -m "$(@:test-%=%) and not gpu" $(ELSEWHERE) $(ARGS)
+test-fast test-rewrite test-slow test-export test-ops test-offline:
+	$(RUN) -m pytest -m "$(@:test-%=%) and not gpu" --ignore=tests/hf --ignore=tests/interpreter $(ARGS)
 
 test-hf:
 	@if $(RUN) -c "import transformers" 2>/dev/null; then $(RUN) -m pytest -m "hf and not gpu" tests/hf $(ARGS); \
 	else echo "SKIPPED all of tests/hf: transformers is not installed (pip install '.[hf]')"; fi
-
-test-offline:
-	$(RUN) -m pytest -m "offline and not gpu" tests/kernels $(ARGS)
 
 test-interpreter:
 	TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpreter $(ARGS)
@@ -83,6 +71,9 @@ sanitize: $(INSTALLED)
 
 lint:
 	$(RUN) -m ruff check .
+
+format: $(INSTALLED)
+	$(RUN) -m ruff format .
 
 types:
 	@.ci/types $(lastword $(RUN))

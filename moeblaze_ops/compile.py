@@ -30,6 +30,8 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.obligations import markers
+from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
     captures: Captures | None = None
+    branches: Branches | None = None
     reports: list = field(default_factory=list)
     broke: bool = False  # the frame is more than one graph
     idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
@@ -55,7 +58,7 @@ class _Attempt:
     @property
     def numbers(self) -> bool:
         """Whether numbers of a tensor's elements may be in its graph, too."""
-        return self.captures is not None and self.captures.numbers
+        return self.branches is not None or (self.captures is not None and self.captures.numbers)
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
@@ -284,7 +287,7 @@ def _verifying(backend: Callable, asked_for: Callable) -> Callable:
         return backend
 
     def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        from moeblaze_ops.verify import verified_at_first
+        from moeblaze_ops.comparison import verified_at_first
 
         captured, before = copy.deepcopy(gm), torch_internals.counters["moeblaze"]["rewritten"]
         compiled = backend(gm, example_inputs)
@@ -306,9 +309,11 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     _follow_switch()
     tries: list[_Tried] = []
     if _may_capture(frame):
-        captures = Captures()
-        tries = [_try(compile_frame, frame, captures)]
-        if tries[-1].compiled is None and captures.done:
+        branches, captures = Branches(), Captures()
+        tries = [_try(compile_frame, frame, None, branches)]
+        if tries[-1].compiled is None and branches.left is None:
+            tries.append(_try(compile_frame, frame, captures))
+        if tries[-1].compiled is None and (captures.done or branches.left):
             tries.append(_try(compile_frame, frame, None))
         if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
             whole = _try(compile_frame, frame, Captures(numbers=True))
@@ -327,17 +332,22 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
         raise
 
 
-def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, captures: Captures | None) -> _Tried:
+def _try(
+    compile_frame: Callable[[CodeType], Any],
+    frame: torch_internals.Frame,
+    captures: Captures | None,
+    branches: Branches | None = None,
+) -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
 
     With numbers of a tensor's elements in its graph, there must be one graph, and a layer in it.
     """
-    attempt = _Attempt(captures)
-    numbers = attempt.numbers
+    attempt = _Attempt(captures, branches)
+    numbers = captures is not None and captures.numbers
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
-        with torch_internals.capturing_numbers() if numbers else torch_internals.capturing_dynamic_shapes():
+        with _capturing(numbers=attempt.numbers), tracing(branches) if branches else contextlib.nullcontext():
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
         attempt.broke |= torch_internals.resumes(compiled)
         if captures and captures.done and torch_internals.resumes(compiled):
@@ -351,6 +361,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
+    if branches and branches.left:
+        attempt.left = branches.left
     if attempt.left is not None:
         compiled, dropped = None, attempt.left
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
@@ -360,9 +372,18 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     done, left = (captures.done, captures.left) if captures else ((), ())
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
+    if branches and (branches.done or branches.left):
+        done = tuple(f"{line}: traced as if its condition were always true: what it skips does nothing" for line in branches.done)
+        left = (branches.left,) if branches.left else ()
     if done or left:
         records.append(CaptureRecord(done, left, dropped))
     return _Tried(compiled, attempt.broke, records, attempt.failure)
+
+
+def _capturing(*, numbers: bool) -> contextlib.AbstractContextManager:
+    if numbers:
+        return torch_internals.capturing_numbers(markers.rows_between, markers.counts_below)
+    return torch_internals.capturing_dynamic_shapes()
 
 
 def _substitute(code: CodeType, module_globals: dict[str, Any]) -> CodeType:
@@ -400,14 +421,21 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
-    from moeblaze_ops.lowering.obligations import check
+    from moeblaze_ops.lowering.obligations import branches, check
     from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
     attempt = _attempt.get()
     regions = attempt.captures.regions if attempt is not None and attempt.captures else []
-    guarded = guarded_inputs(gm, regions)
     before = set(check.all_nodes(gm)) if attempt is not None else set()
+    work: set[fx.Node] = set()
+    if attempt is not None and attempt.branches is not None:
+        discharged = branches.discharge(gm)
+        if reason := attempt.branches.left or discharged.reason:
+            attempt.left = attempt.branches.left = reason
+            raise NotJustified(reason)
+        work = discharged.work
+    guarded = guarded_inputs(gm, regions, work)
     if attempt is not None and (reason := check.unproven(gm)) is not None:
         attempt.left = reason
         raise NotJustified(reason)
@@ -431,6 +459,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if sources := check.data_dependent_shapes(gm, numbers=attempt.numbers):
         attempt.left = f"{', '.join(sources)} would stay in the graph"
         raise NotJustified(attempt.left)
+    if effects := check.remaining_effects(gm, work):
+        attempt.left = f"{', '.join(effects)} would run where the program skips it"
+        raise NotJustified(attempt.left)
     if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
         attempt.left = f"{', '.join(effects)} would run for experts without tokens"
         raise NotJustified(attempt.left)
@@ -441,6 +472,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 
 
 _rewriting_backends: list[Callable] = [moeblaze_backend]
+install()
 torch_internals.install_frame_hook(_compile_frame, _verifying)
 torch_internals.install_code_hook(_substitute)
 torch_internals.install_effect_hook(_notice_effect)

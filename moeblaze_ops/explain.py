@@ -3,7 +3,6 @@
 ``report`` says the same of what was compiled for real.
 """
 
-import contextlib
 import os
 import re
 import threading
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
+from moeblaze_ops.unchanged import as_it_is, unchanged
 
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
 """Dynamo's lists of backends, counters and frames, which a dry run sets back, are those of all threads."""
 
 
@@ -61,7 +61,7 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
     In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
     model = getattr(model, "_orig_mod", model)
-    with _one_at_a_time, unchanged(model):
+    with one_at_a_time, unchanged(model):
         return explained(model, inputs, keywords)[0]
 
 
@@ -91,8 +91,8 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
 
         return run
 
-    with _one_at_a_time:
-        output, records, breaks = switch.dry_run(_fresh(model), observe, *inputs, **keywords)
+    with one_at_a_time:
+        output, records, breaks = switch.dry_run(unseen(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
     return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes)), output
 
@@ -297,7 +297,7 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def _fresh(model: Callable) -> Callable:
+def unseen(model: Callable) -> Callable:
     """``model`` as a function that Dynamo has not seen: what it knows about the model, it keeps by code object."""
     if isinstance(model, nn.Module) and (model._forward_hooks or model._forward_pre_hooks):
         # Hooks gather what forward reads (FSDP2), and are a part of what is compiled.
@@ -314,31 +314,6 @@ def _fresh(model: Callable) -> Callable:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return types.MethodType(copied, method.__self__) if hasattr(method, "__self__") else copied
-
-
-def unchanged(model: Callable) -> contextlib.AbstractContextManager:
-    """A context after which the buffers of ``model`` and the random number generators are what they were."""
-    return as_it_is(list(model.buffers()) if isinstance(model, nn.Module) else [])
-
-
-@contextlib.contextmanager
-def as_it_is(values: Sequence[Any]) -> Iterator[None]:
-    """A context after which the random number generators, and buffers and inputs among ``values``, are as before.
-
-    A forward that writes to its parameters, or to what has a gradient, is not supported by autograd either.
-    """
-    tensors = [v for v in values if isinstance(v, Tensor) and not (v.requires_grad or isinstance(v, nn.Parameter))]
-    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, copy in copies:
-                    # A write, even of the same numbers, would spoil a backward that needs the tensor.
-                    if not torch.equal(tensor, copy):
-                        tensor.copy_(copy)
 
 
 def _first_line(text: str) -> str:

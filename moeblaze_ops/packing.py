@@ -101,7 +101,8 @@ def _groups(module: nn.ModuleList | nn.ParameterList) -> Iterator[list[nn.Parame
 def _of_rewritten_layers(model: nn.Module, inputs: Sequence[Any], keywords: dict[str, Any]) -> list[list[nn.Parameter]]:
     """Parameters that rewritten layers read expert by expert, found by running the model with its layers rewritten."""
     from moeblaze_ops.compile import dry_run
-    from moeblaze_ops.explain import _fresh, _one_at_a_time, unchanged
+    from moeblaze_ops.explain import one_at_a_time, unseen
+    from moeblaze_ops.unchanged import unchanged
 
     model = getattr(model, "_orig_mod", model)
     reads = _SeparateReads({p.data_ptr(): p for p in model.parameters()})
@@ -113,8 +114,8 @@ def _of_rewritten_layers(model: nn.Module, inputs: Sequence[Any], keywords: dict
 
         return run
 
-    with _one_at_a_time, unchanged(model):
-        dry_run(_fresh(model), observe, *inputs, **keywords)
+    with one_at_a_time, unchanged(model):
+        dry_run(unseen(model), observe, *inputs, **keywords)
     return reads.groups
 
 

@@ -7,7 +7,7 @@ from moeblaze_ops import config
 
 TESTS = Path(__file__).parent
 
-# The tier of a test is that of the longest path which it lies below. A test without one is fast: `make check` runs it.
+# The tier of a test is that of the longest path which it lies below. `make check` runs what is fast, or below no path.
 TIERS = {
     "capture": "rewrite",
     "distributed": "slow",
@@ -15,20 +15,28 @@ TIERS = {
     "hf": "hf",
     "interpreter": "interpreter",
     "kernels": "offline",
+    "ops": "ops",
+    "ops/test_dispatch.py": "fast",
+    "ops/test_moe.py": "fast",
+    "ops/test_packing.py": "fast",
+    "ops/test_route.py": "fast",
+    "ops/test_separate_experts.py": "fast",
     "project/test_demo.py": "slow",
     "project/test_design.py": "slow",
     "project/test_docs.py": "slow",
     "project/test_packaging.py": "slow",
     "project/test_readme.py": "slow",
     "rewrite": "rewrite",
+    "rewrite/layers/test_keywords.py": "fast",
+    "rewrite/results/test_rewritten_graph.py": "fast",
     "system": "slow",
     "system/test_export.py": "export",
 }
 
 
-def tier_of(file: Path) -> str | None:
+def tier_of(file: Path) -> str:
     below = [path for path in TIERS if file.is_relative_to(TESTS / path)]
-    return TIERS[max(below, key=len)] if below else None
+    return TIERS[max(below, key=len)] if below else "fast"
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +64,7 @@ def fused_routers(monkeypatch):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if tier := tier_of(item.path):
-            item.add_marker(tier)
+        item.add_marker(tier_of(item.path))
     few = pytest.mark.skip(reason="needs several CUDA devices")
     for item in items:
         if "multigpu" in item.keywords and torch.cuda.device_count() < 2:

@@ -1,6 +1,6 @@
 """What one element of a canonical value is: `Evaluator.element(value, indices)`.
 
-Each value kind of `forms.views` has one rule here. Gathers compose indices; scatters and boolean selections become sums
+Each value kind of `canonical` has one rule here. Gathers compose indices; scatters and boolean selections become sums
 over what lands on an element, so that a sorted, a masked and a looped spelling of one layer give one expression.
 Evaluation stops (a leaf) at operators without canonical form and below the second projection, where only views,
 gathers, casts and products are looked through.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moeblaze_ops.lowering.evaluate.groups import GroupRules
+from moeblaze_ops.lowering.evaluate.groups import GroupRules, Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.nesting import Nesting
 from moeblaze_ops.lowering.evaluate.projections import is_no_projection, is_weight
@@ -55,6 +55,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._starts: dict[Value, tuple[Size, ...]] = {}
+        self._runs: dict[Value, Run | None] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }
@@ -290,6 +291,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_sum(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
+        if x.op == "between" and (selected := self.selected(x)) is not None:
+            return selected
 
         def body(bound: Indices) -> Expr:
             return self.element(x, self._reduced_indices(value, indices, bound), depth)
@@ -302,11 +305,15 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
-        if len(dims) != 1:
+        bound: list[Expr] = []
+        for dim in dims:
+            bound.append(self.algebra.fresh((*indices, *bound), x.shape[dim]))
+        body = self.element(x, self._reduced_indices(value, indices, tuple(bound)), depth)
+        if not is_indicator(body):
             return self.algebra.leaf(value, indices)
-        var = self.algebra.fresh(indices, x.shape[dims[0]])
-        body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
-        return self.algebra.any(var, body) if is_indicator(body) else self.algebra.leaf(value, indices)
+        for var in reversed([var for var in bound if var.kind == "var"]):
+            body = self.algebra.any(var, body)
+        return body
 
     def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim = value.args

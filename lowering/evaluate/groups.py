@@ -1,23 +1,32 @@
 """Elements of products of row groups, and which group a row is in.
 
-Groups stand one behind another and are given by where each ends, a running count of ids. In what was sorted by these
-ids, the group of a row is the row's id.
+Groups stand one behind another and are given by where each ends, a running count of ids, or by the two bounds of a slice
+that are sums of the first counts. In what was sorted by these ids, the group of a row is the row's id.
+
+    rows[starts[e] : starts[e] + counts[e]]     the rows of group e, where starts[e] = counts[0] + ... + counts[e - 1]
+    rows[starts[e] : starts[e] + counts[e] + 1]     one row too many: no group
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, same_size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
 class GroupRules:
-    """Rules of `searched` and `grouped_mm`; mixed into `Evaluator`."""
+    """Rules of `searched`, `between` and `grouped_mm`; mixed into `elements.Evaluator`."""
 
     algebra: Algebra
     element: Callable[..., Expr]
     _with_number: Callable[..., Expr]
+    _runs: "dict[Value, Run | None]"
 
     def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
         ends, x = value.args
@@ -27,6 +36,77 @@ class GroupRules:
             return self.algebra.const(number)
         group = self._group(ends, ends.shape[0], row, indices, depth)
         return self.algebra.leaf(value, indices) if group is None else group
+
+    def _element_between(self, value: Value, indices: "Indices", depth: int) -> Expr:
+        run = self.run(value)
+        if run is None:
+            return self.algebra.leaf(value, indices)
+        return self.algebra.eq(self.algebra.group(run.var, run.counts, indices[0]), self.algebra.const(run.number))
+
+    def run(self, mask: Value) -> "Run | None":
+        """Which group of rows a mask of the rows between two bounds selects, None where it may be another."""
+        if mask not in self._runs:
+            self._runs[mask] = None  # of bounds that this mask is a part of
+            self._runs[mask] = self._find_run(mask)
+        return self._runs[mask]
+
+    def selected(self, mask: Value) -> Expr | None:
+        """How many rows a mask between two bounds selects, where none of them is behind the last row."""
+        run = self.run(mask)
+        within = run is not None and rows_counted(self.algebra, run.var, run.counts, mask.shape[0])
+        return self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)}) if within else None
+
+    def _find_run(self, mask: Value) -> "Run | None":
+        lower, upper = (self._terms_of(bound) for bound in mask.args)
+        if lower is None:
+            return None
+        counted = [] if upper is None else list((upper - lower).elements())
+        to_the_end = upper is None and same_size(mask.args[1][0], mask.shape[0]) and not mask.args[1][1]
+        sample = counted[0] if len(counted) == 1 else next(iter(lower), None) if to_the_end else None
+        if sample is None or not (found := self._numbered(sample)):
+            return None
+        var, counts = found
+        number, before = 0, lower
+        while before and before <= lower:
+            term = self.algebra.substitute(counts, {var: self.algebra.const(number)})
+            if before[term] != 1:
+                return None
+            before, number = before - Counter([term]), number + 1
+        if to_the_end:
+            alone = rows_counted(self.algebra, var, counts, mask.shape[0], number + 1)
+        else:
+            alone = counted[0] is self.algebra.substitute(counts, {var: self.algebra.const(number)}) and not lower - upper
+        return Run(var, counts, number) if alone else None
+
+    def _terms_of(self, bound: tuple) -> Counter | None:
+        """The terms of a sum of numbers that tensors hold, running sums written out; None if there is any other number."""
+        known, values = bound
+        terms: Counter = Counter()
+        for value, times in values:
+            if times < 0:
+                return None
+            for term in self._written_out(self.element(value, ())):
+                terms[term] += times
+        return terms if known == 0 and not any(term.kind == "const" for term in terms) else None
+
+    def _written_out(self, e: Expr) -> list[Expr]:
+        if e.kind == "add":
+            return [term for inner in e.args for term in self._written_out(inner)]
+        if e.kind == "prefix" and e.args[2].kind == "const":
+            var, body = self.algebra.open(e)
+            return [self.algebra.substitute(body, {var: self.algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]
+        return [] if e is self.algebra.zero else [e]
+
+    def _numbered(self, count: Expr) -> tuple[Expr, Expr] | None:
+        """A count of one number as that of any: the variable in its place, and the count."""
+        hits = [e for e in subexpressions(count, lambda e: e.kind == "eq") if any(side.kind == "const" for side in e.args)]
+        numbers = {side for hit in hits for side in hit.args if side.kind == "const"}
+        keys = {hit: next((side for side in hit.args if side.kind != "const"), None) for hit in hits}
+        bounds = {self.algebra.extent(key) for key in keys.values() if key is not None}
+        if len(numbers) != 1 or len(bounds) != 1 or None in bounds or not is_count(count):
+            return None
+        var = self.algebra.var(0, next(iter(bounds)), "r")
+        return var, self.algebra.substitute(count, {hit: self.algebra.eq(key, var) for hit, key in keys.items()})
 
     def _group(self, ends: Value, num_groups: Size, row: Expr, indices: "Indices", depth: int) -> Expr | None:
         """The group in which a row stands, where the ends of the groups are running counts."""
@@ -57,8 +137,13 @@ class GroupRules:
         return self.element(keys, (row.args[1],)) if self._counts(*self.algebra.open(group), keys) else group
 
     def _counts(self, number: Expr, counts: Expr, keys: Value) -> bool:
-        """Whether ``counts`` is how many of the keys equal ``number``, summed over the axes that the keys had once."""
+        """Whether ``counts`` is how many of the keys equal ``number``, summed over the axes that the keys had once.
+
+        Keys below all numbers would stand in front of the first group.
+        """
         slot = self.algebra.fresh((), keys.shape[0])
+        if not never_negative(self.element(keys, (slot,))):
+            return False
         if counts is self.algebra.sum(slot, self.algebra.eq(self.element(keys, (slot,)), number)):
             return True
         axes: list[Expr] = []
@@ -81,6 +166,33 @@ class GroupRules:
         opened, counts = self.algebra.open(group)
         key = [side for side in counts.args if side is not opened] if counts.kind == "eq" else []
         return key[0] if len(key) == 1 and opened not in key[0].free else group
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rows of group ``number``, where group ``var`` has as many as ``counts`` says."""
+
+    var: Expr
+    counts: Expr
+    number: int
+
+
+def rows_counted(algebra: Algebra, number: Expr, counts: Expr, num_rows: Size, num_groups: Size | None = None) -> bool:
+    """Whether ``counts`` of all numbers add up to at most ``num_rows``, of those below ``num_groups`` to as many, if given."""
+    axes: list[Expr] = []
+    while counts.kind == "sum":
+        axis, counts = algebra.open(counts)
+        axes.append(axis)
+    hits = [e for e in factors_of(counts) if e.kind == "eq"]
+    keys = [side for hit in hits for side in hit.args if side is not number]
+    if len(hits) != 1 or len(keys) != 1 or not axes:
+        return False
+    once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
+    exact = counts is hits[0] or (counts is once and are_distinct(keys[0]))
+    if num_groups is not None:
+        bound = algebra.extent(keys[0])
+        exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups
+    return exact and same_size(math.prod(axis.args[1] for axis in axes), num_rows)
 
 
 def _group_of_true(mask: Value, groups: Value) -> int | None:

@@ -5,7 +5,7 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, differ, factors_of, same_size, subexpressions
@@ -151,8 +151,26 @@ class IndexingRules:
                 free += [index] if index.kind == "var" else []
             coordinates.append(index)
         replace = {self.algebra.nonzero(mask, d, row, extent): coordinates[d] for d, extent in enumerate(mask.shape)}
+        replace |= dict.fromkeys(self._groups_of_true_elements(row, mask, body, depth), coordinates[0])
         hits = self.element(mask, tuple(coordinates), depth)
         return _Landed(free, hits, self.algebra.substitute(body, replace), _compared(hits))
+
+    def _groups_of_true_elements(self, row: Expr, mask: Value, body: Expr, depth: int) -> Iterator[Expr]:
+        """Groups of rows in ``body`` that are as large as the rows of a mask have true elements: they are these rows.
+
+            _, token = chosen_TE.T.nonzero(as_tuple=True)
+            grouped_mm(x[token], weights, offs=chosen_TE.sum(0).cumsum(0))      but not  chosen_TE.sum(1).cumsum(0)
+        """
+        for group in subexpressions(body, lambda e: e.kind == "group" and e.args[2] is row):
+            number, counts = self.algebra.open(group)
+            others: list[Expr] = []
+            for extent in mask.shape[1:]:
+                others.append(self.algebra.fresh((row, number, *others), extent))
+            true = self.element(mask, (number, *others), depth)
+            for index in reversed(others):
+                true = self.algebra.sum(index, true)
+            if true is counts and same_size(number.args[1], mask.shape[0]):
+                yield group
 
     def _land_slots(self, row: Expr, mask: Value, at: "Indices", body: Expr, depth: int) -> "_Landed | None":
         """Keys are tokens with any true slot, and ``body`` goes through the slots: the same rows if a token has one of them."""

@@ -1,4 +1,4 @@
-"""Canonical forms of gathers, scatters, masks, sorts and counts; see `forms.views` for how forms work.
+"""Canonical forms of gathers, scatters, masks, sorts and counts; see `canonical` for how forms work.
 
     index (x, indices, first)       x with integer tensors at some axes; the gathered axes stand at axis `first`
     put (x, indices, first, values, accumulate)
@@ -17,6 +17,7 @@ import torch
 
 from moeblaze_ops.lowering.facts.zero_stops_gradient import is_fading
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
+from moeblaze_ops.lowering.forms.splits import is_between_numbers, positions_between, slice_between
 from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
@@ -68,6 +69,10 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
                 dim += len(item.shape)
                 continue
             require(item.dtype in (torch.int64, torch.int32), "an integer index")
+        elif is_between_numbers(item):
+            require(all(isinstance(other, slice) for other in items[:dim]), "an axis that stays where it is")
+            x = slice_between(view, x, dim, item, output_shape(view)[dim])
+            item = None
         elif isinstance(item, slice):
             x = _slice(view, x, dim, item)
             item = None
@@ -116,6 +121,12 @@ def _index(view: GraphView, x: Any, indices: Any) -> Any:
     return _getitem(view, tensor(x), tuple(slice(None) if index is None else index for index in indices))
 
 
+@form("masked_select")
+def _masked_select(view: GraphView, x: Any, mask: Any) -> Any:
+    require(all(map(same_size, tensor(x).shape, tensor(mask).shape)) and len(x.shape) == len(mask.shape), "one shape")
+    return _getitem(view, x, mask)
+
+
 @form("setitem", "__setitem__")
 def _setitem(view: GraphView, x: Any, key: Any, values: Any) -> Value:
     return _put(view, tensor(x), key, values, False)
@@ -136,6 +147,8 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         return _put_at_number(view, x, items, values)
     while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
         items = items[:-1]
+    if is_between_numbers(items[0]):
+        items = (positions_between(view, x, items[0], values), *items[1:])
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
     indices: list[Value | None] = []
     for item in items:
@@ -307,7 +320,8 @@ def _exact_integers(x: Value) -> Value:
     return x
 
 
-def _bound(x: Value) -> Size | None:
+def bound_of(x: Value) -> Size | None:
+    """An exclusive upper bound of ids that are not negative, None where that is not known."""
     while x.op in ("reshape", "permute"):
         x = x.args[0]
     return x.bound
@@ -330,7 +344,8 @@ def _sort(view: GraphView, keys: Any, dim: int = -1, descending: bool = False, s
     return view.make("index", keys, (permutation,), 0, shape=keys.shape, dtype=keys.dtype), permutation
 
 
-def _counts(view: GraphView, ids: Value, num: Size) -> Value:
+def counts_of(view: GraphView, ids: Value, num: Size) -> Value:
+    """How many ids each of the first numbers is."""
     ids = _exact_integers(ids)
     classes = view.make("arange", 0, 1, shape=(num,), dtype=ids.dtype)
     total = 1
@@ -345,16 +360,21 @@ def _counts(view: GraphView, ids: Value, num: Size) -> Value:
 @form("bincount")
 def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0) -> Value:
     require(weights is None, "unweighted counts")
-    return _counts(view, tensor(ids), output_shape(view)[0])
+    return counts_of(view, tensor(ids), output_shape(view)[0])
+
+
+@form("counts_below")
+def _counts_below(view: GraphView, ids: Any, num_experts: int) -> Value:
+    return counts_of(view, tensor(ids), num_experts)
 
 
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
     require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
-    bound = _bound(integers)  # a last bin that is one longer counts its upper end, too
+    bound = bound_of(integers)  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
-    return cast(view, _counts(view, ids, bins), output_dtype(view))
+    return cast(view, counts_of(view, ids, bins), output_dtype(view))
 
 
 @form("searchsorted")

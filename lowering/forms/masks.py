@@ -3,9 +3,11 @@
 import math
 from typing import Any
 
-from moeblaze_ops.lowering.forms.indexing import coordinates
+import torch
+
+from moeblaze_ops.lowering.forms.indexing import bound_of, coordinates, counts_of
 from moeblaze_ops.lowering.forms.pointwise import pointwise
-from moeblaze_ops.lowering.forms.views import form, full, output_dtype, tensor
+from moeblaze_ops.lowering.forms.views import form, full, output_dtype, output_shape, require, selected, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of
 from moeblaze_ops.lowering.index_notation.expr import same_size, size_of
 
@@ -16,6 +18,34 @@ def _where(view: GraphView, mask: Any, *args: Any) -> Any:
         return _chosen(view, mask, *args)
     rows = size_of(fake_of(view._node)[0].shape[0])
     return coordinates(view, tensor(mask), rows)
+
+
+@form("unique", "_unique_impl")
+def _unique(view: GraphView, ids: Any, *args: Any, **kwargs: Any) -> Value:
+    """The numbers that ids have, in rising order: those of which the count is not zero."""
+    options = {**dict(zip(("sorted", "return_inverse", "return_counts", "dim"), args, strict=False)), **kwargs}
+    plain = not options.get("return_inverse") and not options.get("return_counts") and options.get("dim") is None
+    require(plain and options.get("sorted", True) is True, "numbers in rising order alone")
+    count = bound_of(tensor(ids))
+    require(isinstance(count, int), "ids below a known number")
+    counts = counts_of(view, ids, count)
+    zero = full(view, 0, (), counts.dtype)
+    mask = view.make("pointwise", "gt", (counts, zero), (), shape=counts.shape, dtype=torch.bool)
+    return view.make("nonzero", mask, 0, shape=output_shape(view), dtype=torch.int64)
+
+
+def hit_mask(hits: Value) -> Value | None:
+    """The mask of which ``hits`` has the places of the true elements, one axis of it at most; None where it has other numbers."""
+    while hits.op == "reshape" or (hits.op == "stack" and len(hits.args[0]) == 1):
+        hits = hits.args[0] if hits.op == "reshape" else hits.args[0][0]
+    return hits.args[0] if hits.op == "nonzero" and len(hits.args[0].shape) == 1 else None
+
+
+@form("is_hit")
+def _is_hit(view: GraphView, hits: Any, expert: int) -> Value:
+    mask = hit_mask(tensor(hits))
+    require(mask is not None and 0 <= expert < mask.shape[0], "an expert of a mask")
+    return selected(view, mask, 0, expert)
 
 
 @form("masked_fill")

@@ -67,8 +67,8 @@ def _pointwise_form(name: str, arity: int, *names: str) -> None:
 
 
 for _name, _arity, _names in [
-    ("add", 2, ("add", "__add__", "__radd__")),
-    ("sub", 2, ("sub", "subtract")),
+    ("add", 2, ("add", "__add__", "__radd__", "wrapped_add")),
+    ("sub", 2, ("sub", "subtract", "wrapped_sub")),
     ("rsub", 2, ("rsub", "__rsub__")),
     ("mul", 2, ("mul", "multiply", "__mul__", "__rmul__")),
     ("neg", 1, ("neg", "negative")),

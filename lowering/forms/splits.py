@@ -1,87 +1,144 @@
-"""Canonical forms of rows that are split by counts on the host, as gathers, and of what is concatenated of them, as stores.
+"""Canonical forms of rows between bounds that only the data tell: slices, splits, and what is concatenated of them.
 
-    sizes = counts.tolist()                     sizes[i] is the size of group i wherever it is an axis
-    parts = rows.split(sizes)                   parts[i] is rows[where(group of row == i)]
-    y = torch.cat([f(p) for p in parts])        y[where(group of row == i)] = f(parts[i])
+    number = counts[e].item()                   a symbol wherever it is a bound or a size; `GraphView.numbers` has its value
+    part = rows[start:end]                      rows[where(start <= row < end)]
+    parts = rows.split(sizes)                   parts[i] is rows[where(sum(sizes[:i]) <= row < sum(sizes[: i + 1]))]
+    y = torch.cat([f(p) for p in parts])        y[where(the same)] = f(parts[i])
 
-Both sides are the same where the sizes are not negative and add up to the number of rows; a split raises an error otherwise.
+A ``between`` value (lower, upper) is the mask of the rows that a slice with these bounds takes of an axis of its length.
+Each bound is a sum of numbers: one that does not depend on data, and a set of pairs of a value and how often it is added.
+Which expert has these rows is for `evaluate.groups` to say.
 """
 
 from typing import Any
 
+import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.forms.views import axis, concatenated, form, full, pieces, tensor
+from moeblaze_ops.lowering.forms.views import axis, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of
-from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.index_notation.expr import Size, size_of
+
+Number = tuple[Size, frozenset[tuple[Value, int]]]
+
+
+@form("item", "wrapped_item")
+def _item(view: GraphView, x: Any) -> Any:
+    number = view.opaque(view._node)
+    if isinstance(x, Value) and isinstance(number, sympy.Symbol):
+        view.numbers.setdefault(number, reshaped(view, x, ()))
+    return number
+
+
+@form("rows_between")
+def _rows_between(view: GraphView, x: Any, start: Any, stop: Any, size: Any) -> Value:
+    """What `markers.rows_between` gives, a slice in a graph that is captured with such numbers."""
+    return slice_between(view, tensor(x), 0, slice(start, stop), size)
 
 
 @form("split", "split_with_sizes")
 def _split(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: Any) -> tuple[Value, ...]:
     d = axis(tensor(x), dim)
     lengths = [size_of(piece.shape[d]) for piece in fake_of(view._node)]
-    rows = split_rows(view, x, lengths) if d == 0 else None
-    return pieces(view, x, sizes, dim) if rows is None else rows
+    if any(map(_is_of_data, lengths)):
+        view.splits.append((lengths, x.shape[d]))
+    if d or not any(map(_is_of_data, lengths)):
+        return pieces(view, x, sizes, dim)
+    masks = _runs(view, lengths, x.shape[0])
+    return tuple(_rows(view, x, 0, mask, length) for mask, length in zip(masks, lengths, strict=True))
 
 
 @form("cat", "concat", "concatenate")
 def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
     d = axis(tensor(xs[0]), dim)
-    joined = joined_rows(view, tuple(map(tensor, xs))) if d == 0 else None
-    return concatenated(view, xs, d) if joined is None else joined
-
-
-@form("item")
-def _item(view: GraphView, x: Any) -> Any:
-    number = view.opaque(view._node)
-    if isinstance(x, Value) and x.op == "select" and isinstance(fake_of(view._node), torch.SymInt):
-        counts, axis, index = x.args
-        if axis == 0 and len(counts.shape) == 1:
-            view.items.setdefault(number, (counts, index))
-    return number
-
-
-def counts_of(view: GraphView, sizes: list[Size]) -> Value | None:
-    """The tensor that ``sizes`` are all elements of, in order."""
-    if not sizes or any(isinstance(size, int) or size not in view.items for size in sizes):
-        return None
-    tensors = {view.items[size][0] for size in sizes}
-    numbers = [view.items[size][1] for size in sizes]
-    if len(tensors) != 1 or numbers != list(range(len(sizes))) or len(set(sizes)) != len(sizes):
-        return None
-    (counts,) = tensors
-    return counts if same_size(counts.shape[0], len(sizes)) else None
-
-
-def split_rows(view: GraphView, x: Value, sizes: list[Size]) -> tuple[Value, ...] | None:
-    """``x`` in groups of these sizes, if they are all counts that one tensor has."""
-    counts = counts_of(view, sizes)
-    if counts is None:
-        return None
-    parts = []
-    for i, size in enumerate(sizes):
-        index = (_rows_of_group(view, counts, i, size, x.shape[0]), *[None] * (len(x.shape) - 1))
-        parts.append(view.make("index", x, index, 0, shape=(size, *x.shape[1:]), dtype=x.dtype))
-    return tuple(parts)
-
-
-def joined_rows(view: GraphView, xs: tuple[Value, ...]) -> Value | None:
-    """The concatenation of one part for each group, if they are as large as all counts that one tensor has."""
-    counts = counts_of(view, [x.shape[0] for x in xs])
-    if counts is None or len({(x.shape[1:], x.dtype) for x in xs}) != 1:
-        return None
-    shape = tuple(map(size_of, fake_of(view._node).shape))
+    lengths = [tensor(x).shape[d] for x in xs]
+    alike = len({(x.shape[1:], x.dtype) for x in xs}) == 1
+    if d or not alike or not any(map(_is_of_data, lengths)) or not all(_is_known(view, length) for length in lengths):
+        return concatenated(view, xs, d)
+    shape = output_shape(view)
     joined = full(view, 0, shape, xs[0].dtype)
-    for i, x in enumerate(xs):
-        index = (_rows_of_group(view, counts, i, x.shape[0], shape[0]), *[None] * (len(shape) - 1))
+    for x, mask in zip(xs, _runs(view, lengths, shape[0]), strict=True):
+        index = (_positions(view, mask, x.shape[0]), *[None] * (len(shape) - 1))
         joined = view.make("put", joined, index, 0, x, False, shape=shape, dtype=x.dtype)
     return joined
 
 
-def _rows_of_group(view: GraphView, counts: Value, group: int, size: Size, num_rows: Size) -> Value:
-    ends = view.make("prefix", counts, 0, shape=counts.shape, dtype=torch.int64)
-    rows = view.make("arange", 0, 1, shape=(num_rows,), dtype=torch.int64)
-    found = view.make("searched", ends, rows, shape=rows.shape, dtype=torch.int64)
-    number = full(view, group, (), torch.int64)
-    mask = view.make("pointwise", "eq", (found, number), (), shape=rows.shape, dtype=torch.bool)
-    return view.make("nonzero", mask, 0, shape=(size,), dtype=torch.int64)
+def is_between_numbers(part: Any) -> bool:
+    """Whether a part of a subscript is a slice with a bound that only the data tell."""
+    return isinstance(part, slice) and (_is_of_data(part.start) or _is_of_data(part.stop))
+
+
+def slice_between(view: GraphView, x: Value, dim: int, part: slice, length: Size) -> Value:
+    """``x[start:stop]`` along one axis, with bounds that only the data tell."""
+    return _rows(view, x, dim, _mask(view, x.shape[dim], part), length)
+
+
+def positions_between(view: GraphView, x: Value, part: slice, values: Any) -> Value:
+    """The positions of the rows of ``x`` that ``x[start:stop] = values`` writes to."""
+    mask = _mask(view, x.shape[0], part)
+    length = values.shape[0] if len(tensor(values).shape) == len(x.shape) else 1
+    if not _is_of_data(length):
+        require(mask in view.lengths, "a slice that is read, too")
+        length = view.lengths[mask][0]
+    return _positions(view, mask, length)
+
+
+def _mask(view: GraphView, extent: Size, part: slice) -> Value:
+    require(part.step in (None, 1), "one row after another")
+    require(not _is_of_data(extent), "rows of which the data do not tell the number")
+    stop = extent if part.stop is None else part.stop
+    return _between(view, _number(view, part.start or 0), _number(view, stop), extent)
+
+
+def _between(view: GraphView, lower: Number, upper: Number, extent: Size) -> Value:
+    return view.make("between", lower, upper, shape=(extent,), dtype=torch.bool)
+
+
+def _selected(view: GraphView, mask: Value) -> Value:
+    """How many rows a mask selects."""
+    return view.make("sum", mask, (0,), False, shape=(), dtype=torch.int64)
+
+
+def _is_of_data(size: Any) -> bool:
+    return isinstance(size, sympy.Expr) and bool(free_unbacked_symbols(size))
+
+
+def _is_known(view: GraphView, size: Size) -> bool:
+    return isinstance(size, int) or all(symbol in view.numbers for symbol in size.free_symbols)
+
+
+def _number(view: GraphView, size: Size) -> Number:
+    """A size as a sum of numbers that tensors hold."""
+    known, values = sympy.sympify(size), {}
+    for term, count in known.as_coefficients_dict().items():
+        if _is_of_data(term):
+            require(count.is_Integer and term in view.numbers, "a number that a tensor holds")
+            known -= count * term
+            values[view.numbers[term]] = values.get(view.numbers[term], 0) + int(count)
+    return size_of(known), frozenset((value, count) for value, count in values.items() if count)
+
+
+def _runs(view: GraphView, lengths: list[Size], extent: Size) -> list[Value]:
+    """Masks of rows that stand one run behind another, for the length of each."""
+    masks, start = [], 0
+    for length in lengths:
+        masks.append(_between(view, _number(view, start), _number(view, start + length), extent))
+        start = start + length
+    return masks
+
+
+def _rows(view: GraphView, x: Value, dim: int, mask: Value, length: Size) -> Value:
+    index = [None] * len(x.shape)
+    index[dim] = _positions(view, mask, length)
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return view.make("index", x, tuple(index), dim, shape=shape, dtype=x.dtype)
+
+
+def _positions(view: GraphView, mask: Value, length: Size) -> Value:
+    lengths = view.lengths.setdefault(mask, [])
+    if length not in lengths:
+        lengths.append(length)
+    if isinstance(length, sympy.Symbol) and length not in view.numbers:
+        view.numbers[length] = _selected(view, mask)
+    return view.make("nonzero", mask, 0, shape=(length,), dtype=torch.int64)

@@ -294,6 +294,13 @@ def _full(view: GraphView, like: Any, fill_value: Any, **kwargs: Any) -> Value:
     return full(view, fill_value, output_shape(view), output_dtype(view))
 
 
+@form("tensor")
+def _tensor(view: GraphView, data: Any, **kwargs: Any) -> Value:
+    number = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
+    require(isinstance(number, (int, float)), "a number")
+    return full(view, number, output_shape(view), output_dtype(view))
+
+
 @form("copy")
 def _copy(view: GraphView, target: Any, source: Any, non_blocking: bool = False) -> Value:
     return cast(view, expanded(view, tensor(source), tensor(target).shape), target.dtype)

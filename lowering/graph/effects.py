@@ -13,6 +13,10 @@ _RANDOM = frozenset((
     "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
     "randperm", "rrelu", "gumbel_softmax", "native_dropout", "scaled_dot_product_attention", "fractional_max_pool2d",
 ))  # fmt: skip
+ASSERTS = frozenset((
+    "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
+))  # fmt: skip
+"""What asserts something about sizes that only the data tell."""
 _UPDATES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
@@ -126,7 +127,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 def _has_unknown_writes(node: fx.Node) -> bool:
     """Whether nothing tells what a node writes: kernels and functions of the user, graph bodies that write somewhere."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        bodies = [operand for operand in node.all_input_nodes if _body(operand) is not None]
+        bodies = [body for operand in node.all_input_nodes if (body := _body(operand)) is not None]
         return "mutation" in node.target.name() or not bodies or any(map(_body_writes, bodies))
     calls = node.op in ("call_function", "call_method", "call_module")
     return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
@@ -141,14 +142,14 @@ def _dtensor_method(node: fx.Node) -> str:
 def _body(node: fx.Node) -> fx.GraphModule | None:
     """The graph that a node hands to a higher-order operator."""
     owner = node.graph.owning_module
-    if node.op != "get_attr" or owner is None:
+    if node.op != "get_attr" or owner is None or not isinstance(node.target, str):
         return None
     body = getattr(owner, node.target, None)
     return body if isinstance(body, fx.GraphModule) else None
 
 
-def _body_writes(node: fx.Node) -> bool:
-    return any(written_nodes(step) for step in _body(node).graph.nodes if step.op != "output")
+def _body_writes(body: fx.GraphModule) -> bool:
+    return any(written_nodes(step) for step in body.graph.nodes if step.op != "output")
 
 
 _GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
@@ -173,7 +174,9 @@ class GraphView:
     position: dict[fx.Node, int] = field(default_factory=dict)
     context: dict[fx.Node, tuple] = field(default_factory=dict)
     writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
-    items: dict[Size, tuple[Value, int]] = field(default_factory=dict)  # sizes that are elements of a tensor of one axis
+    numbers: dict[sympy.Symbol, Value] = field(default_factory=dict)  # what holds the numbers that only the data tell
+    lengths: dict[Value, list[Size]] = field(default_factory=dict)  # how many rows masks of rows select
+    splits: list[tuple[list[Size], Size]] = field(default_factory=list)  # sizes of the parts of an axis, and its own
     _now: dict[fx.Node, Any] = field(default_factory=dict)
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
@@ -215,6 +218,10 @@ class GraphView:
         return self._aliases.get(storage, [node]) if storage is not None else [node]
 
     # What canonical forms use to build values.
+
+    def dtensor_call(self) -> tuple[str, dict[str, Any]] | None:
+        """Which method of a DTensor the current node calls, and its keywords."""
+        return dtensor_call(self._node)
 
     def make(self, op: str, *args: Any, shape: tuple | None = None, dtype: torch.dtype | None = None) -> Value:
         fake = fake_of(self._node)
@@ -313,8 +320,12 @@ class GraphView:
         storage = _storage_of(target)
         same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
         for alias in same_buffer:
-            if self._now[alias] is before:
+            held = self._now[alias]
+            if held is before and _is_same_place(alias, target):
                 self._record(alias, value)
+            elif before.op == "index" and before.args[0] is held and _are_rows(target, alias):
+                rows = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
+                self._record(alias, rows)
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
                 self._record(alias, self.make("reshape", value, shape=tuple(map(size_of, fake_of(alias).shape)),
                                               dtype=value.dtype))  # fmt: skip
@@ -327,6 +338,18 @@ class GraphView:
                     break
                 if node.op == "placeholder" and node not in same_buffer and isinstance(fake_of(node), torch.Tensor):
                     self._record(node, self.opaque(node, at))
+
+
+def _is_same_place(a: fx.Node, b: fx.Node) -> bool:
+    """Both are the same part of their storage: two rows of a buffer that hold zeros are not."""
+    fakes = fake_of(a), fake_of(b)
+    places = [(*fake.shape, *fake.stride(), fake.storage_offset()) for fake in fakes]
+    return len(places[0]) == len(places[1]) and all(same_size(size_of(m), size_of(n)) for m, n in zip(*places, strict=True))
+
+
+def _are_rows(part: fx.Node, whole: fx.Node) -> bool:
+    """``part`` is a slice of ``whole``, with bounds that only the data tell."""
+    return isinstance(part.args[0], fx.Node) and _is_same_place(part.args[0], whole)
 
 
 def _is_reshape(a: fx.Node, b: fx.Node) -> bool:

@@ -19,6 +19,9 @@ _NAMESPACES = frozenset(("aten", "prims"))
 OTHERS = {"transformers::grouped_mm_fallback"}
 """Operators of other namespaces that compute what torch's operators of the same name do."""
 
+OURS: set[Any] = set()
+"""Functions that tracing puts into graphs: each has a form of its own name."""
+
 _PYTHON = frozenset(("_operator", "builtins", "math"))
 _NAMES: dict[Any, str] = {}
 """What was found to be torch's or Python's own; anything else is not kept alive here."""
@@ -49,6 +52,10 @@ def overloads_of(node: fx.Node) -> list[torch._ops.OpOverload]:
 
 
 def _name(target: Any) -> str:
+    if isinstance(target, FunctionType) and target in OURS:
+        return target.__name__
+    if type(target).__module__ == "torch._dynamo.utils" and type(target).__name__.startswith("numpy_"):
+        return target.__name__  # an operator or a method of numpy that Dynamo traces, as ``wrapped_add``
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):

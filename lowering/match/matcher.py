@@ -47,6 +47,8 @@ _COMBINES = frozenset((
     "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
 ))  # fmt: skip
 
+_NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
+
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
@@ -152,8 +154,9 @@ class Matcher:
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
-                detail = "row groups are no running counts of ids"
-                return Decline(root, root, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
+                ends = min(rows, key=lambda row: self.view.position[row.node]).args[2].node
+                detail = f"the groups of '{ends.name}' are {_NO_COUNTS}"
+                return Decline(root, ends, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
             masked = [term for term in terms if _is_masked(term) and _is_vector(term, feature)]
             if len(masked) < 2:
                 return None
@@ -341,7 +344,7 @@ class Matcher:
         if index is None or index in expert.binders:
             return read_compared(self._algebra, index, expert.binders, factors)
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
-        prove(not permuted, Reason.SAME_PERMUTATION, "groups of rows do not follow the sorted expert ids")
+        prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {_NO_COUNTS}")
         return read_indexed(self._algebra, index, expert.binders, factors)
 
 

@@ -29,6 +29,7 @@ class Reason(Enum):
     EXTRA_USER = "an intermediate result has another user"
     CONTEXT = "autocast or gradient mode changes inside the layer"
     OPERANDS = "the fused operators do not take these operands"
+    LAYOUT = "the strides of the result are not those of dense axes in any order"
     INTERNAL = "an error in the rewrite itself"
 
     @property

@@ -9,9 +9,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.capture import row_groups
-from moeblaze_ops.lowering.graph.effects import has_effect, writes_beside
+from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect, writes_beside
 from moeblaze_ops.lowering.graph.functional_view import target_name
-from moeblaze_ops.lowering.obligations.ids_in_range import without_known_ids, without_known_masks
+from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids, without_known_ids, without_known_masks
 from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
 from moeblaze_ops.lowering.torch_internals import places
 
@@ -22,7 +22,7 @@ def unproven(gm: fx.GraphModule) -> str | None:
         return f"{', '.join(writes)} would write to a copy of rows"
     if groups_that_overlap(gm):
         return "rows would be in groups that are no counts of ids"
-    if unknown_ids(gm):
+    if unknown_ids(gm) or any(map(unknown_counted_ids, _graphs(gm))):
         return "ids may be no numbers of experts"
     return "a mask of experts may have negative elements" if unknown_masks(gm) else None
 
@@ -34,6 +34,12 @@ def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Seq
         return any(region.holds(*place) for place in places(node) for region in regions)
 
     nodes = [node for node in all_nodes(gm) if node in captured and has_effect(node) and inside(node)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+
+
+def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
+    """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line."""
+    nodes = [node for node in all_nodes(gm) if node in work and (has_effect(node) or target_name(node) in ASSERTS)]
     return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
 
 

@@ -26,13 +26,13 @@ class IdleExperts:
     inputs: tuple[str, ...]
 
 
-def guarded_inputs(gm: fx.GraphModule, regions: Sequence[Any]) -> set[fx.Node]:
-    """The inputs of ``gm`` that are read in ``regions`` alone: lines that the program runs for experts with tokens only."""
+def guarded_inputs(gm: fx.GraphModule, regions: Sequence[Any], work: Collection[fx.Node]) -> set[fx.Node]:
+    """The inputs of ``gm`` that only ``work`` and lines in ``regions`` read: both run for experts with tokens only."""
 
     def inside(node: fx.Node) -> bool:
-        return any(region.holds(*place) for place in places(node) for region in regions)
+        return node in work or any(region.holds(*place) for place in places(node) for region in regions)
 
-    if not regions:
+    if not regions and not work:
         return set()
     inputs = (node for node in all_nodes(gm) if node.op in ("placeholder", "get_attr"))
     return {node for node in inputs if node.users and all(map(inside, node.users))}

@@ -10,10 +10,12 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_count
+from moeblaze_ops.lowering.obligations.markers import counts_below
 
 
 def without_known_ids(graph: fx.Graph, checks: Callable[[fx.Node], bool]) -> list[fx.Node]:
@@ -28,6 +30,20 @@ def without_known_ids(graph: fx.Graph, checks: Callable[[fx.Node], bool]) -> lis
 def without_known_masks(graph: fx.Graph, checks: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """The checks that a mask is not negative, but for those that are proven, which are removed."""
     return _without_proven(graph, checks, operator.ge, _is_of_counts)
+
+
+def unknown_counted_ids(graph: fx.Graph) -> bool:
+    """Whether as many counts as experts were taken of ids that may be none of them."""
+    counted = [node for node in graph.nodes if node.target is counts_below]
+    if not counted:
+        return False
+    view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
+    return not all(_are_below(evaluator, view.value_at(node.args[0], view.position[node]), node.args[1]) for node in counted)
+
+
+def _are_below(evaluator: Evaluator, ids: Value, number: int) -> bool:
+    element = _element(evaluator, ids)
+    return element is not None and never_negative(element) and evaluator.algebra.fits(element, number)
 
 
 def _without_proven(

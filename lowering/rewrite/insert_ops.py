@@ -1,6 +1,7 @@
 """The operators that take the place of a matched layer, and how they get its operands."""
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from moeblaze_ops.lowering.graph.functional_view import at_least_fp32, fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
+from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.activation import emit
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
@@ -145,7 +147,7 @@ def _parts(match: MoEMatch, x_TD: torch.Tensor) -> tuple[str, int]:
 def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:
     """Routing weights and expert ids: those of the graph, or of the fused router in its place."""
     if router is None:
-        experts_TK = insert.rows(match.experts, match.K)
+        experts_TK = insert.rows(_ids(match), match.K)
         if match.subscripts:
             numbers_E = insert.call(torch.arange, match.E, device=fake_of(experts_TK).device)
             experts_TK = insert.call(operator.getitem, numbers_E, experts_TK)
@@ -153,7 +155,7 @@ def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | N
             return None, experts_TK
         if not match.weights.gathered:
             return insert.rows(match.weights, match.K), experts_TK
-        ids_TK = experts_TK if match.experts.dtype == torch.int64 else insert.call("to", experts_TK, torch.int64)
+        ids_TK = experts_TK if fake_of(experts_TK).dtype == torch.int64 else insert.call("to", experts_TK, torch.int64)
         return insert.call("gather", insert.rows(match.weights, match.E), 1, ids_TK), experts_TK
     logits = fake_of(router.logits)
     logits_TE = insert.rows(Operand(router.logits, logits.dtype), logits.shape[-1])
@@ -169,6 +171,16 @@ def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | N
     if match.weights.factor != 1:
         weights_TK = insert.call(torch.mul, weights_TK, match.weights.factor)
     return weights_TK, experts_TK
+
+
+def _ids(match: MoEMatch) -> Operand:
+    """The expert ids in a dtype that the ops take, where they are integers of any width."""
+    dtype = match.experts.dtype
+    if dtype in (torch.int32, torch.int64):
+        return match.experts
+    fits = torch.iinfo(dtype).max >= match.E - 1
+    prove(fits, Reason.OPERANDS, f"expert ids are {dtype}, which has no number {match.E - 1}", match.experts.node)
+    return replace(match.experts, dtype=torch.int64)
 
 
 def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:

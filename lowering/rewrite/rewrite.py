@@ -12,15 +12,17 @@ import torch
 from torch import fx
 
 from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
-from moeblaze_ops.lowering.graph.solve_split_sizes import sizes_of_splits
 from moeblaze_ops.lowering.index_notation.expr import same_size, settling, size_of
 from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
-from moeblaze_ops.lowering.match.reasons import Reason
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
+from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers
 from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
@@ -107,7 +109,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
-        with settling(sizes_of_splits(gm.graph)):
+        with settling(known_sizes(gm.graph)):
             results, views = _matches(gm.graph)
             matched = [result for result in results if isinstance(result, MoEMatch)]
             routers = {match.root: match_router(views[match.root], match) for match in matched}
@@ -199,30 +201,48 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
     try:
         with autocast_off:
             out, became = insert_layer_ops(insert, result, router)
-        _redirect(edits, result, insert, out)
+        copied = _redirect(edits, result, insert, out)
+    except Declined as declined:
+        edits.undo(mark)
+        return _declined(Decline(result.root, declined.node or result.root, declined.reason, declined.detail))
     except (TypeError, ValueError, NotImplementedError) as error:
         edits.undo(mark)
         return _declined(Decline(result.root, result.root, Reason.OPERANDS, str(error)))
-    return _rewritten(result, became)
+    return _rewritten(result, f"{became} -> a copy in the strides of the result" if copied else became)
 
 
-def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> None:
-    """Whoever reads the old result after the root reads the new one."""
+def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> bool:
+    """Whoever reads the old result after the root reads the new one; whether that had to be copied to have the same strides."""
     if match.base is not None:
         out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.D), out)
     order = {node: i for i, node in enumerate(edits.graph.nodes)}
     after = order[match.root]
     inserted = set(insert.nodes)
+    result: fx.Node | None = None
+    copied = False
     for carrier in match.region.carriers:
         readers = [u for u in carrier.users if order[u] > after and u not in inserted]
-        if readers:
-            replacement = out if fake_of(carrier).dim() == 2 else _unflattened(insert, out, match, carrier)
-            for reader in readers:
-                edits.redirect(reader, carrier, replacement)
+        if not readers:
+            continue
+        if result is None:
+            replacement = _in_shape(insert, out, match, carrier)
+            result = laid_out(insert, replacement, carrier)
+            copied = result is not replacement
+        replacement = _in_shape(insert, result, match, carrier)  # a view of the first, as the buffers were views of one another
+        prove(has_strides_of(replacement, carrier), Reason.LAYOUT, "views of it have several", carrier)
+        for reader in readers:
+            edits.redirect(reader, carrier, replacement)
+    return copied
+
+
+def _in_shape(insert: Inserter, out: fx.Node, match: MoEMatch, carrier: fx.Node) -> fx.Node:
+    shape, wanted = (tuple(map(size_of, fake_of(node).shape)) for node in (out, carrier))
+    alike = len(shape) == len(wanted) and (len(shape) == 2 or all(map(same_size, shape, wanted)))
+    return out if alike else _unflattened(insert, out, match, carrier)
 
 
 def _unflattened(insert: Inserter, out: fx.Node, match: MoEMatch, carrier: fx.Node) -> fx.Node:
-    """``out``, ``[T, D]``, in the shape of ``carrier``, of which one size may follow from the others."""
+    """``out`` in the shape of ``carrier``, of which one size may follow from the others."""
     sizes = [size if isinstance(size, int) else _read_size(insert, match, size) for size in fake_of(carrier).shape]
     require(sizes.count(None) <= 1, "rewrite", "the result", "have sizes that the graph's inputs have", fake_of(carrier).shape)
     return insert.call("reshape", out, tuple(-1 if size is None else size for size in sizes))
@@ -238,11 +258,6 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
             if same_size(size_of(extent), size_of(size)):
                 return insert.call(torch.ops.aten.sym_size.int, node, axis)
     return None
-
-
-_ASSERTS = frozenset((
-    "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
-))  # fmt: skip
 
 
 def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
@@ -275,4 +290,4 @@ def _is_plumbing(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    return name in _ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)
+    return name in ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)

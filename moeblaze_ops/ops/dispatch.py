@@ -10,7 +10,6 @@ from moeblaze_ops.ops.register import register_op
 
 
 def _dispatch_fake(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_dispatch("dispatch", experts_TK, num_experts)
     T, K = experts_TK.shape
     slots_N = experts_TK.new_empty(T * K, dtype=torch.int32)
     offsets_E1 = experts_TK.new_empty(num_experts + 1, dtype=torch.int32)
@@ -20,7 +19,6 @@ def _dispatch_fake(experts_TK: Tensor, num_experts: int, check_ids: bool = False
 
 
 def _dispatch_cpu(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_dispatch("dispatch", experts_TK, num_experts)
     if check_ids or config.check_expert_ids:
         _check_ids(experts_TK, num_experts)
     return cpu_routing.dispatch(experts_TK, num_experts)
@@ -30,7 +28,6 @@ def _dispatch_launcher():
     from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
 
     def launch(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        check_dispatch("dispatch", experts_TK, num_experts)
         if config.check_expert_ids:
             _check_ids(experts_TK, num_experts)
         return launch_dispatch(experts_TK, num_experts)
@@ -57,6 +54,7 @@ dispatch = register_op(
     fake=_dispatch_fake,
     cpu=_dispatch_cpu,
     launcher=_dispatch_launcher,
+    check=lambda op, experts_TK, num_experts, check_ids=False: check_dispatch(op, experts_TK, num_experts),
     backward=_dispatch_backward,
 )
 """Sort the routed slots by expert, stably, without a sort, an atomic or a host sync.

@@ -15,25 +15,7 @@ _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor block
 
 
 def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation):
-    check_expert_down(
-        "expert_down", h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
-    )
     return h_NGF.new_empty((positions_TK.shape[0], w_down[0].shape[2]))
-
-
-def _expert_down_cpu(*args) -> Tensor:
-    check_expert_down("expert_down", *args)
-    return cpu.expert_down(*args)
-
-
-def _expert_down_launcher():
-    from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
-
-    def launch(*args) -> Tensor:
-        check_expert_down("expert_down", *args)
-        return launch_expert_down(*args)
-
-    return launch
 
 
 def _expert_down_setup_context(ctx, inputs, output) -> None:
@@ -89,28 +71,18 @@ def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) ->
 def _expert_down_backward_fake(
     dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
 ):
-    check_expert_down_backward(
-        "expert_down_backward", dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2,
-        activation,
-    )  # fmt: skip
     N, G, F = h_NGF.shape
     dh_NGF = h_NGF.new_empty((N, G, F))
     return dh_NGF, routing_gradient_like(weights_TK, positions_TK), h_NGF.new_empty((N, F))
 
 
-def _expert_down_backward_cpu(*args) -> tuple[Tensor, Tensor, Tensor]:
-    check_expert_down_backward("expert_down_backward", *args)
-    return cpu.expert_down_backward(*args)
-
-
-def _expert_down_backward_launcher(overwrite_h: bool = False):
+def _overwriting_launcher():
     from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 
     def launch(dout_TD, h_NGF, *args) -> tuple[Tensor, Tensor, Tensor]:
-        check_expert_down_backward("expert_down_backward", dout_TD, h_NGF, *args)
         _, G, F = h_NGF.shape
         dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
-        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h and dense)  # type: ignore[call-arg]
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, dense)  # type: ignore[call-arg]
 
     return launch
 
@@ -125,9 +97,10 @@ expert_down_backward = register_op(
     f"(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_expert_down_backward_fake,
-    cpu=_expert_down_backward_cpu,
-    launcher=_expert_down_backward_launcher,
-    overwriting=(1, lambda: _expert_down_backward_launcher(overwrite_h=True)),
+    cpu=cpu.expert_down_backward,
+    kernel="experts.expert_down_backward:launch_expert_down_backward",
+    check=check_expert_down_backward,
+    overwriting=(1, _overwriting_launcher),
     flops=lambda dout_shape, h_shape, w_down_shapes, *args, **kwargs: _down_flops(h_shape, None, w_down_shapes),
 )
 """One GEMM and everything that hangs on it: gradients of h and of the routing weights, and the scaled activation.
@@ -144,8 +117,9 @@ expert_down = register_op(
     "expert_down",
     f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation) -> Tensor",
     fake=_expert_down_fake,
-    cpu=_expert_down_cpu,
-    launcher=_expert_down_launcher,
+    cpu=cpu.expert_down,
+    kernel="experts.expert_down:launch_expert_down",
+    check=check_expert_down,
     backward=_expert_down_gradient,
     setup_context=_expert_down_setup_context,
     forward_mode=_expert_down_forward_mode,

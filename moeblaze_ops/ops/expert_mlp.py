@@ -12,6 +12,7 @@ from torch import Tensor
 from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward
+from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.ops.expert_down import expert_down
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, routing_gradient_like
@@ -25,23 +26,7 @@ ARGUMENTS = (
 
 
 def _expert_mlp_fake(x_TD, w_up, b_up, w_down, *rest) -> Tensor:
-    check_expert_mlp("expert_mlp", x_TD, w_up, b_up, w_down, *rest)
     return x_TD.new_empty((x_TD.shape[0], w_down[0].shape[2]))
-
-
-def _expert_mlp_cpu(*args) -> Tensor:
-    check_expert_mlp("expert_mlp", *args)
-    return cpu.expert_mlp(*args)
-
-
-def _expert_mlp_launcher():
-    from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp
-
-    def launch(*args) -> Tensor:
-        check_expert_mlp("expert_mlp", *args)
-        return launch_expert_mlp(*args)
-
-    return launch
 
 
 def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -130,29 +115,10 @@ def _expert_mlp_backward_fake(
     activation,
     weight_on_input,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = check_expert_mlp_backward(
-        "expert_mlp_backward", dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK,
-        blocks_B2, activation, weight_on_input,
-    )  # fmt: skip
-    N = slots_N.shape[0]
+    N, shape = slots_N.shape[0], up_shape(w_up)
     dh_NGF = x_TD.new_empty((N, shape.G, shape.F))
     on_output = None if weight_on_input else weights_TK
     return dh_NGF, routing_gradient_like(on_output, positions_TK), x_TD.new_empty((N, shape.F))
-
-
-def _expert_mlp_backward_cpu(*args) -> tuple[Tensor, Tensor, Tensor]:
-    check_expert_mlp_backward("expert_mlp_backward", *args)
-    return cpu.expert_mlp_backward(*args)
-
-
-def _expert_mlp_backward_launcher():
-    from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp_backward
-
-    def launch(*args) -> tuple[Tensor, Tensor, Tensor]:
-        check_expert_mlp_backward("expert_mlp_backward", *args)
-        return launch_expert_mlp_backward(*args)
-
-    return launch
 
 
 def mlp_flops(
@@ -175,8 +141,9 @@ expert_mlp_backward = register_op(
     "expert_mlp_backward",
     f"(Tensor dout_TD, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     fake=_expert_mlp_backward_fake,
-    cpu=_expert_mlp_backward_cpu,
-    launcher=_expert_mlp_backward_launcher,
+    cpu=cpu.expert_mlp_backward,
+    kernel="experts.expert_mlp:launch_expert_mlp_backward",
+    check=check_expert_mlp_backward,
     flops=lambda dout_shape, *args, **kwargs: mlp_flops(*args, **kwargs),
 )
 """``expert_down_backward`` on an h that is computed here and overwritten with its gradient.
@@ -190,8 +157,9 @@ expert_mlp = register_op(
     "expert_mlp",
     f"({ARGUMENTS}) -> Tensor",
     fake=_expert_mlp_fake,
-    cpu=_expert_mlp_cpu,
-    launcher=_expert_mlp_launcher,
+    cpu=cpu.expert_mlp,
+    kernel="experts.expert_mlp:launch_expert_mlp",
+    check=check_expert_mlp,
     backward=expert_mlp_gradient,
     setup_context=setup_context,
     forward_mode=expert_mlp_forward_mode,

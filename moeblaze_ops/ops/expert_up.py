@@ -6,6 +6,7 @@ from torch import Tensor
 from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_backward
+from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.register import register_op
@@ -17,26 +18,10 @@ _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor block
 def _expert_up_fake(
     x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
 ) -> tuple[Tensor, Tensor]:
-    shape = check_expert_up("expert_up", x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
-    N = slots_N.shape[0]
+    N, shape = slots_N.shape[0], up_shape(w_up)
     h_NGF = x_TD.new_empty((N, shape.G, shape.F))
     a_NF = x_TD.new_empty((0 if activation == IDENTITY else N, shape.F))
     return h_NGF, a_NF
-
-
-def _expert_up_cpu(*args) -> tuple[Tensor, Tensor]:
-    check_expert_up("expert_up", *args)
-    return cpu.expert_up(*args)
-
-
-def _expert_up_launcher():
-    from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
-
-    def launch(*args) -> tuple[Tensor, Tensor]:
-        check_expert_up("expert_up", *args)
-        return launch_expert_up(*args)
-
-    return launch
 
 
 def _expert_up_setup_context(ctx, inputs, output) -> None:
@@ -91,10 +76,7 @@ def _expert_up_forward_mode(*args) -> tuple[Tensor, Tensor]:
 def _expert_up_backward_fake(
     dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *rest
 ) -> tuple[Tensor, Tensor]:
-    shape = check_expert_up_backward(
-        "expert_up_backward", dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *rest
-    )
-    return dh_NGF.new_empty((positions_TK.shape[0], shape.D)), routing_gradient_like(weights_TK, positions_TK)
+    return dh_NGF.new_empty((positions_TK.shape[0], up_shape(w_up).D)), routing_gradient_like(weights_TK, positions_TK)
 
 
 def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:
@@ -102,21 +84,6 @@ def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Te
     if weights_TK is None:
         return positions_TK.new_empty((0, positions_TK.shape[1]), dtype=torch.float32)
     return positions_TK.new_empty(positions_TK.shape, dtype=weights_TK.dtype)
-
-
-def _expert_up_backward_cpu(*args) -> tuple[Tensor, Tensor]:
-    check_expert_up_backward("expert_up_backward", *args)
-    return cpu.expert_up_backward(*args)
-
-
-def _expert_up_backward_launcher():
-    from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
-
-    def launch(*args) -> tuple[Tensor, Tensor]:
-        check_expert_up_backward("expert_up_backward", *args)
-        return launch_expert_up_backward(*args)
-
-    return launch
 
 
 def _up_flops(x_shape, w_up_shapes, b_up, weights, slots_shape, *args, **kwargs) -> int:
@@ -132,8 +99,9 @@ expert_up_backward = register_op(
     f"(Tensor dh_NGF, Tensor? x_TD, Tensor[] w_up, Tensor? weights_TK, {_ROUTING}, Tensor? dlogits_TE=None,"
     " Tensor? w_router_ED=None, int? max_bytes=None) -> (Tensor, Tensor)",
     fake=_expert_up_backward_fake,
-    cpu=_expert_up_backward_cpu,
-    launcher=_expert_up_backward_launcher,
+    cpu=cpu.expert_up_backward,
+    kernel="experts.expert_up_backward:launch_expert_up_backward",
+    check=check_expert_up_backward,
     flops=_up_backward_flops,
 )
 """Gradient of ``expert_up`` for x, summed over each token's K rows, and for weights on the input.
@@ -150,8 +118,9 @@ expert_up = register_op(
     "expert_up",
     f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation) -> (Tensor, Tensor)",
     fake=_expert_up_fake,
-    cpu=_expert_up_cpu,
-    launcher=_expert_up_launcher,
+    cpu=cpu.expert_up,
+    kernel="experts.expert_up:launch_expert_up",
+    check=check_expert_up,
     backward=_expert_up_gradient,
     setup_context=_expert_up_setup_context,
     forward_mode=_expert_up_forward_mode,

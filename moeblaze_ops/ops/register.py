@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -57,7 +58,9 @@ def register_op(
     *,
     fake: Callable,
     cpu: Callable,
-    launcher: Callable[[], Callable],
+    launcher: Callable[[], Callable] | None = None,
+    kernel: str | None = None,
+    check: Callable | None = None,
     backward: Callable | None = None,
     setup_context: Callable | None = None,
     forward_mode: Callable | None = None,
@@ -79,6 +82,8 @@ def register_op(
         cpu: eager implementation on CPU tensors.
         launcher: returns the CUDA implementation; called at the first CUDA call, so that importing
             this package does not import Triton.
+        kernel: in place of ``launcher``: module and name of the function below ``kernels`` that is the CUDA implementation.
+        check: called with the op's name and its arguments before each implementation.
         backward: gradient formula; without one the op raises on backward (the ``*_backward`` ops).
         setup_context: what ``backward`` keeps.
         forward_mode: takes arguments that carry tangents of forward-mode AD, and returns results that do; without one
@@ -89,6 +94,9 @@ def register_op(
         overwriting: the position of an argument, and the launcher to inline where its memory is the compiled graph's own:
             one that writes a result over it.
     """
+    launcher = launcher or _launcher_of(kernel)
+    if check is not None:
+        fake, cpu, launcher = _checked(name, check, fake), _checked(name, check, cpu), _checked_later(name, check, launcher)
     # Without these tags Inductor may hand an op other strides than its fake implementation saw.
     _library.define(f"{name}{schema}", tags=_TAGS)
     qualname = f"{NAMESPACE}::{name}"
@@ -103,14 +111,16 @@ def register_op(
         LAUNCHERS[op] = lambda: with_experts_joined(op, launcher(), copied)
     if overwriting is not None:
         position, overwriting_launcher = overwriting
+        if check is not None:
+            overwriting_launcher = _checked_later(name, check, overwriting_launcher)
         OVERWRITING[op] = position, lambda: with_experts_joined(op, overwriting_launcher(), copied)
     if not op._schema.is_mutable:
         _define_packaged(name, schema, op)
         gradient = backward or _no_double_backward(name)
-        kernel = autograd_kernel(op, gradient, setup_context, forward_mode)
+        differentiated = autograd_kernel(op, gradient, setup_context, forward_mode)
     else:
-        kernel = kernel_without_gradient(op)
-    _library.impl(name, kernel, "Autograd", with_keyset=True)
+        differentiated = kernel_without_gradient(op)
+    _library.impl(name, differentiated, "Autograd", with_keyset=True)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
@@ -118,6 +128,23 @@ def register_op(
     if flops is not None:
         register_flop_formula(getattr(torch.ops.moeblaze, name))(with_shapes_joined(op, flops))
     return op
+
+
+def _launcher_of(kernel: str) -> Callable[[], Callable]:
+    module, _, name = kernel.partition(":")
+    return lambda: getattr(import_module(f"moeblaze_ops.kernels.{module}"), name)
+
+
+def _checked(name: str, check: Callable, implementation: Callable) -> Callable:
+    def run(*args):
+        check(name, *args)
+        return implementation(*args)
+
+    return run
+
+
+def _checked_later(name: str, check: Callable, launcher: Callable[[], Callable]) -> Callable[[], Callable]:
+    return lambda: _checked(name, check, launcher())
 
 
 def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:

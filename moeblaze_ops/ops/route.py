@@ -165,13 +165,11 @@ def _wide_dtype(logits_TE: Tensor) -> torch.dtype:
 
 
 def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
-    check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
     shape = (logits_TE.shape[0], top_k)
     return logits_TE.new_empty(shape, dtype=_wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
 
 
 def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
-    check_route("route", logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups)
     logits_TE = logits_TE.to(_wide_dtype(logits_TE))
     choice_TE = _choice_scores(logits_TE, bias_E, scoring, top_groups < num_groups)
     if top_groups < num_groups:
@@ -234,16 +232,6 @@ def _descending(scores: Tensor) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices
 
 
-def _route_launcher():
-    from moeblaze_ops.kernels.routing.route import launch_route
-
-    def launch(*args) -> tuple[Tensor, Tensor]:
-        check_route("route", *args)
-        return launch_route(*args)
-
-    return launch
-
-
 def _route_setup_context(ctx, inputs, output) -> None:
     logits_TE, _, _, scoring, renormalize, scale, _, _ = inputs
     weights_TK, experts_TK = output
@@ -261,12 +249,10 @@ def _route_gradient(ctx, dweights_TK, dexperts_TK):
 
 
 def _route_backward_fake(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
-    check_route_backward("route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale)
     return logits_TE.new_empty(logits_TE.shape)
 
 
 def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
-    check_route_backward("route_backward", dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale)
     experts_TK = experts_TK.long()
     wide_TE = logits_TE.to(_wide_dtype(logits_TE))
     zeros_TE = torch.zeros_like(wide_TE, memory_format=torch.contiguous_format)
@@ -287,23 +273,14 @@ def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring,
     return dlogits_TE.to(logits_TE.dtype).contiguous()
 
 
-def _route_backward_launcher():
-    from moeblaze_ops.kernels.routing.route import launch_route_backward
-
-    def launch(*args) -> Tensor:
-        check_route_backward("route_backward", *args)
-        return launch_route_backward(*args)
-
-    return launch
-
-
 route_backward = register_op(
     "route_backward",
     "(Tensor dweights_TK, Tensor logits_TE, Tensor weights_TK, Tensor experts_TK, str scoring, bool renormalize,"
     " float scale) -> Tensor",
     fake=_route_backward_fake,
     cpu=_route_backward_cpu,
-    launcher=_route_backward_launcher,
+    kernel="routing.route:launch_route_backward",
+    check=check_route_backward,
 )
 """Gradient of ``route`` for the logits, in their dtype and contiguous.
 
@@ -317,7 +294,8 @@ _route_op = register_op(
     " int top_groups) -> (Tensor, Tensor)",
     fake=_route_fake,
     cpu=_route_cpu,
-    launcher=_route_launcher,
+    kernel="routing.route:launch_route",
+    check=check_route,
     backward=_route_gradient,
     setup_context=_route_setup_context,
     forward_mode=_route_forward_mode,

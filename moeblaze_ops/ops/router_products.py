@@ -24,32 +24,20 @@ def _check(op: str, x_TD: Tensor, name: str, other: Tensor, experts_axis: int) -
     check_like(op, name, other, x_TD)
 
 
-def _check_logits(x_TD: Tensor, w_ED: Tensor) -> None:
-    _check("router_logits", x_TD, "w_ED", w_ED, 0)
+def _check_logits(op: str, x_TD: Tensor, w_ED: Tensor) -> None:
+    _check(op, x_TD, "w_ED", w_ED, 0)
 
 
-def _check_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> None:
-    _check("router_weight_grad", x_TD, "dlogits_TE", dlogits_TE, 1)
+def _check_weight_grad(op: str, dlogits_TE: Tensor, x_TD: Tensor) -> None:
+    _check(op, x_TD, "dlogits_TE", dlogits_TE, 1)
 
 
 def _logits_fake(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    _check_logits(x_TD, w_ED)
     return x_TD.new_empty((x_TD.shape[0], w_ED.shape[0]))
 
 
 def _logits_cpu(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    _check_logits(x_TD, w_ED)
     return x_TD @ w_ED.mT
-
-
-def _logits_launcher():
-    from moeblaze_ops.kernels.routing.router_products import launch_router_logits
-
-    def launch(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-        _check_logits(x_TD, w_ED)
-        return launch_router_logits(x_TD, w_ED)
-
-    return launch
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -70,23 +58,11 @@ def _forward_mode(*args) -> Tensor:
 
 
 def _weight_grad_fake(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    _check_weight_grad(dlogits_TE, x_TD)
     return x_TD.new_empty((dlogits_TE.shape[1], x_TD.shape[1]))
 
 
 def _weight_grad_cpu(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    _check_weight_grad(dlogits_TE, x_TD)
     return dlogits_TE.mT @ x_TD
-
-
-def _weight_grad_launcher():
-    from moeblaze_ops.kernels.routing.router_products import launch_router_weight_grad
-
-    def launch(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-        _check_weight_grad(dlogits_TE, x_TD)
-        return launch_router_weight_grad(dlogits_TE, x_TD)
-
-    return launch
 
 
 router_weight_grad = register_op(
@@ -94,7 +70,8 @@ router_weight_grad = register_op(
     "(Tensor dlogits_TE, Tensor x_TD) -> Tensor",
     fake=_weight_grad_fake,
     cpu=_weight_grad_cpu,
-    launcher=_weight_grad_launcher,
+    kernel="routing.router_products:launch_router_weight_grad",
+    check=_check_weight_grad,
     flops=lambda dlogits_shape, x_shape, **kwargs: 2 * dlogits_shape[1] * x_shape[0] * x_shape[1],
 )
 """``dlogits.T @ x``: the gradient of ``router_logits`` for its weight.
@@ -115,7 +92,8 @@ router_logits = register_op(
     "(Tensor x_TD, Tensor w_ED) -> Tensor",
     fake=_logits_fake,
     cpu=_logits_cpu,
-    launcher=_logits_launcher,
+    kernel="routing.router_products:launch_router_logits",
+    check=_check_logits,
     backward=_gradient,
     setup_context=_setup_context,
     forward_mode=_forward_mode,

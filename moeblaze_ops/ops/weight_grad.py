@@ -19,23 +19,7 @@ from moeblaze_ops.ops.register import register_op
 
 
 def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k) -> list[Tensor]:
-    check_weight_grad_like("expert_weight_grad", gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
     return [torch.empty_like(w, device=gathered_TD.device) for w in like]
-
-
-def _expert_weight_grad_cpu(*args) -> list[Tensor]:
-    check_weight_grad_like("expert_weight_grad", *args)
-    return cpu_gradients.expert_weight_grad(*args)
-
-
-def _expert_weight_grad_launcher():
-    from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
-
-    def launch(*args) -> list[Tensor]:
-        check_weight_grad_like("expert_weight_grad", *args)
-        return launch_expert_weight_grad(*args)
-
-    return launch
 
 
 def _weight_grad_flops(gathered_shape, grouped_shape, *args, **kwargs) -> int:
@@ -44,61 +28,11 @@ def _weight_grad_flops(gathered_shape, grouped_shape, *args, **kwargs) -> int:
 
 
 def _expert_bias_grad_fake(rows_NC, weights_TK, slots_N, offsets_E1, top_k, gathered) -> Tensor:
-    check_bias_grad("expert_bias_grad", rows_NC, weights_TK, slots_N, offsets_E1, top_k, gathered)
     return rows_NC.new_empty((offsets_E1.shape[0] - 1, rows_NC.shape[1]))
 
 
-def _expert_bias_grad_cpu(*args) -> Tensor:
-    check_bias_grad("expert_bias_grad", *args)
-    return cpu_gradients.expert_bias_grad(*args)
-
-
-def _expert_bias_grad_launcher():
-    from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
-
-    def launch(*args) -> Tensor:
-        check_bias_grad("expert_bias_grad", *args)
-        return launch_expert_bias_grad(*args)
-
-    return launch
-
-
-def _expert_weight_grad_add_fake(*args) -> None:
-    check_weight_grad_add("expert_weight_grad_add", *args)
-
-
-def _expert_weight_grad_add_cpu(*args) -> None:
-    check_weight_grad_add("expert_weight_grad_add", *args)
-    cpu_gradients.expert_weight_grad_add(*args)
-
-
-def _expert_weight_grad_add_launcher():
-    from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad_add
-
-    def launch(*args) -> None:
-        check_weight_grad_add("expert_weight_grad_add", *args)
-        launch_expert_weight_grad_add(*args)
-
-    return launch
-
-
-def _expert_bias_grad_add_fake(*args) -> None:
-    check_bias_grad_add("expert_bias_grad_add", *args)
-
-
-def _expert_bias_grad_add_cpu(*args) -> None:
-    check_bias_grad_add("expert_bias_grad_add", *args)
-    cpu_gradients.expert_bias_grad_add(*args)
-
-
-def _expert_bias_grad_add_launcher():
-    from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad_add
-
-    def launch(*args) -> None:
-        check_bias_grad_add("expert_bias_grad_add", *args)
-        launch_expert_bias_grad_add(*args)
-
-    return launch
+def _nothing(*args) -> None:
+    """What an op returns that adds to its arguments."""
 
 
 expert_weight_grad = register_op(
@@ -106,8 +40,9 @@ expert_weight_grad = register_op(
     "(Tensor gathered_TD, Tensor grouped_NGF, Tensor[] like, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
     " SymInt top_k) -> Tensor[]",
     fake=_expert_weight_grad_fake,
-    cpu=_expert_weight_grad_cpu,
-    launcher=_expert_weight_grad_launcher,
+    cpu=cpu_gradients.expert_weight_grad,
+    kernel="experts.weight_grad:launch_expert_weight_grad",
+    check=check_weight_grad_like,
     flops=_weight_grad_flops,
 )
 """Weight gradient of one projection: ``dW[e, g, f, :] = sum_r s[r] * grouped[r, g, f] * gathered[token(r), :]``.
@@ -130,9 +65,10 @@ expert_weight_grad_add = register_op(
     "expert_weight_grad_add",
     "(Tensor gathered_TD, Tensor grouped_NGF, Tensor(a!)[] dw, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
     " SymInt top_k) -> ()",
-    fake=_expert_weight_grad_add_fake,
-    cpu=_expert_weight_grad_add_cpu,
-    launcher=_expert_weight_grad_add_launcher,
+    fake=_nothing,
+    cpu=cpu_gradients.expert_weight_grad_add,
+    kernel="experts.weight_grad:launch_expert_weight_grad_add",
+    check=check_weight_grad_add,
     flops=_weight_grad_flops,
     inline=False,
 )
@@ -151,8 +87,9 @@ expert_bias_grad = register_op(
     "expert_bias_grad",
     "(Tensor rows_NC, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1, SymInt top_k, bool gathered) -> Tensor",
     fake=_expert_bias_grad_fake,
-    cpu=_expert_bias_grad_cpu,
-    launcher=_expert_bias_grad_launcher,
+    cpu=cpu_gradients.expert_bias_grad,
+    kernel="experts.bias_grad:launch_expert_bias_grad",
+    check=check_bias_grad,
 )
 """Bias gradient: the sum of each expert's rows, times the routing weight if given. Shape [E, C], dtype of the rows.
 
@@ -169,9 +106,10 @@ expert_bias_grad_add = register_op(
     "expert_bias_grad_add",
     "(Tensor rows_NC, Tensor(a!) db_EC, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1, SymInt top_k, bool gathered)"
     " -> ()",
-    fake=_expert_bias_grad_add_fake,
-    cpu=_expert_bias_grad_add_cpu,
-    launcher=_expert_bias_grad_add_launcher,
+    fake=_nothing,
+    cpu=cpu_gradients.expert_bias_grad_add,
+    kernel="experts.bias_grad:launch_expert_bias_grad_add",
+    check=check_bias_grad_add,
     inline=False,
 )
 """Add a bias gradient to a tensor: ``db_EC += expert_bias_grad(...)``, summed in fp32 (fp64 for fp64) and rounded once.

@@ -39,14 +39,15 @@ def load_balancing_loss(
     check_number("load_balancing_loss", "top_k", top_k, 1, E, ", the experts")
     chosen = _chosen(layers, top_k, ids)
     kept_T = _kept("load_balancing_loss", layers, mask)
-    counts_E, sums_E, num_tokens = 0, 0, 0
+    wide = torch.promote_types(layers[0].dtype, torch.float32)
+    counts_E, sums_E, num_tokens = (layers[0].new_zeros(shape, dtype=wide) for shape in ((E,), (E,), ()))
     for logits_TE, ids_TK in zip(layers, chosen, strict=True):
-        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        wide_TE = logits_TE.to(wide)
         share_T = wide_TE.new_ones(wide_TE.shape[0]) if kept_T is None else kept_T.to(wide_TE.dtype)
         weights_TK = share_T.unsqueeze(1) * (ids_TK >= 0)
-        counts_E += wide_TE.new_zeros(E).index_add(0, ids_TK.clamp(min=0).reshape(-1), weights_TK.reshape(-1))
-        sums_E += share_T @ wide_TE.softmax(-1)
-        num_tokens += share_T.sum()
+        counts_E = counts_E.index_add(0, ids_TK.clamp(min=0).reshape(-1), weights_TK.reshape(-1))
+        sums_E = sums_E + share_T @ wide_TE.softmax(-1)
+        num_tokens = num_tokens + share_T.sum()
     return E * (counts_E @ sums_E) / num_tokens**2
 
 
@@ -58,9 +59,10 @@ def router_z_loss(logits: Tensor | Sequence[Tensor], *, mask: Tensor | None = No
     """
     layers = list(_layers("router_z_loss", logits))
     kept_T = _kept("router_z_loss", layers, mask)
-    total, num_tokens = 0, 0
+    wide = torch.promote_types(layers[0].dtype, torch.float32)
+    total, num_tokens = (layers[0].new_zeros((), dtype=wide) for _ in range(2))
     for logits_TE in layers:
-        squares_T = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).logsumexp(-1).square()
+        squares_T = logits_TE.to(wide).logsumexp(-1).square()
         share_T = torch.ones_like(squares_T) if kept_T is None else kept_T.to(squares_T.dtype)
         total, num_tokens = total + share_T @ squares_T, num_tokens + share_T.sum()
     return total / num_tokens

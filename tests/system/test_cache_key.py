@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -113,8 +114,10 @@ def test_edited_backward_misses_the_caches(copy_of_package, tmp_path):
 def test_key_holds_every_knob(monkeypatch):
     keys = {moeblaze_compile.cache_key()}
     for knob, value in config.snapshot().items():
+        kind = get_type_hints(config)[knob]
+        others = get_args(kind) if get_origin(kind) is Literal else (not value,) if kind is bool else (12345,)
         with monkeypatch.context() as patch:
-            patch.setattr(config, knob, not value if isinstance(value, bool) else f"not {value}")
+            patch.setattr(config, knob, next(other for other in others if other != value))
             keys.add(moeblaze_compile.cache_key())
     assert len(keys) == 1 + len(config.snapshot())
 

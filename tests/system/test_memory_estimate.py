@@ -24,7 +24,6 @@ from moeblaze_ops.memory.token_chunks import transient_bytes
 from moeblaze_ops.ops import expert_mlp_ranged, ranged_backward
 
 LAUNCHERS = {
-    "dispatch": "routing.dispatch",
     "expert_up": "experts.expert_up",
     "expert_up_backward": "experts.expert_up_backward",
     "expert_down": "experts.expert_down",
@@ -65,13 +64,15 @@ def launchers_on_cpu(monkeypatch):
     """Let the CPU run what a GPU would, but for the kernels themselves."""
     pytest.importorskip("triton", reason="the launchers import Triton")
     monkeypatch.setattr(config, "hopper", "off")
-    others = "rows.add_rows", "experts.bias_dots", "rows.combine", "routing.range_routing", "rows.single_rows"
+    others = "rows.add_rows", "experts.bias_dots", "rows.combine", "routing.dispatch", "routing.range_routing", "rows.single_rows"
     for file in {*LAUNCHERS.values(), *others} - {"experts.expert_mlp"}:
         module = importlib.import_module(f"moeblaze_ops.kernels.{file}")
         monkeypatch.setattr(module, "launch", lambda *args, **keywords: None)
     with torch.library._scoped_library("moeblaze", "IMPL") as library:
         for name, file in LAUNCHERS.items():
             launcher = getattr(importlib.import_module(f"moeblaze_ops.kernels.{file}"), f"launch_{name}")
+            if name == "dispatch":  # whether ids are checked is no matter of the kernel
+                launcher = lambda experts_TK, num_experts, check_ids=False, launch=launcher: launch(experts_TK, num_experts)  # noqa: E731
             library.impl(name, launcher, "CPU", allow_override=True)
         for name, launcher in RANGED_LAUNCHERS.items():
             library.impl(name, launcher(), "CPU", allow_override=True)
@@ -303,9 +304,9 @@ def test_known_layers(shape, mib):
 
 
 def test_memory_estimate_rejects_a_keep_that_is_no_point():
-    message = "memory_estimate: keep must be preactivation or input, got 'auto'"
+    message = "memory_estimate: keep must be one of preactivation, input, auto, got 'all'"
     with pytest.raises(ValueError, match=message):
-        memory_estimate(8, 8, 8, 8, 2, keep="auto")
+        memory_estimate(8, 8, 8, 8, 2, keep="all")
 
 
 SIZES = LayerSizes(D=16, F=24, E=4, K=2, dtype=torch.float32)

@@ -1,7 +1,6 @@
 """``verify``: errors of a model as written and rewritten, and what it leaves as it found it."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,10 @@ import torch
 from torch import nn
 
 import moeblaze_ops
-from moeblaze_ops import config
+from moeblaze_ops import comparison, config
 from moeblaze_ops.lowering.rewrite import rewrite
 from tests.system.test_explain_layers import Blocks, Dense, Guarded
 from tests.tools.rewrite_harness import rewriting_backend
-
-verify = sys.modules["moeblaze_ops.verify"]  # a function has the name of its module
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +112,8 @@ def first(monkeypatch):
 @pytest.mark.parametrize("breaks", [False, True])
 def test_first_run_of_what_is_compiled(first, breaks, monkeypatch):
     compared = []
-    real = verify._compare_graph
-    monkeypatch.setattr(verify, "_compare_graph", lambda *args: compared.append(real(*args)) or compared[-1])
+    real = comparison._compare_graph
+    monkeypatch.setattr(comparison, "_compare_graph", lambda *args: compared.append(real(*args)) or compared[-1])
     model, x = Blocks(Guarded, 2, breaks=breaks), torch.randn(24, 16)
     with rewriting_backend() as backend:
         compiled = torch.compile(model, backend=backend)
@@ -124,7 +121,7 @@ def test_first_run_of_what_is_compiled(first, breaks, monkeypatch):
             compiled(x).sum().backward()
     assert len(compared) == (2 if breaks else 1), "once for each graph"
     for comparisons, dtype in compared:
-        assert dtype == torch.float64 and all(comparison.agrees for comparison in comparisons)
+        assert dtype == torch.float64 and all(result.agrees for result in comparisons)
         assert len(comparisons) >= (9 if breaks else 18)
     expected = {name: parameter.grad / 2 for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -142,7 +139,7 @@ def test_first_run_that_differs(first, monkeypatch):
 
     monkeypatch.setattr(rewrite, "insert_layer_ops", wrong)
     model, x = Dense(), torch.randn(24, 16)
-    with rewriting_backend() as backend, pytest.raises(verify.VerificationError, match="reproduction: ") as error:
+    with rewriting_backend() as backend, pytest.raises(comparison.VerificationError, match="reproduction: ") as error:
         torch.compile(model, backend=backend)(x)
     folder = Path(str(error.value).rpartition("reproduction: ")[2])
     assert "<-- more than" in (folder / "report.txt").read_text() and torch.__version__ in (folder / "report.txt").read_text()

@@ -9,6 +9,8 @@ from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 from moeblaze_ops.lowering.match.terms.routing_term import Routing
 
+_TWICE = "adds two products to the sum, as where its width F is split; one product over all of its width is recognised"
+
 
 def expert_order(routings: Sequence[Routing]) -> list[int]:
     """Indices of the terms that stand for experts 0 to E-1, once every slot is proven to have each of them once."""
@@ -23,7 +25,7 @@ def expert_order(routings: Sequence[Routing]) -> list[int]:
         prove(routing.expert is not None and routing.expert.kind == "const", Reason.EXPERT_COVERAGE, "mixed forms")
         own = by_slot.setdefault(routing.ids, {})
         number = routing.expert.args[0]
-        prove(number not in own, Reason.EXPERT_COVERAGE, f"expert {number} is used twice")
+        prove(number not in own, Reason.EXPERT_COVERAGE, f"expert {number} {_TWICE}")
         own[number] = i
     first = next(iter(by_slot.values()))
     for own in by_slot.values():

@@ -196,7 +196,7 @@ def test_place_of_a_sum_is_where_it_is_written():
         return sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
 
     (found,) = rewrite_of(zoo.ModuleListMoE(summed), torch.randn(10, zoo.D)).rewritten
-    assert "test_lowering_match.py:" in found.source
+    assert "test_match.py:" in found.source
 
 
 def test_decline_says_where():

@@ -1,0 +1,338 @@
+"""Whether the work of a branch on data does nothing where its condition says that it is not to be done.
+
+`tracing.branches` traces the work and leaves the condition. It is dropped where the elements of all that the work writes, and
+of all that is another tensor afterwards, are what they were before, once everything that the condition says is zero is zero:
+
+    if (ids == e).any():                    proven: without a token, no row is added
+        out[rows] += expert(x[rows])
+    if (ids == e).any():                    refused: one is added to all rows
+        out += 1
+"""
+
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumulators
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.effects import has_effect
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, inplace_name, target_name
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size, size_of
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
+from moeblaze_ops.lowering.torch_internals import places
+
+
+@dataclass
+class Discharged:
+    """What came of the branches of a graph: why one is not proven, or the nodes that run unasked now."""
+
+    reason: str | None = None
+    work: set[fx.Node] = field(default_factory=set)
+
+
+def discharge(gm: fx.GraphModule) -> Discharged:
+    """Prove all branches of a graph and drop what is left of them; the graph is as it was where one is not proven."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    result = Discharged()
+    for graph in graphs:
+        begins = [node for node in graph.nodes if node.target is branch_begins]
+        if not begins:
+            continue
+        view = GraphView(graph, TABLE)
+        for begin in begins:
+            reason = _unproven(view, begin)
+            if reason is not None:
+                return Discharged(f"{_line(begin)}: {reason}")
+            (end,) = begin.users
+            inside = range(view.position[begin], view.position[end])
+            result.work.update(node for node, at in view.position.items() if at in inside and node not in begins)
+    for graph in graphs:
+        _erase(graph)
+    result.work = {node for node in result.work if not node._erased}
+    return result
+
+
+def _erase(graph: fx.Graph) -> None:
+    """Drop the markers, what stands on the sides without work, and what only the conditions read."""
+    markers = (branch_forks, branch_begins, branch_ends)
+    other: set[fx.Node] = set()
+    for begin in [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]:
+        node = begin.args[2]
+        while node is not begin:
+            other.add(node)
+            node = node.next
+    read: set[fx.Node] = set()
+    for node in [node for node in reversed(graph.nodes) if node.target in markers]:
+        read.update(other for other in node.all_input_nodes if other.target not in markers)
+        if node not in other:
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node._erased:
+            continue
+        _drop_range_assertions(node)
+        is_call = node.op in ("call_function", "call_method")
+        unread = node in other or _most(node) is not None or (node in read and is_call and not has_effect(node))
+        if unread and not node.users:
+            read.update(node.all_input_nodes)
+            graph.erase_node(node)
+    graph.owning_module.recompile()
+
+
+_READS = frozenset(("getitem", "sym_ite", "sym_size", "size", "shape", "numel", "len", "ge", "le", "_assert_scalar", "int"))
+"""Operators that tell a number on the host, and assert in which range it is."""
+
+
+def _drop_range_assertions(node: fx.Node) -> None:
+    """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is in its range."""
+    most = _most(node)
+    if most is None:
+        return
+    found, stack = {}, [node]
+    while stack:
+        for user in stack.pop().users:
+            found[user] = None
+            stack.append(user)
+    asserted = [user.args[0] for user in found if target_name(user) == "_assert_scalar"]
+    bounds = [(target_name(e), e.args[1]) if isinstance(e, fx.Node) else ("", None) for e in asserted]
+    in_range = all(isinstance(n, int) and (n <= 0 if name == "ge" else n >= most) for name, n in bounds)
+    if {target_name(user) for user in found} <= _READS and in_range:
+        while unread := [user for user in found if not user.users]:
+            for user in unread:
+                del found[user]
+                user.graph.erase_node(user)
+
+
+def _most(node: fx.Node) -> int | None:
+    """The largest number that comes to the host from a flag, or as the number of true elements; None for anything else."""
+    fake = fake_of(node)
+    if target_name(node) == "item" and isinstance(fake, torch.SymBool):
+        return 1
+    if target_name(node) not in ("nonzero", "where", "argwhere", "unique") or len(node.args) != 1:
+        return None
+    size = fake_of(node.args[0]).numel()
+    return size if isinstance(size, int) else None
+
+
+def _unproven(view: GraphView, begin: fx.Node) -> str | None:
+    """Why the work that begins here may do something where it is not asked for."""
+    ends = [node for node in begin.users if node.target is branch_ends]
+    if len(ends) != 1:
+        return "its two ways do not join in one graph"
+    (end,) = ends
+    _, _, fork = begin.args
+    proof = _Proof(view, begin, end, fork)
+    if not proof.assume():
+        return "what the condition says of tensors is not known"
+    for before, after in zip(*end.args[1:3], strict=True):
+        if not proof.same_operand(before, after):
+            return f"{_name(after)} may be another where the condition is false"
+    for part in end.args[3]:
+        if not proof.is_empty(part):
+            return f"{_name(part)}, which is appended to a list, may have rows where the condition is false"
+    if fork is not None and (reason := proof.changed_buffer(proof.fork, proof.first) or proof.other_effect()) is not None:
+        return reason
+    return proof.changed_buffer(proof.first, proof.last)
+
+
+class _Proof:
+    """The proof of one branch; ``fork``, ``first`` and ``last`` are the positions of its markers."""
+
+    def __init__(self, view: GraphView, begin: fx.Node, end: fx.Node, fork: fx.Node | None):
+        self.view, self.begin, self.end = view, begin, end
+        self.first, self.last = view.position[begin], view.position[end]
+        self.fork = self.first if fork is None else view.position[fork]
+        self.evaluator = Evaluator()
+        self.zeros = Zeros(self.evaluator.algebra)
+
+    # What the condition says.
+
+    def assume(self) -> bool:
+        """Learn what is zero without the work."""
+        condition, works_if, _ = self.begin.args
+        skips_if = not works_if
+        fake = fake_of(condition)
+        if isinstance(fake, torch.Tensor):
+            element = self._element(self.view.value_at(condition, self.fork))
+            zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
+            if zero is None:
+                return False
+            self.zeros.add(zero)
+        elif not self._assume_number(fake.node.expr, skips_if):
+            return False
+        self._add_sizes()
+        return True
+
+    def _assume_number(self, condition: sympy.Basic, truth: bool) -> bool:
+        if len(condition.free_symbols) != 1:
+            return False
+        (size,) = condition.free_symbols
+        known = False
+        for mask in self._masks(size):
+            if is_zero_at(condition, size, truth, is_flag=False) and (element := self._element(mask)) is not None:
+                self.zeros.add(element)
+                known = True
+        for node in self.view.graph.nodes:
+            fake = fake_of(node)
+            is_item = target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool)
+            if is_item and size in fake.node.expr.free_symbols:
+                (source,) = node.all_input_nodes
+                element = self._element(self.view.value_at(source, self.view.position[node]))
+                is_flag = fake_of(source).dtype == torch.bool
+                zero = None if element is None else zero_if(self.evaluator.algebra, element, False)
+                if zero is not None and is_zero_at(condition, size, truth, is_flag=is_flag):
+                    self.zeros.add(zero)
+                    known = True
+        if known:
+            self.zeros.sizes.add(size)
+        return known
+
+    def _masks(self, size: sympy.Symbol) -> list[Value]:
+        """The masks of whose true elements there are ``size``."""
+        return list({v.args[0]: None for v in self.view._pool.values() if v.op == "nonzero" and v.shape[0] == size})
+
+    def _add_sizes(self) -> None:
+        for value in self.view._pool.values():
+            if value.op == "nonzero" and value.shape[0] not in self.zeros.sizes and not isinstance(value.shape[0], int):
+                element = self._element(value.args[0])
+                if element is not None and self.zeros.without(element) is self.evaluator.algebra.zero:
+                    self.zeros.sizes.add(value.shape[0])
+
+    # What is to be the same.
+
+    def same_operand(self, before: fx.Node, after: fx.Node) -> bool:
+        if not isinstance(fake_of(after), torch.Tensor):
+            zeros = dict.fromkeys(self.zeros.sizes, 0)
+            return all(hasattr(fake_of(n), "node") or isinstance(fake_of(n), int) for n in (before, after)) and (
+                sympy.sympify(_number(before)).subs(zeros) == sympy.sympify(_number(after)).subs(zeros)
+            )
+        if _layout(before) != _layout(after) or self._is_shared(before, after):
+            return False
+        return self._same(self.view.value_at(before, self.first), self.view.value_at(after, self.last))
+
+    def _is_shared(self, before: fx.Node, after: fx.Node) -> bool:
+        """Whether it is seen that one tensor became two: one of them is written later, and the other read."""
+        one, other = self.view.aliases(before), self.view.aliases(after)
+        if before in other:
+            return False
+        writes = [(node, target) for node, target in self.view.all_writes() if self.view.position[node] > self.last]
+        for written, rest in ((one, other), (other, one)):
+            at = [self.view.position[node] for node, target in writes if target in written]
+            read = [self.view.position[user] for node in rest for user in node.users]
+            if at and any(position > min(at) for position in read):
+                return True
+            if at and any(node.op in ("placeholder", "get_attr") for node in rest):
+                return True
+        return False
+
+    def is_empty(self, part: fx.Node) -> bool:
+        """Whether a tensor has no rows."""
+        fake = fake_of(part)
+        return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
+
+    def _size(self, size: Size) -> Size:
+        return sympy.sympify(size).subs(dict.fromkeys(self.zeros.sizes, 0))
+
+    def other_effect(self) -> str | None:
+        """What the side without the work does beside writing to tensors: it will not run."""
+        written = self.view.all_writes()
+        for node, at in self.view.position.items():
+            if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in written):
+                return f"{_name(node)} at {_line(node)} would not run"
+        return None
+
+    def changed_buffer(self, first: int, last: int) -> str | None:
+        """What is written to between two positions and is read later, and may not be what it was."""
+        for write, target in self.view.all_writes():
+            if not first < self.view.position[write] < last or self._writes_nothing(write):
+                continue
+            if not has_storage(target):
+                return f"it is not known what {_name(write)} writes to"
+            for alias in self.view.aliases(target):
+                older = self.view.position[alias] < first
+                outlives = alias.op in ("placeholder", "get_attr") or any(self.view.position[u] > last for u in alias.users)
+                if older and outlives and not self._same(self.view.value_at(alias, first), self.view.value_at(alias, last)):
+                    return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
+        return None
+
+    def _writes_nothing(self, write: fx.Node) -> bool:
+        """Whether a write leaves everything as it is.
+
+            out[0] += 0 * loss      ->  both of its writes do: the sum, and storing it where it was
+        """
+        if inplace_name(write) == "add" and len(write.args) == 2 and isinstance(write.args[1], fx.Node):
+            value = self.view.value_at(write.args[1], self.view.position[write])
+            return isinstance(value, Value) and self._element(value) is self.evaluator.algebra.zero
+        if inplace_name(write) != "setitem" or not isinstance(write.args[2], fx.Node):
+            return False
+        read = write.args[2]
+        while inplace_name(read) is not None and isinstance(read.args[0], fx.Node):
+            read = read.args[0]
+        alias = read in self.view.aliases(write.args[0])
+        return alias and target_name(read) == "getitem" and read.args == write.args[:2]
+
+    def _without_empty_writes(self, value: Value) -> Value:
+        """What a value is made of by writing no rows, however often, and through whatever view."""
+        while True:
+            inner = value.args[0] if value.op == "reshape" else value
+            if inner.op == "put" and any(t is not None and 0 in map(self._size, t.shape) for t in inner.args[1]):
+                base = inner.args[0]
+                if inner is not value:
+                    if base.op != "reshape" or base.args[0].shape != value.shape:
+                        return value
+                    base = base.args[0]
+                value = base
+            else:
+                return value
+
+    def _same(self, before: Value, after: Value) -> bool:
+        if before is after:
+            return True
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            return False
+        before, after = map(self._without_empty_writes, (before, after))
+        if before is after:
+            return True
+        algebra = self.evaluator.algebra
+        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(before.shape))
+        made_beside = self.view.position.get(before.node, -1) > self.fork
+        for base in accumulators(before) if made_beside else [before]:
+            self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
+        try:
+            elements = [self.zeros.without(self.evaluator.element(value, indices)) for value in (before, after)]
+        except Unroll:
+            return False
+        return elements[0] is elements[1]
+
+    def _element(self, value: Value) -> Expr | None:
+        """What any element of a mask is, or the only one of a number."""
+        algebra = self.evaluator.algebra
+        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(value.shape))
+        try:
+            e = self.evaluator.element(value, indices)
+        except Unroll:
+            return None
+        for variable in reversed([i for i in indices if i.kind == "var"]):
+            e = algebra.any(variable, e)
+        return e
+
+
+def _number(node: fx.Node) -> sympy.Basic | int:
+    fake = fake_of(node)
+    return fake.node.expr if hasattr(fake, "node") else fake
+
+
+def _layout(node: fx.Node) -> tuple:
+    fake = fake_of(node)
+    return fake.dtype, fake.device, tuple(map(str, fake.shape)), tuple(map(str, fake.stride()))
+
+
+def _name(node: fx.Node) -> str:
+    return node.name.rstrip("_0123456789")
+
+
+def _line(node: fx.Node) -> str:
+    stack = places(node)
+    return f"{stack[-1][2]} ({stack[-1][0]}:{stack[-1][1]})" if stack else "source unknown"

@@ -1,0 +1,64 @@
+"""What is known about sizes that only the data tell: parts of rows add up to the rows.
+
+    parts = rows.split(counts.tolist())         the last size is what the others leave of the rows: a split raises otherwise
+    part = rows[start : start + counts[e]]      so it is for slices of all groups of rows, which are counts of all ids
+
+Slices with the same bounds have the same size.
+"""
+
+from collections.abc import Iterator
+
+import sympy
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.evaluate.groups import rows_counted
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.index_notation.expr import Size
+
+_PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between"))
+
+
+def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
+    """Sizes that only the data tell, by their symbols, as what they are by others."""
+    if not any(map(_may_depend_on_data, graph.nodes)):
+        return {}
+    known: dict[sympy.Symbol, sympy.Expr] = {}
+    for zero in _zeros(GraphView(graph, TABLE, numbers_only=True)):
+        rest = sympy.expand(sympy.sympify(zero).xreplace(known))
+        symbols = [s for s, times in rest.as_coefficients_dict().items() if abs(times) == 1 and free_unbacked_symbols(s)]
+        if symbols and all(isinstance(symbol, sympy.Symbol) for symbol in symbols):
+            last = max(symbols, key=lambda symbol: int(symbol.name.lstrip("u")))
+            solved = {last: sympy.expand(last - rest * rest.coeff(last))}
+            known = {symbol: size.xreplace(solved) for symbol, size in known.items()} | solved
+    return known
+
+
+def _may_depend_on_data(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or target_name(node) not in _PARTS:
+        return False
+    parts = fake_of(node)
+    return any(free_unbacked_symbols(part) for part in (parts if isinstance(parts, (tuple, list)) else [parts]))
+
+
+def _zeros(view: GraphView) -> Iterator[Size]:
+    """Sums of sizes that are zero."""
+    for lengths, whole in view.splits:
+        yield sum(lengths) - whole
+    for first, *others in view.lengths.values():
+        yield from (other - first for other in others)
+    evaluator = Evaluator()
+    groups: dict[tuple, dict[int, Size]] = {}
+    for mask, lengths in view.lengths.items():
+        try:
+            run = evaluator.run(mask)
+        except Unroll:
+            continue
+        if run is not None:
+            groups.setdefault((run.var, run.counts, mask.shape[0]), {})[run.number] = lengths[0]
+    for (var, counts, num_rows), sizes in groups.items():
+        numbered = sorted(sizes) == list(range(len(sizes)))
+        if numbered and rows_counted(evaluator.algebra, var, counts, num_rows, len(sizes)):
+            yield sum(sizes.values()) - num_rows

@@ -1,0 +1,48 @@
+"""What tracing leaves in the graph that is to be proven: branches on data, numbers of tokens, experts that were hit.
+
+The ends of a branch are proven away before the graph is compiled: whoever runs one has a graph that nobody has checked. The
+other functions may run: they give what the program asked for once what they assume is proven.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.lowering.graph.operators import OURS
+
+
+def branch_forks() -> None:
+    """From here to `branch_begins` stands what the program runs where the work is not done."""
+    raise RuntimeError("a branch on data was traced on both sides, and never proven")
+
+
+def branch_begins(condition: Any, works_if: bool, fork: None) -> None:
+    """From here to `branch_ends` runs what the program runs where ``condition`` is ``works_if`` only."""
+    raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
+
+
+def branch_ends(begin: None, without: tuple, with_: tuple, added: tuple) -> None:
+    """Here the two ways join: where the work is not done, each of ``with_`` must be what the same of ``without`` is.
+
+    And each of ``added``, which a list that is only concatenated has more of, must have no rows then.
+    """
+    raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
+
+
+def counts_below(ids: Tensor, num_experts: int) -> Tensor:
+    """``torch.bincount(ids, minlength=num_experts)``, where all ids are proven to be below that: as many counts as experts."""
+    return ids.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))
+
+
+def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
+    """``x[start:stop]``, of bounds that only the data tell, where there was a slice of ``size`` rows with the same bounds."""
+    return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
+
+
+def is_hit(hits: Tensor, expert: int) -> Tensor:
+    """Whether an expert is among the numbers of those that have tokens."""
+    return (hits == expert).any()
+
+
+OURS.update((branch_forks, branch_begins, branch_ends, counts_below, rows_between, is_hit))

@@ -1,0 +1,170 @@
+"""What is zero where a condition is false: comparisons under a mask, and the sizes of what the mask selects.
+
+    any(ids == e) is false      ->  [ids[t, k] = e] is 0 for all t, k;  nonzero(ids == e) has 0 rows
+    any(ids[:, 0] == e)         ->  [ids[t, 0] = e] is 0, [ids[t, 1] = e] is not known
+"""
+
+from collections.abc import Iterable
+
+import sympy
+
+from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, Size, factors_of, same_size
+from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+
+_IS_ZERO_IF = {
+    ("eq", 0): True, ("ne", 0): False, ("gt", 0): False, ("le", 0): True, ("lt", 1): True, ("ge", 1): False,
+}  # fmt: skip
+"""Comparisons with a number of what is no less than zero, and whether it is zero where they are true."""
+
+
+def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
+    """What is zero where ``e`` is ``truth``, a sum of what is never negative; None if nothing is known to be."""
+    if e.kind == "cast":
+        e = e.args[1]
+    if e.kind == "call" or e.kind == "eq":
+        name, (a, b) = ("eq", e.args) if e.kind == "eq" else (e.args[0], e.args[1] if len(e.args[1]) == 2 else (e, e))
+        if a.kind == "const" and name == "eq":
+            a, b = b, a
+        if b.kind == "const" and _IS_ZERO_IF.get((name, b.args[0])) is truth and _is_count(a):
+            return a
+        if name == "not":
+            return zero_if(algebra, e.args[1][0], not truth)
+    if not truth:
+        return e if _is_count(e) else None
+    negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), e))
+    return negated if _is_count(negated) else None
+
+
+def _is_count(e: Expr) -> bool:
+    """Whether an expression is a sum of products of zeros and ones, which is zero only where all of them are."""
+    return is_count(e) or (e.kind == "add" and all(map(_is_count, e.args))) or (e.kind == "const" and e.args[0] >= 0)
+
+
+def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_flag: bool) -> bool:
+    """Whether ``size``, no less than zero, is zero wherever a comparison of it with a number is ``truth``.
+
+        u == 0 is true                  ->  yes
+        u > 2 is false                  ->  no: it may be two
+    """
+    tested = (0, 1) if is_flag else (0, 1, 2, 3, 2**40)
+    if not isinstance(condition, sympy.core.relational.Relational):
+        condition = sympy.Ne(condition, 0)
+    difference = sympy.expand(condition.lhs - condition.rhs)
+    if difference.free_symbols != {size} or sympy.degree(difference, size) != 1:
+        return False
+    return [condition.subs(size, number) == sympy.true for number in tested] == [truth, *[not truth] * (len(tested) - 1)]
+
+
+class Zeros:
+    """Expressions and sizes that are zero under a condition."""
+
+    def __init__(self, algebra: Algebra) -> None:
+        self.algebra = algebra
+        self.sizes: set[Size] = set()
+        self._patterns: list[tuple[frozenset[Expr], list[Expr]]] = []  # products, and their variables
+        self._memo: dict[Expr, Expr] = {}
+
+    def add(self, e: Expr, variables: frozenset[Expr] = frozenset()) -> None:
+        """Take a sum of what is never negative for zero, whatever ``variables`` in it are."""
+        if e.kind in ("sum", "any"):
+            variable, body = self.algebra.open(e)
+            fresh = self.algebra.var(5000 + len(variables), *variable.args[1:])
+            self.add(self.algebra.substitute(body, {variable: fresh}), variables | {fresh})
+        elif e.kind == "add":
+            for term in e.args:
+                self.add(term, variables)
+        else:
+            factors = [f for f in factors_of(e) if f.kind not in ("distinct", "const")]
+            bound = variables
+            for inner in [f for f in factors if f.kind in ("any", "sum")] if len(factors) == 1 else []:
+                return self.add(inner, bound)
+            self._patterns.append((bound, factors))
+        self._memo.clear()
+
+    def without(self, e: Expr) -> Expr:
+        """``e`` with zeros for what is zero."""
+        found = self._memo.get(e)
+        if found is None:
+            found = self._memo[e] = self._visit(e)
+        return found
+
+    def _visit(self, e: Expr) -> Expr:
+        algebra = self.algebra
+        if e.kind in BINDERS and e.kind != "group" and e.args[0].args[1] in self.sizes:
+            return algebra.zero
+        may_be_zero = is_indicator(e) or e.kind in ("mul", "sum", "any")
+        if may_be_zero and any(self._is_product(bound, factors, factors_of(e)) for bound, factors in self._patterns):
+            return algebra.zero
+        return algebra._rebuild(e, self.without)
+
+    def _is_product(self, bound: frozenset[Expr], factors: list[Expr], of: Iterable[Expr]) -> bool:
+        """Whether all ``factors`` are among those of a product, for some values of the bound variables."""
+
+        def choose(rest: list[Expr], binding: dict[Expr, Expr]) -> bool:
+            if not rest:
+                return True
+            for candidate in of:
+                extended = dict(binding)
+                if self._unify(rest[0], candidate, bound, extended) and choose(rest[1:], extended):
+                    return True
+            return False
+
+        return choose(factors, {})
+
+    def _unify(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
+        if pattern in bound:
+            if not self.algebra.fits(e, pattern.args[1]):
+                return False
+            return binding.setdefault(pattern, e) is e
+        if pattern is e:
+            return True
+        if pattern.kind != e.kind or pattern.free.isdisjoint(bound):
+            return False
+        if pattern.kind == "leaf":
+            return pattern.args[0] is e.args[0] and self._unify_indices(pattern, e, bound, binding)
+        if pattern.kind == "eq":
+            for sides in (pattern.args, pattern.args[::-1]):
+                trial = dict(binding)
+                if all(self._unify(p, a, bound, trial) for p, a in zip(sides, e.args, strict=True)):
+                    binding.update(trial)
+                    return True
+            return False
+        if pattern.kind == "call":
+            if (pattern.args[0], pattern.args[2], len(pattern.args[1])) != (e.args[0], e.args[2], len(e.args[1])):
+                return False
+            return all(self._unify(p, a, bound, binding) for p, a in zip(pattern.args[1], e.args[1], strict=True))
+        if pattern.kind == "cast":
+            return pattern.args[0] == e.args[0] and self._unify(pattern.args[1], e.args[1], bound, binding)
+        return False
+
+    def _unify_indices(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
+        """Indices of one tensor: a variable as long as the axis stands for whatever is read there."""
+        shape, indices = pattern.args[0].shape, pattern.args[1]
+        if _reaches_all(indices, shape, bound):
+            return True
+        for axis, (p, a) in enumerate(zip(indices, e.args[1], strict=True)):
+            whole = p in bound and same_size(p.args[1], shape[axis])
+            if whole and binding.setdefault(p, a) is not a:
+                return False
+            if not whole and not self._unify(p, a, bound, binding):
+                return False
+        return True
+
+
+def _reaches_all(indices: tuple[Expr, ...], shape: tuple[Size, ...], bound: frozenset[Expr]) -> bool:
+    """Whether indices go through every element of a tensor: quotient and remainder of a flat position, or the position of all.
+
+        x.t().flatten()[s]      ->  x[s % T, s // T]
+    """
+    if len(indices) == 2 and {index.kind for index in indices} == {"div", "mod"} and indices[0].args == indices[1].args:
+        flat, size = indices[0].args
+        inner = shape[0] if indices[0].kind == "mod" else shape[1]
+        return flat in bound and same_size(size, inner) and same_size(flat.args[1], shape[0] * shape[1])
+    if len(indices) != 1 or indices[0].kind != "linear" or indices[0].args[0] != 0:
+        return False
+    terms = sorted(indices[0].args[1], key=lambda term: term[0] != 1)
+    if len(terms) != 2 or terms[0][0] != 1 or not all(atom in bound for _, atom in terms):
+        return False
+    (_, inner), (stride, outer) = terms
+    return same_size(stride, inner.args[1]) and same_size(stride * outer.args[1], shape[0])

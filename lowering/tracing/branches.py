@@ -1,0 +1,458 @@
+"""Branches on data, decided where Dynamo traces them: the side with the work is traced, and its condition stays in the graph.
+
+    for e, expert in enumerate(experts):
+        rows = torch.where(ids == e)[0]
+        if rows.numel() == 0:               # branch_begins(condition, works_if=False)
+            continue
+        out[rows] += expert(x[rows])
+                                            # branch_ends at the head of the loop, which both ways reach
+
+Nothing is read but Dynamo's own instructions and records, so that helpers, lambdas, aliases and iterators are what they are
+when they run. The graph proves later that tensors are the same without the work (`obligations.branches`). Here is decided what
+no tensor shows: at the join, the names that are read later, the stack, attributes and cells must be the same Python objects
+either way, or tensors, which become pairs of ``branch_ends``; a list, an iterator or a generator that is older than the branch
+must not have been moved. What is not so gives the attempt up (`Declined`), and the frame is compiled as it is written.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch._dynamo import symbolic_convert
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.base import (
+    AttributeMutationNew,
+    MutationType,
+    ValueMutationExisting,
+    ValueMutationNew,
+    VariableTracker,
+)
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
+from torch._dynamo.variables.iter import IteratorVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.misc import CellVariable, NullVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
+from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, watch_calls
+
+Translator = symbolic_convert.InstructionTranslatorBase
+Variable = VariableTracker
+
+
+class Declined(RuntimeError):
+    """A branch changes what the graph does not show, so that its work may not be done unasked."""
+
+
+@dataclass
+class _Branch:
+    """A branch whose work is being traced in the frame of ``tx``."""
+
+    tx: Any
+    join: int  # an index of its instructions, or EXIT
+    age: int
+    line: str
+    begin: Any = None
+    names: dict[str, Variable] = field(default_factory=dict)  # as they are at the join without the work
+    stack: list[Variable] = field(default_factory=list)
+    result: Variable | None = None  # what the frame returns without the work, if it joins at its end
+    attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
+    world: tuple = ()
+    lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
+
+
+class Branches:
+    """The branches on data that one attempt at a frame traces."""
+
+    def __init__(self) -> None:
+        self.left: str | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again, as Dynamo does when it learns something on the way."""
+        self.open: list[_Branch] = []
+        self.age = 0
+        self.done: dict[str, None] = {}
+        self.longer: dict[int, tuple[Variable, _Branch]] = {}
+        self._flows: dict[Any, ControlFlow] = {}
+        self._births: dict[int, tuple[Any, int]] = {}
+
+    def decline(self, branch: _Branch, what: str) -> NoReturn:
+        self.left = self.left or f"{branch.line}: {what} where the condition is false, too"
+        raise Declined(self.left)
+
+    # What is older than a branch.
+
+    def born(self, thing: Any, age: int | None = None) -> None:
+        self._births[id(thing)] = thing, self.age if age is None else age
+
+    def birth(self, thing: Any) -> int:
+        """How many branches had begun when it was made; none where that is not known."""
+        return self._births.get(id(thing), (thing, -1))[1]
+
+    def is_older(self, variable: Variable, branch: _Branch) -> bool:
+        kind = variable.mutation_type
+        if isinstance(variable, IteratorVariable):
+            return self.birth(variable) < branch.age
+        return not isinstance(kind, ValueMutationNew | AttributeMutationNew) or self.birth(kind) < branch.age
+
+    # What Dynamo does while a branch is open.
+
+    def moved(self, iterator: Variable) -> None:
+        if self.open and self.is_older(iterator, self.open[-1]):
+            self.decline(self.open[-1], "an iterator would be moved on")
+
+    def mutated(self, variable: Variable) -> None:
+        for branch in self.open:
+            if self.is_older(variable, branch) and variable not in branch.lists:
+                if type(variable) is not ListVariable or isinstance(variable.mutation_type, ValueMutationExisting):
+                    self.decline(branch, f"{_kind(variable)} would be changed")
+                branch.lists[variable] = list(variable.items)
+
+    def stored(self, effects: SideEffects, item: Variable, name: str) -> None:
+        for branch in self.open:
+            if self.is_older(item, branch) and (item, name) not in branch.attributes:
+                known = effects.store_attr_mutations.get(item, {})
+                if isinstance(item, CellVariable) and (name in known or item.pre_existing_contents is not None):
+                    branch.attributes[item, name] = effects.load_cell(item)
+                elif name in known:
+                    branch.attributes[item, name] = known[name]
+                else:
+                    self.decline(branch, f"{name!r} of {_kind(item)} would be set")
+
+    def effect(self) -> None:
+        if self.open:
+            self.decline(self.open[-1], "a hook would be registered")
+
+    # Steps.
+
+    def step(self, tx: Any, original: Callable[[Any], bool]) -> bool:
+        at = tx.instruction_pointer
+        if at is None:
+            return original(tx)
+        instruction = tx.instructions[at]
+        while self.open and self.open[-1].tx is tx and self._joins(self.open[-1], at, instruction):
+            self._end(self.open.pop(), instruction)
+        if self.open:
+            self._watch(tx, instruction)
+        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
+            tx.stack[-1], tx.instruction_pointer = iterator, at + 1
+            return True
+        if instruction.opname == "CONTAINS_OP" and isinstance(_realized(tx.stack[-1]), Hits):
+            return self._asks_hits(tx, at, instruction)
+        if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
+            return self._round(tx, at, instruction, original)
+        if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
+            condition = tx.stack[-1] = _realized(tx.stack[-1])
+            if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
+                return True
+        if not self.longer:
+            return original(tx)
+        before = list(tx.stack)
+        result = original(tx)
+        self._check_uses(tx, instruction, before)
+        return result
+
+    def _asks_hits(self, tx: Any, at: int, instruction: Any) -> bool:
+        """Whether a number is among those of the experts that have tokens, or is not."""
+        hits, number = tx.stack.pop(), _realized(tx.stack.pop())
+        found = hits.contains(tx, number)
+        if found is None:
+            raise Declined("a number that is not known is looked for")
+        tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
+        tx.instruction_pointer = at + 1
+        return True
+
+    def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        """The next round of a loop over all experts, done where the program goes over those that have tokens."""
+        condition = tx.stack[-1].condition(tx)
+        names, stack = dict(tx.symbolic_locals), list(tx.stack)
+        if not original(tx) or condition is None:
+            return True
+        self.age += 1
+        branch = _Branch(tx, at, self.age, f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})")
+        branch.names, branch.stack = names, stack
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
+        branch.world = _world(tx)
+        self.open.append(branch)
+        return True
+
+    def _watch(self, tx: Any, instruction: Any) -> None:
+        branch = self.open[-1]
+        if "YIELD" in instruction.opname and tx is branch.tx:
+            self.decline(branch, "a generator would yield")
+        generator = isinstance(tx, symbolic_convert.InliningGeneratorInstructionTranslator) and tx is not branch.tx
+        if generator and self.birth(tx) < branch.age:
+            self.decline(branch, "a generator would be moved on")
+        if tx is branch.tx and returns(instruction):
+            self.decline(branch, "the function would return")
+
+    def _joins(self, branch: _Branch, at: int, instruction: Any) -> bool:
+        return returns(instruction) if branch.join == EXIT else at == branch.join
+
+    def _flow(self, tx: Any) -> ControlFlow:
+        flow = self._flows.get(tx.f_code)
+        if flow is None:
+            flow = self._flows[tx.f_code] = ControlFlow(tx.instructions, tx.indexof)
+        return flow
+
+    def _begin(self, tx: Any, at: int, instruction: Any, condition: Variable, original: Callable[[Any], bool]) -> bool:
+        flow = self._flow(tx)
+        sides = flow.sides(at, lambda: _works_when_true(condition))
+        if sides is None:
+            return False
+        skip, work, join = sides
+        jump = tx.indexof[instruction.target]
+        line = f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})"
+        tx.stack.pop()
+        self.age += 1
+        branch = _Branch(tx, join, self.age, line)
+        fork = self._trace_skip(branch, skip, original)
+        works_if = instruction.opname.endswith("_TRUE") == (work == jump)
+        proxy = condition.as_proxy()
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (proxy, works_if, fork), {})
+        branch.world = _world(tx)
+        self.open.append(branch)
+        tx.instruction_pointer = work
+        return True
+
+    def _trace_skip(self, branch: _Branch, skip: int, original: Callable[[Any], bool]) -> Any:
+        """Trace the side without the work up to the join, keep what it leaves, and go back; the marker, if it does anything."""
+        tx = branch.tx
+        names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
+        fork = tx.output.create_proxy("call_function", branch_forks, (), {})
+        branch.world = _world(tx)
+        self.open.append(branch)
+        tx.instruction_pointer = skip
+        while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
+            if not original(tx) or tx.instruction_pointer is None:
+                self.decline(branch, "the other side ends the function")
+        if branch.join == EXIT:
+            branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
+        if branch.attributes or branch.lists or branch.world != _world(tx):
+            self.decline(branch, "the other side has an effect on Python, which would not be there")
+        self.open.pop()
+        branch.names, branch.stack = dict(tx.symbolic_locals), list(tx.stack)
+        tx.symbolic_locals.clear()
+        tx.symbolic_locals.update(names)
+        tx.stack[:], tx.block_stack[:] = stack, blocks
+        if fork.node is next(reversed(tx.output.graph.nodes)):
+            tx.output.graph.erase_node(fork.node)
+            return None
+        return fork
+
+    def _end(self, branch: _Branch, instruction: Any) -> None:
+        """Compare what the two ways leave at their join."""
+        tx = branch.tx
+        pairs: list[tuple[Variable, Variable]] = []
+
+        def compare(what: str, without: Variable | None, with_: Variable | None) -> None:
+            if not _compare(without, with_, pairs):
+                self.decline(branch, f"{what} would be another")
+
+        if branch.world != _world(tx):
+            self.decline(branch, "random numbers, prints or modes of torch would be others")
+        if branch.join == EXIT:
+            result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
+            compare("what the function returns", branch.result, result)
+        else:
+            if len(tx.stack) != len(branch.stack):
+                self.decline(branch, "the stack would be another")
+            for without, with_ in zip(branch.stack, tx.stack, strict=True):
+                compare("a value", without, with_)
+            for name in sorted(self._flow(tx).live_at(branch.join)):
+                compare(repr(name), branch.names.get(name), tx.symbolic_locals.get(name))
+        for (item, name), without in branch.attributes.items():
+            with_ = tx.output.side_effects.store_attr_mutations[item][name]
+            compare("a variable of a function around" if isinstance(item, CellVariable) else repr(name), without, with_)
+        added = [part for found, before in branch.lists.items() for part in self._appended(branch, found, before)]
+        without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
+        tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
+        self.done[branch.line] = None
+
+
+    # Lists that have parts without rows more than the program's.
+
+    def _appended(self, branch: _Branch, found: Variable, before: list[Variable]) -> Iterator[Any]:
+        parts = [_realized(part) for part in found.items[len(before) :]]
+        if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
+            self.decline(branch, "a list would be changed")
+        tensors = [part for part in (*before, *parts) if type(part) is TensorVariable]
+        if len(tensors) != len(found.items) or len({part.dtype for part in tensors}) > 1 or self._is_held(branch.tx, found):
+            self.decline(branch, "a list would be longer")
+        self.longer[id(found)] = found, branch
+        for part in parts:
+            yield part.as_proxy()
+
+    def _is_held(self, tx: Any, found: Variable) -> bool:
+        """Whether a list is in another object, which may be asked without an instruction that takes the list itself."""
+        stored = tx.output.side_effects.store_attr_mutations.items()
+        held = [value for item, values in stored if not isinstance(item, CellVariable) for value in values.values()]
+        while tx is not None:
+            for value in tx.symbolic_locals.values():
+                items = vars(value).get("items")
+                held += items.values() if isinstance(items, dict) else items if isinstance(items, list) else ()
+            tx = tx.parent
+        return any(value is found for value in held)
+
+    def _check_uses(self, tx: Any, instruction: Any, before: list[Variable]) -> None:
+        """Refuse an instruction that sees how long a list is, which may have parts without rows more than the program's."""
+        kept = 0
+        while kept < min(len(before), len(tx.stack)) and before[kept] is tx.stack[kept]:
+            kept += 1
+        taken = [_realized(variable) for variable in before[kept:]]
+        seen = next((self.longer[id(variable)] for variable in taken if id(variable) in self.longer), None)
+        name = instruction.opname
+        is_moved = name.startswith(("STORE_FAST", "STORE_DEREF", "POP_TOP", "SWAP", "COPY"))
+        is_moved |= (name == "RETURN_VALUE" and tx.parent is not None) or (
+            name in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval == "append"
+        )
+        called = next((variable for variable in taken[:2] if not isinstance(variable, NullVariable)), None)
+        follows = _concatenates(called) or isinstance(called, BaseUserFunctionVariable)
+        if seen is not None and not is_moved and not (name.startswith("CALL") and follows):
+            # The source may show more: that the list is as long as it seems where it has any part.
+            raise Declined(f"{seen[1].line}: a list would be longer, which line {_line(tx, instruction)} sees")
+
+
+def _concatenates(variable: Variable | None) -> bool:
+    function = vars(variable).get("value") if variable is not None else None
+    return any(function is known for known in (torch.cat, torch.concat, torch.concatenate, torch.vstack))
+
+
+def _realized(variable: Variable) -> Variable:
+    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+
+
+def _depends_on_data(variable: Variable) -> bool:
+    if isinstance(variable, SymNodeVariable):
+        return bool(free_unbacked_symbols(variable.sym_num))
+    return type(variable) is TensorVariable
+
+
+def _works_when_true(condition: Variable) -> bool:
+    """A guess, where both sides do something: a wrong one is not proven."""
+    if isinstance(condition, SymNodeVariable):
+        return condition.sym_num.node.expr.subs(dict.fromkeys(free_unbacked_symbols(condition.sym_num), 0)) != sympy.true
+    of_zero = operator.eq, operator.lt, operator.le, operator.not_, "eq", "lt", "le", torch.eq
+    return condition.as_proxy().node.target not in of_zero
+
+
+def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:
+    """Whether two Python values are one and the same but for tensors and sizes in them, which are added to ``pairs``."""
+    if without is None or with_ is None:
+        return without is with_
+    without, with_ = _realized(without), _realized(with_)
+    if without is with_:
+        return True
+    if type(without) is not type(with_):
+        return False
+    if isinstance(without, TensorVariable | SymNodeVariable):
+        if without.as_proxy().node is not with_.as_proxy().node:
+            pairs.append((without, with_))
+        return True
+    if isinstance(without, ConstantVariable):
+        return type(without.value) is type(with_.value) and without.value == with_.value
+    if type(without) is TupleVariable and len(without.items) == len(with_.items):
+        return all(_compare(*both, pairs) for both in zip(without.items, with_.items, strict=True))
+    return False
+
+
+def _world(tx: Any) -> tuple:
+    """What Dynamo knows besides variables: numbers drawn by Python, prints, modes."""
+    output = tx.output
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
+
+
+def _kind(variable: Variable) -> str:
+    try:
+        return f"a {variable.python_type().__name__}"
+    except Exception:
+        return "a Python object"
+
+
+def _line(tx: Any, instruction: Any) -> int:
+    positions = instruction.positions
+    return positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
+
+
+_current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
+
+
+def current() -> Branches | None:
+    """The branches of the attempt that is being made."""
+    return _current.get()
+
+
+@contextmanager
+def tracing(branches: Branches) -> Iterator[None]:
+    """A context in which Dynamo traces branches on data as ``branches`` does."""
+    token = _current.set(branches)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for inner in cls.__subclasses__():
+        yield from _subclasses(inner)
+
+
+def _before(cls: type, name: str, notice: Callable[..., None]) -> None:
+    """Call ``notice(branches, self, ...)`` before each call of a method, while an attempt is made."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if (branches := _current.get()) is not None:
+            notice(branches, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+@functools.cache
+def install() -> None:
+    """Replace the parts of Dynamo that branches need to see; they do what they did where no attempt is made."""
+    step = Translator.step
+
+    @functools.wraps(step)
+    def watched_step(self):
+        branches = _current.get()
+        return step(self) if branches is None else branches.step(self, step)
+
+    Translator.step = watched_step
+    watch_calls()
+    _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
+    _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
+    _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))
+    _before(IteratorVariable, "__init__", lambda branches, iterator, **_: branches.born(iterator))
+    for cls in _subclasses(IteratorVariable):
+        for name in ("next_variable", "tp_iternext_impl", "unpack_var_sequence", "force_unpack_var_sequence"):
+            if name in vars(cls):
+                _before(cls, name, lambda branches, iterator, *_: branches.moved(iterator))
+    clone = IteratorVariable.clone
+
+    def cloned(self, **kwargs):
+        new = clone(self, **kwargs)
+        if (branches := _current.get()) is not None:
+            branches.born(new, branches.birth(self))
+        return new
+
+    IteratorVariable.clone = cloned
+    _before(SideEffects, "mutation", lambda branches, _, variable: branches.mutated(variable))
+    _before(SideEffects, "store_attr", lambda branches, effects, item, name, *_, **__: branches.stored(effects, item, name))
+    for name in ("register_hook", "remove_hook", "track_save_for_backward"):
+        _before(SideEffects, name, lambda branches, *_, **__: branches.effect())

@@ -1,0 +1,123 @@
+"""Loops over the experts that have tokens, traced as loops over all experts.
+
+    hit = ids.unique()                          the numbers of some of E experts: how many, only the data tell
+    for e in hit:                               E rounds, each of which is a branch on data: `is_hit(hit, e)`
+        rows = torch.where(ids == e)[0]
+        out[rows] += experts[e](x[rows])
+
+A round is left in the graph as any other branch (`tracing.branches`), and proven as one: without the expert among the hits, at
+the time that they were taken, it does nothing. In a round ``e`` is a tensor whose element Dynamo knows, or a number.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ListIteratorVariable, ListVariable, TensorVariable
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.forms.masks import hit_mask
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.functional_view import GraphView
+from moeblaze_ops.lowering.obligations.markers import is_hit
+
+
+class Hits(VariableTracker):
+    """A list or a set of the numbers of the experts that have tokens; ``tensor`` holds them, in rising order."""
+
+    def __init__(self, tensor: TensorVariable, *, is_set: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tensor, self.is_set = tensor, is_set
+
+    def contains(self, tx: Any, number: VariableTracker) -> TensorVariable | None:
+        """Whether a number is among them, as a tensor."""
+        known = isinstance(number, ConstantVariable) and type(number.value) is int
+        return self._is_hit(tx, number.value) if known else None
+
+    def _is_hit(self, tx: Any, expert: int) -> TensorVariable:
+        proxy = tx.output.create_proxy("call_function", is_hit, (self.tensor.as_proxy(), expert), {})
+        return wrap_fx_proxy(tx, proxy)
+
+
+class HitIterator(ListIteratorVariable):
+    """An iterator over all experts where the program goes over those that have tokens."""
+
+    def __init__(self, hits: Hits, items: list[VariableTracker], **kwargs: Any) -> None:
+        super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
+        self.hits = hits
+
+    def condition(self, tx: Any) -> TensorVariable | None:
+        """Whether the program does the next round; None where there is none."""
+        return self.hits._is_hit(tx, self.index) if self.index < len(self.items) else None
+
+
+def hits_in(variable: VariableTracker) -> Hits | None:
+    """The numbers of experts that a list, or a tensor of a length that only the data tell, may hold."""
+    if isinstance(variable, Hits):
+        return variable
+    if type(variable) is not TensorVariable:
+        return None
+    fake = variable.as_proxy().node.meta["example_value"]
+    integers = not fake.dtype.is_floating_point and fake.dtype != torch.bool
+    shaped = fake.dim() == 1 or (fake.dim() == 2 and fake.shape[1] == 1)
+    return Hits(variable) if shaped and integers and free_unbacked_symbols(fake.shape[0]) else None
+
+
+def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
+    """What goes over all experts, where ``variable`` holds the numbers of some; None where it is not known to."""
+    hits = hits_in(variable)
+    count = None if hits is None or hits.is_set else _count(tx, hits)  # a set has an order of its own
+    if count is None:
+        return None
+    if isinstance(variable, Hits):
+        return HitIterator(hits, [ConstantVariable.create(e) for e in range(count)])
+    shaped = hits.tensor.as_proxy().node.meta["example_value"].dim() == 2
+    make = TorchInGraphFunctionVariable(torch.tensor)
+    numbers = ([e] if shaped else e for e in range(count))
+    return HitIterator(hits, [make.call_function(tx, [_as_variable(number)], {}) for number in numbers])
+
+
+def _as_variable(number: int | list[int]) -> VariableTracker:
+    if isinstance(number, int):
+        return ConstantVariable.create(number)
+    return ListVariable([ConstantVariable.create(n) for n in number], mutation_type=ValueMutationNew())
+
+
+def _count(tx: Any, hits: Hits) -> int | None:
+    """How many experts there are, of which ``hits`` has some."""
+    node = hits.tensor.as_proxy().node
+    view = GraphView(node.graph, TABLE, numbers_only=True)
+    mask = hit_mask(view.value_at(node, len(view.position)))
+    return mask.shape[0] if mask is not None and isinstance(mask.shape[0], int) else None
+
+
+def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
+    """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
+    if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
+        return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
+    if function is operator.contains and isinstance(args[0], Hits):
+        return args[0].contains(tx, args[1])
+    if function is operator.index and type(args[0]) is TensorVariable:
+        return args[0].call_method(tx, "item", [], {})
+    return None
+
+
+def watch_calls() -> None:
+    """Let the functions that make lists of numbers, and ask them, do what `handled` says while branches are traced."""
+    from moeblaze_ops.lowering.tracing.branches import current
+
+    call_builtin, call_method = BuiltinVariable.call_function, TensorVariable.call_method
+
+    def with_hits(self, tx, args, kwargs):
+        found = handled(tx, self.fn, args) if current() is not None and args and not kwargs else None
+        return call_builtin(self, tx, args, kwargs) if found is None else found
+
+    def as_list(self, tx, name, args, kwargs):
+        found = hits_in(self) if current() is not None and name == "tolist" else None
+        known = found is not None and self.as_proxy().node.meta["example_value"].dim() == 1 and _count(tx, found) is not None
+        return found if known else call_method(self, tx, name, args, kwargs)
+
+    BuiltinVariable.call_function, TensorVariable.call_method = with_hits, as_list

@@ -1,0 +1,61 @@
+"""What is left alone says why in the words of who wrote it: the line, the construct, what would be recognised."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager, rewrite_of
+
+
+def _in_two_widths(self, x, weights, ids):
+    out = 0
+    for e in range(self.E):
+        for width in (slice(0, zoo.FF // 2), slice(zoo.FF // 2, zoo.FF)):
+            hidden = F.silu(x @ self.w1[e, :, width]) * (x @ self.w3[e, :, width])
+            out = out + hidden @ self.w2[e, width] * (weights * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+def test_width_that_is_split():
+    (layer,) = rewrite_of(zoo.StackedMoE(_in_two_widths, "split"), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "EXPERT_COVERAGE"
+    assert "expert 0 adds two products to the sum" in layer.detail and "width F is split" in layer.detail
+
+
+def _by_routing_map(self, x, weights, ids):
+    chosen = torch.zeros(x.shape[0], self.E).scatter(1, ids, 1.0).bool()
+    ends = chosen.sum(0).cumsum(0).flip(0).int()
+    order = ids.view(-1).argsort()
+    mm, rows = torch.ops.moe_zoo.grouped_mm_fallback, x[order // ids.shape[1]]
+    y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)
+    return torch.zeros_like(x).index_add(0, order // ids.shape[1], y * weights.view(-1)[order, None])
+
+
+def test_ends_of_groups_that_are_no_counts():
+    (layer,) = rewrite_of(zoo.StackedMoE(_by_routing_map, "split"), torch.randn(10, zoo.D)).candidates
+    line = _by_routing_map.__code__.co_firstlineno + 2
+    assert layer.reason == "SAME_PERMUTATION" and layer.source.endswith(f"test_decline_reasons.py:{line}")
+    assert "bincount(ids, minlength=E).cumsum(0)" in layer.detail
+
+
+def _with_ids(turned, E=zoo.E):
+    def spelling(self, x, weights, ids):
+        ids = turned(ids)
+        experts = ((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] for e in range(self.E))
+        return sum(y * (weights * (ids == e)).sum(-1, keepdim=True) for e, y in enumerate(experts))
+
+    return zoo.StackedMoE(spelling, "split", E=E)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_ids_of_few_bits_are_ids(fp64, dtype):
+    assert_replaced(check_against_eager(_with_ids(lambda ids: ids.to(dtype)), torch.randn(10, zoo.D)))
+
+
+def test_ids_of_too_few_bits_stay(caplog):
+    (layer,) = rewrite_of(_with_ids(lambda ids: ids.to(torch.int8), E=130), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "OPERANDS" and "torch.int8, which has no number 129" in layer.detail
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,0 +1,65 @@
+"""Rows in the order of a map ``[E, T]`` of who chose whom, in groups as large as its rows have true elements."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager, rewrite_of
+
+
+def _maps(self, weights, ids):
+    chosen_TE = torch.zeros(ids.shape[0], self.E, dtype=torch.bool).scatter(1, ids, True)
+    return chosen_TE, torch.zeros(ids.shape[0], self.E, dtype=weights.dtype).scatter(1, ids, weights)
+
+
+def _experts(self, x, token, ends, weights):
+    mm = torch.ops.moe_zoo.grouped_mm_fallback
+    y = mm(F.silu(mm(x[token], self.w1, ends)) * mm(x[token], self.w3, ends), self.w2, ends)
+    return torch.zeros_like(x).index_add(0, token, y * weights[:, None])
+
+
+def by_nonzero(self, x, weights, ids):
+    chosen, weights = _maps(self, weights, ids)
+    expert, token = chosen.T.nonzero(as_tuple=True)
+    return _experts(self, x, token, chosen.sum(0).cumsum(0).int(), weights[token, expert])
+
+
+def by_masked_select(self, x, weights, ids):
+    """Megatron's permutation."""
+    chosen, weights = _maps(self, weights, ids)
+    by_expert = chosen.T.contiguous()
+    token = torch.arange(x.shape[0]).unsqueeze(0).expand(self.E, -1).masked_select(by_expert)
+    return _experts(self, x, token, chosen.sum(0).cumsum(0).int(), weights.T.contiguous().masked_select(by_expert))
+
+
+def in_groups_of_other_experts(self, x, weights, ids):
+    chosen, weights = _maps(self, weights, ids)
+    expert, token = chosen.T.nonzero(as_tuple=True)
+    return _experts(self, x, token, chosen.roll(1, 1).sum(0).cumsum(0).int(), weights[token, expert])
+
+
+def in_the_order_of_tokens(self, x, weights, ids):
+    chosen, weights = _maps(self, weights, ids)
+    token, expert = chosen.nonzero(as_tuple=True)
+    return _experts(self, x, token, chosen.sum(0).cumsum(0).int(), weights[token, expert])
+
+
+def of_other_ids(self, x, weights, ids):
+    chosen, weights = _maps(self, weights, ids)
+    expert, token = chosen.T.nonzero(as_tuple=True)
+    return _experts(self, x, token, torch.bincount(ids.view(-1).flip(0) ^ 1, minlength=self.E).cumsum(0).int(),
+                    weights[token, expert])  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", [by_nonzero, by_masked_select], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_groups_of_a_routing_map(fp64, spelling, top_k):
+    backend = check_against_eager(zoo.StackedMoE(spelling, "split", K=top_k), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+@pytest.mark.parametrize("spelling", [in_groups_of_other_experts, in_the_order_of_tokens, of_other_ids], ids=lambda f: f.__name__)
+def test_groups_that_are_not_those_of_the_map_stay(spelling):
+    backend = rewrite_of(zoo.StackedMoE(spelling, "split"), torch.randn(10, zoo.D))
+    assert not backend.rewritten and backend.reasons == ["SAME_PERMUTATION"]
