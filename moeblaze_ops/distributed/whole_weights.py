@@ -24,13 +24,16 @@ class RunningLayer:
         self.weights: list[WholeWeights] = []
 
     def start(self) -> None:
-        self.depth += 1
+        if not torch.compiler.is_compiling():  # Dynamo lets checkpointed functions write no objects
+            self.depth += 1
 
     def end(self) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.depth -= 1
         if self.depth == 0:
             for weights in self.weights:
-                weights.forget()
+                weights.read_so_far.clear()
 
     def is_running(self) -> bool:
         """Checkpointed code of the layer runs again in backward, when the layer itself does not."""
@@ -40,30 +43,19 @@ class RunningLayer:
 class WholeWeights:
     """The sharded parameters of one module, and the whole of those that its layer has read since it started."""
 
-    def __init__(self, owner: nn.Module, names: Iterable[str], layer: RunningLayer) -> None:
+    def __init__(self, owner: nn.Module, layer: RunningLayer) -> None:
         self.parameters = owner._parameters
         self.layer = layer
-        # Attributes, not a dictionary: Dynamo takes no writes to one inside a checkpointed function.
-        self.whole = {name: _Slot() for name in names}
+        self.read_so_far: dict[str, Tensor] = {}
         layer.weights.append(self)
 
     def read(self, name: str) -> Tensor:
-        """All experts of a parameter, gathered once while the layer runs."""
-        if self.layer.depth == 0:
+        """All experts of a parameter, gathered once while the layer runs; a compiler joins equal gathers itself."""
+        if self.layer.depth == 0 or torch.compiler.is_compiling():
             return whole_of(self.parameters[name])
-        slot = self.whole[name]
-        if slot.tensor is None:
-            slot.tensor = whole_of(self.parameters[name])
-        return slot.tensor
-
-    def forget(self) -> None:
-        for slot in self.whole.values():
-            slot.tensor = None
-
-
-class _Slot:
-    def __init__(self) -> None:
-        self.tensor: Tensor | None = None
+        if name not in self.read_so_far:
+            self.read_so_far[name] = whole_of(self.parameters[name])
+        return self.read_so_far[name]
 
 
 def whole_of(stored: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ def _host_group(name: str) -> dist.ProcessGroup:
 
 
 def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    _read_answers()  # a host that waits for tokens that never come would not raise
     return slots_N[: int(offsets_E1[-1])].clone()
 
 
@@ -65,15 +66,36 @@ def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
     return slots_N.new_empty(count)
 
 
+_asked: dict[str, tuple[dist.Work, list[Tensor]]] = {}
+_agreed: set[tuple[str, int]] = set()
+
+
 def _same_tokens(x_TD: Tensor, group: str) -> Tensor:
-    host = _host_group(group)
+    host, mine = _host_group(group), x_TD.shape[0]
+    _read_answers()
     everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(host.size())]
-    dist.all_gather(everyone, torch.tensor([x_TD.shape[0]], dtype=torch.int64), group=host)
+    work = dist.all_gather(everyone, torch.tensor([mine], dtype=torch.int64), group=host, async_op=True)
+    if host is process_group(group) or (group, mine) not in _agreed:
+        _prove_same(work, everyone)
+        _agreed.add((group, mine))
+    else:
+        _asked[group] = work, everyone
+    return x_TD.new_zeros(1, dtype=torch.int32)
+
+
+def _read_answers() -> None:
+    """Prove for every question that was asked and not answered yet that the ranks have as many tokens."""
+    while _asked:
+        _, question = _asked.popitem()
+        _prove_same(*question)
+
+
+def _prove_same(work: dist.Work, everyone: list[Tensor]) -> None:
+    work.wait()
     counts = [int(count) for count in everyone]
     if len(set(counts)) > 1:
         way = 'set config.experts_move = "weights", or pad tokens with expert ids of -1'
         raise ValueError(f"sharded experts: tokens must be as many on every rank for tokens to move ({way}), got {counts}")
-    return x_TD.new_zeros(1, dtype=torch.int32)
 
 
 def _same_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
@@ -91,8 +113,11 @@ used_slots = _register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Ten
 """The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""
 
 same_tokens = _register("same_tokens", "(Tensor x_TD, str group) -> Tensor", _same_tokens, _same_tokens_fake)
-"""Zero, [1] int32, once all ranks of the group have told each other on the host that they have as many tokens.
+"""Zero, [1] int32: the ranks of the group tell each other on the host how many tokens they have.
+
+A rank waits for the answers where it has a number for the first time, or where tokens travel by gloo. Otherwise it reads them
+before the host waits for a GPU, or when it asks again.
 
 Raises:
-    ValueError: they have not, on all ranks the same.
+    ValueError: the numbers differ, on all ranks the same.
 """
