@@ -22,7 +22,7 @@ from functools import cache
 from itertools import repeat
 from traceback import StackSummary
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -32,6 +32,7 @@ from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.obligations import markers
 from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
+from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 log = logging.getLogger(__name__)
 
@@ -309,14 +310,15 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     _follow_switch()
     tries: list[_Tried] = []
     if _may_capture(frame):
-        branches, captures = Branches(), Captures()
-        tries = [_try(compile_frame, frame, None, branches)]
-        if tries[-1].compiled is None and branches.left is None:
-            tries.append(_try(compile_frame, frame, captures))
-        if tries[-1].compiled is None and (captures.done or branches.left):
+        captures = Captures()
+        tries = [_try(compile_frame, frame, captures)]
+        if tries[-1].compiled is None and captures.done:
             tries.append(_try(compile_frame, frame, None))
         if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
             whole = _try(compile_frame, frame, Captures(numbers=True))
+            tries = [*map(_Tried.given_up, tries), whole] if whole.compiled is not None else [whole, *tries]
+        if tries[-1].compiled is None or tries[-1].broke:
+            whole = _try(compile_frame, frame, None, Branches())
             tries = [*map(_Tried.given_up, tries), whole] if whole.compiled is not None else [whole, *tries]
         for record in (record for tried in tries for record in tried.records):
             _keep(record)
@@ -347,12 +349,13 @@ def _try(
     token = _attempt.set(attempt)
     compiled, dropped = None, None
     try:
-        with _capturing(numbers=attempt.numbers), tracing(branches) if branches else contextlib.nullcontext():
+        watch = branches or (OldIterators(_in_region, _give_up) if captures else None)
+        with _capturing(numbers=attempt.numbers), tracing(watch) if watch else contextlib.nullcontext():
             compiled = compile_frame(_substitute(frame.code, frame.module_globals))
         attempt.broke |= torch_internals.resumes(compiled)
         if captures and captures.done and torch_internals.resumes(compiled):
             attempt.left = _BREAK
-        if numbers and (attempt.broke or not any(report.rewritten for report in attempt.reports)):
+        if (numbers or branches) and (attempt.broke or not any(report.rewritten for report in attempt.reports)):
             attempt.left = "no layer is rewritten"
     except Exception as error:
         if attempt.error is not None:
@@ -394,12 +397,22 @@ def _substitute(code: CodeType, module_globals: dict[str, Any]) -> CodeType:
 def _notice_effect(stack: StackSummary) -> None:
     """Give an attempt up where traced code changes a Python object for experts without tokens, too."""
     attempt = _attempt.get()
-    if attempt is None or attempt.captures is None:
-        return
-    for frame in stack:
-        if any(region.holds(frame.filename, frame.lineno or 0, frame.name) for region in attempt.captures.regions):
-            attempt.left = f"a Python object is changed (at {stack[-1].filename}:{stack[-1].lineno})"
-            raise NotJustified(attempt.left)
+    if attempt is not None and _in_region(stack):
+        _give_up(f"a Python object is changed (at {stack[-1].filename}:{stack[-1].lineno})")
+
+
+def _give_up(reason: str) -> NoReturn:
+    attempt = _attempt.get()
+    assert attempt is not None
+    attempt.left = reason
+    raise NotJustified(reason)
+
+
+def _in_region(stack: StackSummary) -> bool:
+    """Whether Dynamo traces, in a frame of this stack, what the program does for experts with tokens alone."""
+    attempt = _attempt.get()
+    regions = attempt.captures.regions if attempt is not None and attempt.captures is not None else ()
+    return any(region.holds(frame.filename, frame.lineno or 0, frame.name) for frame in stack for region in regions)
 
 
 def _may_capture(frame: torch_internals.Frame) -> bool:
@@ -439,6 +452,12 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     if attempt is not None and (reason := check.unproven(gm)) is not None:
         attempt.left = reason
         raise NotJustified(reason)
+    if attempt is not None and attempt.captures and attempt.captures.done and (writes := check.rewritten_ids(gm)):
+        attempt.left = f"{', '.join(writes)} writes to ids or masks, perhaps after they were read"
+        raise NotJustified(attempt.left)
+    if attempt is not None and attempt.branches is not None and torch_internals.ends_in_break(gm):
+        attempt.left = _BREAK
+        raise NotJustified(_BREAK)
     if attempt is not None:
         check.drop_unread_copies(gm)
     try:

@@ -55,7 +55,8 @@ def fake_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def _storage_of(node: fx.Node) -> int | None:
+def storage_of(node: fx.Node) -> int | None:
+    """The memory of a tensor, which its views share; None where it has none."""
     fake = fake_of(node)
     if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
         return None
@@ -67,7 +68,7 @@ def _storage_of(node: fx.Node) -> int | None:
 
 def has_storage(node: fx.Node) -> bool:
     """Whether a tensor has memory that its aliases can be told by."""
-    return _storage_of(node) is not None
+    return storage_of(node) is not None
 
 
 def target_name(node: fx.Node) -> str:
@@ -214,7 +215,7 @@ class GraphView:
         return list(dict.fromkeys((*self.writes.items(), *self._written_beside)))
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
-        storage = _storage_of(node)
+        storage = storage_of(node)
         return self._aliases.get(storage, [node]) if storage is not None else [node]
 
     # What canonical forms use to build values.
@@ -270,7 +271,7 @@ class GraphView:
                 self._written_beside.append((node, other))
                 self.writes.setdefault(node, other)
                 self._write(other, self.opaque(other, node), node)
-        storage = _storage_of(node)
+        storage = storage_of(node)
         if storage is not None:
             self._aliases.setdefault(storage, []).append(node)
             if self._is_detached(node):
@@ -281,7 +282,7 @@ class GraphView:
         name = operator_name(node)
         if name in _DETACHING or self.is_without_gradient(node):
             return True
-        viewed = [operand for operand in node.all_input_nodes if _storage_of(operand) == _storage_of(node)]
+        viewed = [operand for operand in node.all_input_nodes if storage_of(operand) == storage_of(node)]
         return bool(viewed) and (not name or not self._detached.isdisjoint(viewed))
 
     def _record(self, node: fx.Node, value: Any) -> None:
@@ -317,7 +318,7 @@ class GraphView:
 
     def _write(self, target: fx.Node, value: Value, at: fx.Node) -> None:
         before = self._now[target]
-        storage = _storage_of(target)
+        storage = storage_of(target)
         same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
         for alias in same_buffer:
             held = self._now[alias]

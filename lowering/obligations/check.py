@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.capture import row_groups
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect, writes_beside
-from moeblaze_ops.lowering.graph.functional_view import target_name
+from moeblaze_ops.lowering.graph.functional_view import fake_of, storage_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids, without_known_ids, without_known_masks
 from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
 from moeblaze_ops.lowering.torch_internals import places
@@ -86,6 +86,41 @@ def unknown_masks(gm: fx.GraphModule) -> bool:
         return _is_of_row_groups(node, "masked_numbers")
 
     return any(without_known_masks(graph, checks) for graph in _graphs(gm))
+
+
+_MADE = frozenset(("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "empty", "empty_like", "full"))
+
+
+def rewritten_ids(gm: fx.GraphModule) -> list[str]:
+    """What writes to ids, counts and masks that a part left out of the graph may have read before, each with its line.
+
+    It accepts ``counts = ids.new_zeros(T, E); counts.scatter_(1, ids, 1)`` and refuses ``hit = ids.unique(); ids.copy_(other)``,
+    through whatever alias the write is.
+    """
+    found = [write for graph in _graphs(gm) for write in _writes_to_ids(graph)]
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in found))
+
+
+def _writes_to_ids(graph: fx.Graph) -> list[fx.Node]:
+    aliases: dict[int, list[fx.Node]] = {}
+    writes: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if (storage := storage_of(node)) is not None:
+            aliases.setdefault(storage, []).append(node)
+        for written in written_nodes(node):
+            if (storage := storage_of(written)) is not None:
+                writes.setdefault(storage, []).append(node)
+    return [write for storage, found in writes.items() if _tells_experts(aliases[storage], found) for write in found]
+
+
+def _tells_experts(aliases: list[fx.Node], writes: list[fx.Node]) -> bool:
+    """Whether memory that is written holds ids or a mask that is read, or is compared; but for what is made and filled once."""
+    readers = {user for alias in aliases for user in alias.users}.difference(aliases, writes)
+    if not readers or (len(writes) == 1 and target_name(aliases[0]) in _MADE):
+        return False
+    return any(isinstance(fake := fake_of(n), torch.Tensor) and not fake.is_floating_point() for n in (aliases[0], *readers))
 
 
 def drop_unread_copies(gm: fx.GraphModule) -> None:

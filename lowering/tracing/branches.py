@@ -44,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, watch_calls
+from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -386,16 +387,17 @@ def _line(tx: Any, instruction: Any) -> int:
     return positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
 
 
-_current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
+_current: ContextVar[Branches | OldIterators | None] = ContextVar("moeblaze_branches", default=None)
 
 
 def current() -> Branches | None:
     """The branches of the attempt that is being made."""
-    return _current.get()
+    watch = _current.get()
+    return watch if isinstance(watch, Branches) else None
 
 
 @contextmanager
-def tracing(branches: Branches) -> Iterator[None]:
+def tracing(branches: Branches | OldIterators) -> Iterator[None]:
     """A context in which Dynamo traces branches on data as ``branches`` does."""
     token = _current.set(branches)
     try:

@@ -30,12 +30,12 @@ from moeblaze_ops.capture.conditions import counted_in, empty_when
 from moeblaze_ops.capture.counts import count_below, may_count
 from moeblaze_ops.capture.emptiness import MODULE, Reader
 from moeblaze_ops.capture.guards import Effects, Unproven, differs_by_zero, loaded, prove_adds_zero, prove_no_effect, stored
-from moeblaze_ops.capture.hits import hit_loop, loops_over_hits
+from moeblaze_ops.capture.hits import HitLoop, hit_loop, loops_over_hits, over_all_experts, selects
 from moeblaze_ops.capture.lists import IndexLists
 from moeblaze_ops.capture.source import NoSource, compile_changed, same_frame, tree_of
 from moeblaze_ops.capture.splits.body import ROWS
 from moeblaze_ops.capture.splits.loops import Splits
-from moeblaze_ops.capture.trees.build import import_row_groups
+from moeblaze_ops.capture.trees.build import import_row_groups, name_of
 from moeblaze_ops.capture.zeros_branch import split_off_zeros
 
 _HINTS = frozenset((
@@ -263,8 +263,8 @@ class _Rewriting:
         try:
             if branch.lineno in self.refused:
                 raise Unproven(branch, self.refused[branch.lineno])
-            if counted_in(branch.test, reader):
-                raise Unproven(branch, "what it counts may have been changed since, through another name")
+            if counted_in(branch.test, reader) in self.nested:
+                raise Unproven(branch, "a function inside may change what it looks at")
             if skips and branch.orelse:
                 raise Unproven(branch, "there is an else branch")
             if empty and not turned and not (skips and in_loop):
@@ -283,8 +283,7 @@ class _Rewriting:
         names = stored(loop)
         if id(loop) in self.splits:
             self.over_groups(loop, reader, names)
-        else:
-            self.over_hits(loop, reader, names)
+        elif not self.over_hits(loop, reader, names):
             loop.body = self.block(loop.body, reader.in_every_round(loop, names), in_loop=True)
         reader.forget(names)
         reader.forget_masks()
@@ -307,11 +306,32 @@ class _Rewriting:
         what = "captured without numbers of tokens on the host: slices by them take the rows of one expert"
         self.guarded.append(_Guarded(loop.lineno, what, [loop], effects))
 
-    def over_hits(self, loop: ast.For, reader: Reader, names: set[str]) -> None:
-        """Say that a loop over hit experts stays: no source shows that ids are those of before."""
-        if loop.lineno not in self.refused and hit_loop(loop, reader.read(loop.iter), reader.inside(names)) is not None:
-            reason = "ids may have been changed since, through another name"
-            self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {reason}"
+    def over_hits(self, loop: ast.For, reader: Reader, names: set[str]) -> bool:
+        """Make a loop over hit experts one over all; False where it stays as it is."""
+        hits = reader.read(loop.iter)
+        inner = reader.inside(names)
+        found = hit_loop(loop, hits, inner)
+        if found is None:
+            return False
+        try:
+            if loop.lineno in self.refused:
+                return False
+            if reader.resolve(ast.Name("range")) is not range or reader.resolve(ast.Name("len")) is not len:
+                raise Unproven(loop, "range or len is another function here")
+            if shared := loaded(loop.iter) & self.nested:
+                raise Unproven(loop, f"a function inside may change {', '.join(sorted(shared))}")
+            effects = _round_without_tokens(loop, found, inner)
+            loop.body = self.block(loop.body, inner, in_loop=True)
+            selecting = {name for name, value in reader.values.items() if selects(value)}
+            over_all_experts(loop, found, reader)
+        except Unproven as unproven:
+            self.refused[loop.lineno] = f"the loop over {ast.unparse(loop.iter)!r} stays: {unproven}"
+            return False
+        effects.temporary.add(loop.target.id)
+        effects.read_first.discard(loop.target.id)
+        what = "captured as a loop over all experts, not the hit ones: it does nothing for one without tokens"
+        self.guarded.append(_Guarded(loop.lineno, what, [loop], effects, selecting))
+        return True
 
 
 def _without_tokens(
@@ -330,6 +350,27 @@ def _without_tokens(
     effects = prove_no_effect(guarded, group, reader.copy(), may_continue=may_continue)
     effects.temporary |= prove_adds_zero(other, guarded, reader)
     return effects, [*guarded, *other]
+
+
+def _round_without_tokens(loop: ast.For, found: HitLoop, reader: Reader) -> Effects:
+    """What a round does to names for an expert that was not hit.
+
+    Raises:
+        Unproven: it may do more.
+    """
+    failed: list[Unproven] = []
+    for container, group in found.groups:
+        trial = reader.copy()
+        try:
+            effects = prove_no_effect(loop.body, group, trial, may_continue=True)
+        except Unproven as unproven:
+            failed.append(unproven)
+            continue
+        for name in {container, found.container}:
+            if trial.read(name_of(name)) != reader.read(name_of(name)):
+                raise Unproven(loop, f"{name} may be written to")
+        return effects
+    raise failed[0]
 
 
 def _without_dead_selections(function: ast.FunctionDef, selections: set[str], reader: Reader) -> None:
