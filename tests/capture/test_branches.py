@@ -107,7 +107,6 @@ MOVES = {
     "range": (lambda self: iter(range(E)), lambda self, left: self.experts[next(left)]),
     "generator": (generator, Layer.draw),
     "expression": (lambda self: (expert for expert in self.experts), Layer.draw),
-    "send": (lambda self: [made := counting(self), next(made)][0], lambda self, left: left.send(1)),
     "loop_that_returns": (lambda self: iter(self.experts), drawn_with_first_of),
     "unpacked": (lambda self: iter(self.experts), lambda self, left: ([*left] or [self.experts[0]])[0]),
     "list_pop": (lambda self: list(self.experts), lambda self, left: left.pop()),

@@ -200,6 +200,8 @@ CALLED = {
     "expert_weight_grad_add", "expert_bias_grad_add",
 }  # fmt: skip
 """Ops with a loop whose length only the running program knows, and ops that write into an argument."""
+ACROSS_RANKS = {"experts_over_ranks", "experts_over_ranks_backward", "same_tokens"}
+"""Ops of several processes, which are called too; they are registered with the first `shard_experts`."""
 
 
 def test_every_other_op_has_a_lowering():
@@ -209,7 +211,7 @@ def test_every_other_op_has_a_lowering():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")]
     names = {name.partition("::")[2] for name in names}
     assert names > CALLED | {"expert_weight_grad"}
-    ops = [getattr(torch.ops.moeblaze, name).default for name in names - CALLED]
+    ops = [getattr(torch.ops.moeblaze, name).default for name in names - CALLED - ACROSS_RANKS]
     assert [op for op in ops if op not in lowerings or not lowerings[op].__name__.startswith("lower_")] == []
 
 
