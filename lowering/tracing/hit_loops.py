@@ -1,6 +1,6 @@
 """Loops over the experts that have tokens, traced as loops over all experts.
 
-    hit = ids.unique()                          the numbers of some of E experts: how many, only the data tell
+    hit = ids.unique().tolist()                 the numbers of some of E experts: how many, only the data tell
     for e in hit:                               E rounds, each of which is a branch on data: `is_hit(hit, e)`
         rows = torch.where(ids == e)[0]
         out[rows] += experts[e](x[rows])
@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ListIteratorVariable, ListVariable, TensorVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ListIteratorVariable, TensorVariable
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.masks import hit_mask
@@ -68,23 +67,13 @@ def hits_in(variable: VariableTracker) -> Hits | None:
 
 
 def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
-    """What goes over all experts, where ``variable`` holds the numbers of some; None where it is not known to."""
-    hits = hits_in(variable)
-    count = None if hits is None or hits.is_set else _count(tx, hits)  # a set has an order of its own
-    if count is None:
-        return None
-    if isinstance(variable, Hits):
-        return HitIterator(hits, [ConstantVariable.create(e) for e in range(count)])
-    shaped = hits.tensor.as_proxy().node.meta["example_value"].dim() == 2
-    make = TorchInGraphFunctionVariable(torch.tensor)
-    numbers = ([e] if shaped else e for e in range(count))
-    return HitIterator(hits, [make.call_function(tx, [_as_variable(number)], {}) for number in numbers])
+    """What goes over all experts, where ``variable`` is a list of the numbers of some; None where it is not known to be.
 
-
-def _as_variable(number: int | list[int]) -> VariableTracker:
-    if isinstance(number, int):
-        return ConstantVariable.create(number)
-    return ListVariable([ConstantVariable.create(n) for n in number], mutation_type=ValueMutationNew())
+    It accepts ``for e in ids.unique().tolist()`` and refuses ``for e in ids.unique()``: a tensor is not its number, neither in a
+    set (``e in {2}``) nor in a text (``f"expert_{e}"``).
+    """
+    count = _count(tx, variable) if isinstance(variable, Hits) and not variable.is_set else None  # a set has its own order
+    return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
 
 
 def _count(tx: Any, hits: Hits) -> int | None:

@@ -30,13 +30,13 @@ class OldIterators:
 
     def reset(self) -> None:
         """Start again, as Dynamo does when it learns something on the way."""
-        self._births: dict[int, tuple[Any, bool]] = {}
+        self._births: dict[int, tuple[Any, int]] = {}
 
-    def born(self, thing: Any, in_work: bool | None = None) -> None:
+    def born(self, thing: Any, in_work: int | None = None) -> None:
         if isinstance(thing, IteratorVariable | InliningGeneratorInstructionTranslator):
             self._births[id(thing)] = thing, self._is_in_work() if in_work is None else in_work
 
-    def birth(self, thing: Any) -> bool:
+    def birth(self, thing: Any) -> int:
         """Whether it was made in such work."""
         return self._births.get(id(thing), (thing, False))[1]
 
