@@ -6,7 +6,7 @@
         out[rows] += experts[e](x[rows])
 
 A round is left in the graph as any other branch (`tracing.branches`), and proven as one: without the expert among the hits, at
-the time that they were taken, it does nothing. In a round ``e`` is a tensor whose element Dynamo knows, or a number.
+the time that they were taken, it does nothing.
 """
 
 import operator
