@@ -72,7 +72,9 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
     It accepts ``for e in ids.unique().tolist()`` and refuses ``for e in ids.unique()``: a tensor is not its number, neither in a
     set (``e in {2}``) nor in a text (``f"expert_{e}"``).
     """
-    count = _count(tx, variable) if isinstance(variable, Hits) and not variable.is_set else None  # a set has its own order
+    if not isinstance(variable, Hits) or variable.is_set:  # a set has an order of its own
+        return None
+    count = _count(tx, variable)
     return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
 
 
