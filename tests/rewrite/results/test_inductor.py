@@ -200,7 +200,7 @@ CALLED = {
     "expert_weight_grad_add", "expert_bias_grad_add",
 }  # fmt: skip
 """Ops with a loop whose length only the running program knows, and ops that write into an argument."""
-ACROSS_RANKS = {"experts_over_ranks", "experts_over_ranks_backward", "same_tokens"}
+ACROSS_RANKS = {"experts_over_ranks_backward", "same_tokens", "used_slots"}
 """Ops of several processes, which are called too; they are registered with the first `shard_experts`."""
 
 
