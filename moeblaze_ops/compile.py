@@ -376,7 +376,8 @@ def _try(
     if numbers and compiled is not None:
         done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
     if branches and (branches.done or branches.left):
-        done = tuple(f"{line}: traced as if its condition were always true: what it skips does nothing" for line in branches.done)
+        what = "traced as if its condition were always true: what it skips does nothing"
+        done = tuple(f"{line}: {what}" for line in branches.done) if compiled is not None else ()
         left = (branches.left,) if branches.left else ()
     if done or left:
         records.append(CaptureRecord(done, left, dropped))

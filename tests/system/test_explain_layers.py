@@ -240,7 +240,8 @@ class Branching(Guarded):
 
 
 def test_branch_on_data_is_named_with_its_line():
-    note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
+    branch, note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
+    assert re.search(r"test_explain_layers.py:\d+\): what the condition says of tensors is not known", branch)
     assert "a branch depends on the elements of a tensor" in note and "(if token.numel() > 1:), inside a loop" in note
     assert re.search(r"at \S*test_explain_layers.py:\d+ ", note)
 
