@@ -113,6 +113,8 @@ def test_demo_keeps_what_was_finished_when_interrupted(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores the signal, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         # The progress of the second way begins before its compilation, which takes seconds.
         seen = ""
