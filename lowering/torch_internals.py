@@ -1,7 +1,8 @@
 """The private parts of torch.compile that the project stands on, and what differs in them from torch 2.11 to 2.15.
 
-No other file imports ``torch._dynamo`` or ``torch._inductor``. Inductor itself takes seconds to import, so functions
-here import it when they are called: a process that only switches rewriting on has not paid for it yet.
+No other file imports ``torch._inductor``, and ``torch._dynamo`` only what follows it while it traces (`tracing`). Inductor
+itself takes seconds to import, so functions here import it when they are called: a process that only switches rewriting on
+has not paid for it yet.
 """
 
 import contextlib

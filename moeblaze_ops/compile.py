@@ -451,14 +451,11 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         work = discharged.work
     guarded = guarded_inputs(gm, regions, work)
     if attempt is not None and (reason := check.unproven(gm)) is not None:
-        attempt.left = reason
-        raise NotJustified(reason)
+        _give_up(reason)
     if attempt is not None and attempt.captures and attempt.captures.done and (writes := check.rewritten_ids(gm)):
-        attempt.left = f"{', '.join(writes)} writes to ids or masks, perhaps after they were read"
-        raise NotJustified(attempt.left)
+        _give_up(f"{', '.join(writes)} writes to ids or masks, perhaps after they were read")
     if attempt is not None and attempt.branches is not None and torch_internals.ends_in_break(gm):
-        attempt.left = _BREAK
-        raise NotJustified(_BREAK)
+        _give_up(_BREAK)
     if attempt is not None:
         check.drop_unread_copies(gm)
     try:
@@ -474,20 +471,15 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     attempt.idle.append(tuple(idle_experts(gm, guarded)))
     attempt.broke |= torch_internals.ends_in_break(gm)
     if attempt.captures and attempt.captures.done and torch_internals.ends_in_break(gm):
-        attempt.left = _BREAK
-        raise NotJustified(attempt.left)
+        _give_up(_BREAK)
     if sources := check.data_dependent_shapes(gm, numbers=attempt.numbers):
-        attempt.left = f"{', '.join(sources)} would stay in the graph"
-        raise NotJustified(attempt.left)
+        _give_up(f"{', '.join(sources)} would stay in the graph")
     if effects := check.remaining_effects(gm, work):
-        attempt.left = f"{', '.join(effects)} would run where the program skips it"
-        raise NotJustified(attempt.left)
+        _give_up(f"{', '.join(effects)} would run where the program skips it")
     if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
-        attempt.left = f"{', '.join(effects)} would run for experts without tokens"
-        raise NotJustified(attempt.left)
+        _give_up(f"{', '.join(effects)} would run for experts without tokens")
     if attempt.idle[-1] and config.idle_expert_grads == "none":
-        attempt.left = "config.idle_expert_grads is 'none', and experts without tokens would get gradients of zeros"
-        raise NotJustified(attempt.left)
+        _give_up("config.idle_expert_grads is 'none', and experts without tokens would get gradients of zeros")
     return report
 
 

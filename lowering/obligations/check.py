@@ -1,6 +1,6 @@
 """Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,19 +34,19 @@ def unjustified_effects(gm: fx.GraphModule, captured: set[fx.Node], regions: Seq
         return any(region.holds(*place) for place in places(node) for region in regions)
 
     nodes = [node for node in all_nodes(gm) if node in captured and has_effect(node) and inside(node)]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+    return _named(nodes)
 
 
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
     """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line."""
     nodes = [node for node in all_nodes(gm) if node in work and (has_effect(node) or target_name(node) in ASSERTS)]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+    return _named(nodes)
 
 
 def writes_to_rows(gm: fx.GraphModule) -> list[str]:
     """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
     writes = [node for graph in _graphs(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in writes))
+    return _named(writes)
 
 
 def groups_that_overlap(gm: fx.GraphModule) -> bool:
@@ -98,7 +98,7 @@ def rewritten_ids(gm: fx.GraphModule) -> list[str]:
     through whatever alias the write is.
     """
     found = [write for graph in _graphs(gm) for write in _writes_to_ids(graph)]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in found))
+    return _named(found)
 
 
 def _writes_to_ids(graph: fx.Graph) -> list[fx.Node]:
@@ -152,7 +152,7 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
     dependent = {node for node in nodes if depends_on_data(node)}
     dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in sources))
+    return _named(sources)
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -162,6 +162,11 @@ def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
     return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _named(nodes: Iterable[fx.Node]) -> list[str]:
+    """Each node with its line, once."""
+    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
 
 
 def _line(node: fx.Node) -> str:

@@ -145,7 +145,7 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
-        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
+        if instruction.opname == "GET_ITER" and (iterator := iterator_over(_realized(tx.stack[-1]))) is not None:
             tx.stack[-1], tx.instruction_pointer = iterator, at + 1
             return True
         if instruction.opname == "CONTAINS_OP" and isinstance(_realized(tx.stack[-1]), Hits):

@@ -54,19 +54,17 @@ class HitIterator(ListIteratorVariable):
         return self.hits._is_hit(tx, self.index) if self.index < len(self.items) else None
 
 
-def hits_in(variable: VariableTracker) -> Hits | None:
-    """The numbers of experts that a list, or a tensor of a length that only the data tell, may hold."""
-    if isinstance(variable, Hits):
-        return variable
-    if type(variable) is not TensorVariable:
-        return None
+def _hits_in(variable: TensorVariable) -> Hits | None:
+    """The numbers of experts that a tensor of a length that only the data tell holds; None where it is not known to."""
     fake = variable.as_proxy().node.meta["example_value"]
     integers = not fake.dtype.is_floating_point and fake.dtype != torch.bool
-    shaped = fake.dim() == 1 or (fake.dim() == 2 and fake.shape[1] == 1)
-    return Hits(variable) if shaped and integers and free_unbacked_symbols(fake.shape[0]) else None
+    if fake.dim() != 1 or not integers or not free_unbacked_symbols(fake.shape[0]):
+        return None
+    hits = Hits(variable)
+    return None if _count(hits) is None else hits
 
 
-def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
+def iterator_over(variable: VariableTracker) -> HitIterator | None:
     """What goes over all experts, where ``variable`` is a list of the numbers of some; None where it is not known to be.
 
     It accepts ``for e in ids.unique().tolist()`` and refuses ``for e in ids.unique()``: a tensor is not its number, neither in a
@@ -74,11 +72,11 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
     """
     if not isinstance(variable, Hits) or variable.is_set:  # a set has an order of its own
         return None
-    count = _count(tx, variable)
+    count = _count(variable)
     return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
 
 
-def _count(tx: Any, hits: Hits) -> int | None:
+def _count(hits: Hits) -> int | None:
     """How many experts there are, of which ``hits`` has some."""
     node = hits.tensor.as_proxy().node
     view = GraphView(node.graph, TABLE, numbers_only=True)
@@ -106,8 +104,7 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
         return call_builtin(self, tx, args, kwargs) if found is None else found
 
     def as_list(self, tx, name, args, kwargs):
-        found = hits_in(self) if is_on() and name == "tolist" else None
-        known = found is not None and self.as_proxy().node.meta["example_value"].dim() == 1 and _count(tx, found) is not None
-        return found if known else call_method(self, tx, name, args, kwargs)
+        found = _hits_in(self) if is_on() and name == "tolist" and type(self) is TensorVariable else None
+        return call_method(self, tx, name, args, kwargs) if found is None else found
 
     BuiltinVariable.call_function, TensorVariable.call_method = with_hits, as_list
