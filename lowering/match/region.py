@@ -102,7 +102,7 @@ def _prove_users(
 ) -> None:
     position = view.position[root]
     buffer = view.aliases(view.writes[root]) if root in view.writes else []
-    for node in computed:
+    for node in sorted(computed, key=view.position.__getitem__):
         if node is root or node in carriers:
             continue
         if used := _used_outside(view, node, nodes, buffer):
