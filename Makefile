@@ -31,7 +31,11 @@ DOCS_RUN := $(VENV)-docs/bin/python
 DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
-# The longest part first: two run at a time.
+# Two parts run at a time, on a thread each: a second one would wait for the other part's. Inductor compiles in the part's process.
+export OMP_NUM_THREADS ?= 1
+export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+
+# The longest part first.
 PARTS := test-slow test-rewrite test-offline test-interpreter test-ops test-hf test-export test-fast
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
