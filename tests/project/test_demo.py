@@ -102,7 +102,7 @@ def test_demo_refuses_what_is_no_number_of_steps_or_minutes(option, monkeypatch,
 
 
 def test_demo_stops_in_time(tmp_path):
-    output, results = run_demo(tmp_path, "--device", "cpu", "--ways", "eager", "--steps", "1000000", "--minutes", "0.001")
+    output, results = run_demo(tmp_path, "--device", "cpu", "--ways", "eager", "--steps", "2000", "--minutes", "0.001")
     assert "stops after 0.001 minutes" in output
     assert len(results["eager"]["losses"]) == 5
 
