@@ -37,7 +37,7 @@ def pin_routing(node: fx.Node) -> None:
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     chosen = [given[name] for name in _OPERANDS if isinstance(given.get(name), fx.Node)]
-    for kept in {*chosen, *_deciding(chosen), *([node] if node.target in _ROUTERS else [])}:
+    for kept in dict.fromkeys((*chosen, *_deciding(chosen), *([node] if node.target in _ROUTERS else []))):
         torch_internals.keep_for_backward(kept)
         for item in kept.users:
             if _gives(kept, item):

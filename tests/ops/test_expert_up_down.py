@@ -195,16 +195,20 @@ OPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPS)
+FORWARD = ("expert_up", "expert_up_weighted", "expert_down")
+
+
+@pytest.mark.parametrize(
+    ("name", "requires_grad"), [*((name, False) for name in OPS), *((name, True) for name in FORWARD)]
+)
 @pytest.mark.parametrize("case", ["ragged_tail", "unused_slots", "zero_tokens"])
-@pytest.mark.parametrize("requires_grad", [False, True])
 def test_experts_opcheck(name, case, requires_grad):
     torch.manual_seed(8)
     stored_as = {"ragged_tail": "packed", "unused_slots": "split_transposed", "zero_tokens": "interleaved"}[case]
     layer = make_layer(case, stored_as=stored_as, bias=True, requires_grad=requires_grad, sizes=(3, 2, 8, 4))
     op = getattr(ops, re.sub("_(weighted|routed|gathered)$", "", name).replace("grad_down", "grad"))
     arguments = op_arguments(name, layer)
-    if name not in ("expert_up", "expert_up_weighted", "expert_down"):
+    if name not in FORWARD:
         arguments = detach(arguments)
     opcheck(op.default, arguments)
 

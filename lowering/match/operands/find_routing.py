@@ -32,7 +32,7 @@ def _find_summed(
     algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
 ) -> tuple[Operand, Operand | None, int]:
     results = set()
-    for ids, slot, weights in {(r.ids, r.slot, r.weights) for r in routings}:
+    for ids, slot, weights in dict.fromkeys((r.ids, r.slot, r.weights) for r in routings):
         top_k = slot.args[1]
         prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
         found_ids = finder.find_ids((ids,), (slot,), top_k)
@@ -169,7 +169,7 @@ def _is_of_token(e: Expr) -> bool:
 
 def find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
     found = set()
-    for x, feature in {(e.x, e.feature_in) for e in experts}:
+    for x, feature in dict.fromkeys((e.x, e.feature_in) for e in experts):
         operand = finder.find_scaled((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
         reason, detail = _unaligned(x, "tokens")
         prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)

@@ -63,5 +63,5 @@ def extent(expert: Expr | None, count: int) -> int | None:
 
 def prove_distinct(routings: Sequence[Routing], *, of_all: bool) -> None:
     """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
-    for ids in {ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))}:
+    for ids in dict.fromkeys(ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))):
         prove(are_distinct(ids), Reason.DISTINCT_EXPERTS)

@@ -72,15 +72,15 @@ def read_compared(
     prove(len(weighted) <= 1, Reason.ROUTING, "several weighted selections")
     summed = [s for s in selections if not s.once]
     chosen = weighted[0] if weighted else (summed or selections)[0]
-    distinct = set(chosen.distinct)
+    distinct = dict.fromkeys(chosen.distinct)
     for other in selections:
         same = other.expert is chosen.expert and _same_ids(algebra, other, chosen)
         prove(same, Reason.SLOT_WEIGHTS, "masks of different ids")
-        distinct.update(other.distinct)
+        distinct |= dict.fromkeys(other.distinct)
         if other is not chosen and not other.once:
-            distinct.add(other.ids)
+            distinct[other.ids] = None
     if chosen.once and chosen.slot is not None:
-        distinct.add(chosen.ids)
+        distinct[chosen.ids] = None
     factors, markers = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f)]
     factors = tuple(f for f in factors if f not in keeping)
