@@ -97,7 +97,8 @@ def test_expert_mlp_opcheck(case, weight_on, requires_grad):
     stored_as = {"ragged_tail": "packed", "unused_slots": "split_transposed", "zero_tokens": "interleaved"}[case]
     layer = make_layer(case, stored_as=stored_as, bias=True, requires_grad=requires_grad, sizes=(3, 2, 8, 4))
     opcheck(ops.expert_mlp.default, arguments(layer, weight_on))
-    opcheck(ops.expert_mlp_backward.default, backward_arguments(layer, weight_on))
+    if not requires_grad:  # operands of backward are detached
+        opcheck(ops.expert_mlp_backward.default, backward_arguments(layer, weight_on))
 
 
 def test_expert_mlp_compiles_once_for_several_token_counts():

@@ -156,6 +156,8 @@ def test_expert_mlp_ranged_opcheck(case, weight_on, requires_grad):
     layer = make_layer(case, stored_as=stored_as, bias=True, requires_grad=requires_grad, sizes=(3, 2, 8, 4))
     given = arguments(layer, weight_on)
     opcheck(ops.expert_mlp_ranged.default, given)
+    if requires_grad:
+        return  # operands of backward are detached
     backward = (torch.randn_like(layer.x_TD).detach(), *detach(given))
     for needs in (NEEDS, [False, True, False, False, True]):
         opcheck(ops.expert_mlp_ranged_backward.default, (*backward, needs))
@@ -338,7 +340,7 @@ def test_a_compiled_layer_has_one_graph_for_each_way(monkeypatch):
 
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    for num_tokens in (1024, 6000, 1023, 5999, 100_000):
+    for num_tokens in (1024, 6000, 1023, 5999, 13_000):
         x = torch.randn(num_tokens, 16, dtype=torch.float64)
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), module(x))
