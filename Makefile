@@ -31,10 +31,6 @@ DOCS_RUN := $(VENV)-docs/bin/python
 DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
-# Two parts run at a time, on a thread each: a second one would wait for the other part's. Inductor compiles in the part's process.
-export OMP_NUM_THREADS ?= 1
-export TORCHINDUCTOR_COMPILE_THREADS ?= 1
-
 # The longest part first.
 PARTS := test-slow test-rewrite test-capture test-offline test-interpreter test-ops test-hf test-export test-fast
 # What one part prints is not mixed with what another one does.
@@ -50,6 +46,10 @@ demo-distributed: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) examples/train_multi_gpu.py $(ARGS)
 
 $(PARTS) types lint: $(INSTALLED)
+
+# Two parts run at a time, on a thread each: a second one would wait for the other part's. Inductor compiles in the part's process.
+$(PARTS): export OMP_NUM_THREADS ?= 1
+$(PARTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 check: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) 2 types test-fast lint
