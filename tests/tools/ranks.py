@@ -20,7 +20,10 @@ def run_checks(
     """
     died = ""
     try:
-        start_ranks(_work, (ranks, checks, str(folder), device), ranks)
+        if device == "cpu":
+            start_ranks(_work, (ranks, checks, str(folder), device), ranks)
+        else:  # which no forked process can begin to use, if its parent looked at it
+            torch.multiprocessing.spawn(_work, (ranks, checks, str(folder), device), nprocs=ranks)
     except ProcessExitedException as error:
         died = f"not run, or cut off: {error}"
     outcomes = [torch.load(file) if (file := Path(folder, str(rank))).exists() else {} for rank in range(ranks)]
