@@ -134,7 +134,9 @@ class IndexingRules:
             return landed
         hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
         unique = keys[0] if len(keys) == 1 else None
-        return _Landed([row] if row.kind == "var" else [], hits, body, unique)
+        # Where a row lands, what is read at its key is read at the index: [key = i] x[key] = [key = i] x[i].
+        known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and i.height == 0}
+        return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique)
 
     def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
         """Keys are coordinates of a mask's true elements: go through the mask itself instead."""

@@ -44,6 +44,13 @@ def is_fading(value: Value) -> bool:
     return value.fades or (value.op == "pointwise" and value.args[0] == "sigmoid")
 
 
+def is_rectified(value: Value) -> bool:
+    """Whether all elements of a tensor are those of a ReLU: of a clamp, the gradient of a number at the bound is one."""
+    while value.op in _VIEWS or (value.op == "cast" and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point):
+        value = value.args[0]
+    return value.op == "pointwise" and value.args[0] == "relu"
+
+
 def _is_positive_or_mask(e: Expr) -> bool:
     """A number above zero, or one of 0 and 1 that says which token has which expert."""
     if e.kind == "const":

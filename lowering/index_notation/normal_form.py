@@ -207,6 +207,8 @@ class Algebra:
         body = self._without_permutation(var, body)
         if not body.has_dot and (only := self._only_term(var, body)) is not None:
             return only
+        if (split := self._over_both(var, body)) is not None:
+            return split
         factors = factors_of(body)
         outside = [f for f in factors if var not in f.free]
         inside = [f for f in factors if var in f.free]
@@ -224,6 +226,21 @@ class Algebra:
             if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
                 return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
         return None
+
+    def _over_both(self, var: Expr, body: Expr) -> Expr | None:
+        """The sum over n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
+        parts = list(subexpressions(body, lambda e: e.kind in ("div", "mod") and e.args[0] is var))
+        sizes = {part.args[1] for part in parts}
+        if var.args[2] != "r" or len(sizes) != 1:
+            return None
+        (size,) = sizes
+        ratio = sympy.cancel(sympy.sympify(var.args[1]) / sympy.sympify(size))
+        if sympy.denom(ratio) != 1:
+            return None
+        outer = self.fresh((body,), size_of(ratio))
+        inner = self.fresh((body, outer), size)
+        replaced = self.substitute(body, {self._intern("div", var, size): outer, self._intern("mod", var, size): inner})
+        return None if var in replaced.free else self.sum(outer, self.sum(inner, replaced))
 
     def any(self, var: Expr, body: Expr) -> Expr:
         return self._close("any", var, body) if var in body.free else body
