@@ -149,7 +149,7 @@ class Matcher:
         return known
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
-        return self._chosen([t for t in terms if self._is_expert(t, feature)] or self._scored(terms, feature), feature)
+        return self._chosen((t for t in terms if self._is_expert(t, feature) or is_scored_term(t, feature)), feature)
 
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
@@ -274,8 +274,9 @@ class Matcher:
         return Counter(self._choice(term, feature) for term in terms)
 
     def _scored(self, terms: Sequence[Expr], feature: Expr) -> list[Expr]:
-        """The terms, if all of them are experts beside scores that leave tokens out."""
-        return list(terms) if len(terms) > 1 and all(is_scored_term(term, feature) for term in terms) else []
+        """Terms that are experts beside scores that leave tokens out, of which one alone may be any gated block."""
+        found = [term for term in terms if is_scored_term(term, feature)]
+        return found if len(found) > 1 else []
 
     def _choice(self, term: Expr, feature: Expr) -> Chosen:
         known = self._choices.get((term, feature))
@@ -291,7 +292,7 @@ class Matcher:
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
         experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
-        scored = [read_scored(self._algebra, expert, self._scored_index(expert, feature), finder.token) for expert in experts]
+        scored = [self._scored_routing(expert, feature, finder.token) for expert in experts]
         named, ids = None, None
         if all(scored):
             experts, routings = [expert for expert, _ in scored], [routing for _, routing in scored]
@@ -365,10 +366,10 @@ class Matcher:
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
         )  # fmt: skip
 
-    def _scored_index(self, expert: ExpertTerm, feature: Expr) -> Expr | None:
-        """The variable that counts the experts of a sum of all."""
+    def _scored_routing(self, expert: ExpertTerm, feature: Expr, token: Expr) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(expert, feature)
-        return index if index in expert.binders else None
+        by_number = index is None or index in expert.binders
+        return read_scored(self._algebra, expert, index, token) if by_number else None
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
         index = expert_index(expert, feature)

@@ -21,7 +21,7 @@ from operator import and_
 
 import torch
 
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, factors_of
+from moeblaze_ops.lowering.index_notation.expr import Expr, Size, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
@@ -61,16 +61,15 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
     named = [_read_named(algebra, routing.score, finder.token) for routing in routings]
     prove(all(named) or not any(named), Reason.ROUTING, "some experts name their tokens, some do not")
     table = _Table(algebra, finder, routings, count)
-    if all(named):
-        scored, distinct = table.named(named)
-    else:
-        scored, distinct = table.masked(), [()] * len(routings)
-    ids = algebra.var(_EVERY, count, "r")
-    numbered = [
-        replace(routing, expert=number, ids=ids, weights=(), distinct=markers)
-        for routing, number, markers in zip(routings, table.numbers(), distinct, strict=True)
-    ]
+    scored = table.named(named) if all(named) else table.masked()
+    ids, numbers = algebra.var(_EVERY, count, "r"), table.numbers()
+    numbered = [replace(r, expert=e, ids=ids, distinct=_markers(r.score)) for r, e in zip(routings, numbers, strict=True)]
     return numbered, scored
+
+
+def _markers(score: Expr) -> tuple[Expr, ...]:
+    """What has to differ inside of a score."""
+    return tuple(marker.args[0] for marker in subexpressions(score, lambda e: e.kind == "distinct"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class _Name:
     weight: Expr
     around: Expr
     place: Expr
-    distinct: tuple[Expr, ...]
 
 
 def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
@@ -93,11 +91,9 @@ def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
         hits = [(f, side) for f in brackets for side in f.args if side.kind == "leaf"]
         if token.free and len(hits) == 1 and place.free <= hits[0][1].free and not token.free & hits[0][1].free:
             around = [f for f in factors_of(score) if f is not whole] if whole in sums else []
-            rest = [f for f in factors_of(body) if f is not hits[0][0]]
-            markers = tuple(f.args[0] for f in rest if f.kind == "distinct")
-            weight = algebra.mul(*(f for f in rest if f.kind != "distinct"))
+            weight = algebra.mul(*(f for f in factors_of(body) if f is not hits[0][0] and f.kind != "distinct"))
             if not token.free & weight.free:
-                return _Name(hits[0][1], weight, algebra.mul(*around), place, markers)
+                return _Name(hits[0][1], weight, algebra.mul(*around), place)
     return None
 
 
@@ -120,21 +116,16 @@ class _Table:
         """Weights and masks; what is not among the weights has to be a mask."""
         marks = [[f for f in factors_of(score) if is_indicator(f)] for score in self._scores]
         rests = [self._product(Counter(factors_of(score)) - Counter(own)) for score, own in zip(self._scores, marks, strict=True)]
-        shared = reduce(and_, map(Counter, marks))
-        own = [self._product(Counter(m) - shared) for m in marks]
-        masks = self._masks(own, shared) if any(marks) else ()
-        rectified = self._rectified()
-        if masks is not None and (weights := self._weights(rests)) is not None:
-            found = Scored(*weights, (*masks, *rectified))
-        else:
-            weights = self._weights(self._scores)
-            prove(weights is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] holds the scores")
-            found = Scored(*weights, (*(masks or ()), *rectified))
-        drops = any(mask.width == self._count for mask in found.masks)
+        masks = [*self._masks(marks), *self._rectified()]
+        found = tuple(Scale(*mask, is_mask=True) for mask in masks if mask[0] is not None)
+        weights = self._weights(rests) if len(found) == len(masks) else None
+        weights = self._weights(self._scores) if weights is None else weights
+        prove(weights is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] holds the scores")
+        drops = any(mask.width == self._count for mask in found)
         prove(drops, Reason.ROUTING, "every expert takes every token, which plain products do as well")
-        return found
+        return Scored(*weights, found)
 
-    def named(self, names: Sequence[_Name]) -> tuple[Scored, list[tuple[Expr, ...]]]:
+    def named(self, names: Sequence[_Name]) -> Scored:
         C = names[0].place.args[1] if names[0].place.kind == "var" else 1
         alike = all(name.place is names[0].place for name in names)
         bounded = all(self._algebra.fits(name.token, self._finder.num_tokens) for name in names)
@@ -147,7 +138,7 @@ class _Table:
             prove(weights is not None, Reason.SLOT_WEIGHTS, "no tensor [E, C] holds the weights of the tokens")
         around = self._weights([name.around for name in names])
         prove(around is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] holds the scores")
-        return Scored(*around, named=Named(tokens, weights, C)), [name.distinct for name in names]
+        return Scored(*around, named=Named(tokens, weights, C))
 
     def _product(self, factors: Counter) -> Expr:
         return self._algebra.mul(*factors.elements())
@@ -159,26 +150,33 @@ class _Table:
         found = self._held(products)
         return None if found is None else (found,)
 
-    def _masks(self, own: list[Expr], shared: Counter) -> tuple[Scale, ...] | None:
-        """Masks of single experts, and those that are the same for all of them; None if one is not found."""
-        found = []
-        if any(product is not self._algebra.one for product in own):
-            found.append((self._held(own), self._count))
+    def _masks(self, marks: list[list[Expr]]) -> list[tuple[Operand | None, int]]:
+        """What holds the masks, ``[T, E]``, or ``[T]`` of one that all experts share; None for one that is not found."""
+        shared = reduce(and_, map(Counter, marks))
+        own = [sorted((Counter(m) - shared).elements(), key=_sort) for m in marks]
+        kinds = {tuple(map(_sort, m)) for m in own}
+        found: list[tuple[Operand | None, int]] = []
         for mark in shared:
-            of_token = all(var.args[2] == "t" for var in mark.free)
-            own_T = self._finder.find((mark,), (self._algebra.zero,), 1) if of_token else None
-            found.append((own_T, 1) if of_token else (self._held([mark]), self._count))
-        return None if any(operand is None for operand, _ in found) else tuple(Scale(*mask, is_mask=True) for mask in found)
+            if all(var.args[2] == "t" for var in mark.free):
+                found.append((self._finder.find((mark,), (self._algebra.zero,), 1), 1))
+            else:
+                found.append((self._held([mark]), self._count))
+        if not any(own):
+            return found
+        whole = self._held([self._algebra.mul(*m) for m in own])
+        if whole is not None or len(kinds) > 1:
+            return [*found, (whole, self._count)]
+        return [*found, *((self._held(list(alike)), self._count) for alike in zip(*own, strict=True))]
 
-    def _rectified(self) -> tuple[Scale, ...]:
+    def _rectified(self) -> list[tuple[Operand, int]]:
         """What a ReLU gave, as far as it is a factor of every score: no gradient gets through where it is zero."""
         factors = [[f for f in factors_of(score) if f.kind == "call" and f.args[0] == "relu"] for score in self._scores]
         if any(len(own) != 1 for own in factors):
-            return ()
+            return []
         found = self._held([own[0] for own in factors])
         if found is None or not all(map(self._finder.is_rectified, found.nodes)):
-            return ()
-        return (Scale(found, self._count, is_mask=True),)
+            return []
+        return [(found, self._count)]
 
     def _held(self, targets: list[Expr]) -> Operand | None:
         """The tensor ``[T, E]`` with a target for every expert, or those ``[T]`` of the single experts."""
@@ -213,6 +211,11 @@ class _Table:
         if None in found or len({operand.dtype for operand in found}) != 1:
             return None
         return replace(found[0], rest=tuple(found[1:]))
+
+
+def _sort(mark: Expr) -> tuple:
+    """What masks of several experts have in common where they are masks of one sort."""
+    return mark.kind, mark.args[0] if mark.kind == "call" else "", mark.height
 
 
 def usable_named(named: Named, dtype: torch.dtype) -> Named:
