@@ -26,6 +26,6 @@ def projects(value: Value) -> bool:
 
 def is_mask(value: Value) -> bool:
     """Truth values, as numbers of some type."""
-    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
+    while value.dtype != torch.bool and value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
         value = value.args[0]
     return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")

@@ -48,6 +48,7 @@ from moeblaze_ops.lowering.match.terms.expert_term import (
     is_scored_term,
     read_expert,
 )
+from moeblaze_ops.lowering.match.terms.padding import without_padding
 from moeblaze_ops.lowering.match.terms.routing_term import (
     Routing,
     expert_index,
@@ -292,6 +293,7 @@ class Matcher:
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
         experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
+        experts = [without_padding(self._algebra, expert, finder.token) for expert in experts]
         scored = [self._scored_routing(expert, feature, finder.token) for expert in experts]
         named, ids = None, None
         if all(scored):

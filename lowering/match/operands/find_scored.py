@@ -57,7 +57,7 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
     stacked = routings[0].expert is not None
     prove(not stacked or len(routings) == 1, Reason.EXPERT_COVERAGE, "mixed forms")
     count = routings[0].expert.args[1] if stacked else len(routings)
-    prove(isinstance(count, int), Reason.EXPERT_COVERAGE, "a symbolic number of experts")
+    prove(isinstance(count, int) and count > 1, Reason.EXPERT_COVERAGE, "one expert, or a symbolic number of them")
     named = [_read_named(algebra, routing.score, finder.token) for routing in routings]
     prove(all(named) or not any(named), Reason.ROUTING, "some experts name their tokens, some do not")
     table = _Table(algebra, finder, routings, count)
