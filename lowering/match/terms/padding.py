@@ -41,7 +41,7 @@ def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> Expert
                 return replace(
                     expert,
                     x=algebra.substitute(x, {row: token}),
-                    routing=factors_of(placed.without_place(algebra, place)),
+                    routing=factors_of(placed.without_place(algebra)),
                     binders=tuple(binder for binder in expert.binders if binder is not place),
                 )
     return expert
@@ -61,9 +61,13 @@ class _Placed:
     def all_factors(self) -> tuple[Expr, ...]:
         return (*self.around, *self.factors)
 
-    def without_place(self, algebra: Algebra, place: Expr) -> Expr:
-        inside = algebra.mul(*self.factors)
-        return algebra.mul(*self.around, inside if self.slot is None else algebra.sum(self.slot, inside))
+    def without_place(self, algebra: Algebra) -> Expr:
+        """The sum over all places; without what is said of the number of the expert as well as of the id of the slot."""
+        known = dict([self.expert[::-1]]) if self.expert else {}
+        said = {f for f in self.all_factors if is_indicator(f) and algebra.substitute(f, known) not in (f, algebra.one)}
+        said = {f for f in said if algebra.substitute(f, known) in self.all_factors}
+        around, inside = (algebra.mul(*(f for f in part if f not in said)) for part in (self.around, self.factors))
+        return algebra.mul(around, inside if self.slot is None else algebra.sum(self.slot, inside))
 
 
 def _placed(algebra: Algebra, e: Expr, place: Expr) -> Iterator[_Placed]:
@@ -91,24 +95,33 @@ def _of_experts(slot: Expr | None, hit: Expr, around: tuple[Expr, ...], factors:
 
 def _takes_only(algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed, place: Expr, token: Expr) -> bool:
     """Whether ``dispatch`` is 1 wherever ``combine`` is not zero, and zero for any other token at the same place."""
-    position = _position(algebra, placed, place, token)
-    if position is None:
+    count = _position(algebra, placed, place, token)
+    if count is None:
         return False
     if (number := _not_zero(dispatch)) is not None:
         # Where the weight itself is zero the row is none, and no gradient tells.
-        whole = Counter(factors_of(number)) - Counter(f for f in factors_of(number) if f.kind == "const")
-        if not fades(number) or not whole <= Counter(factors_of(combine)):
+        parts = number.args if number.kind == "add" else (number,)
+        own = [part for part in parts if _without_numbers(part) <= Counter(factors_of(combine))]
+        if len(own) != 1 or not fades(number):
             return False
-        return any(_position(algebra, other, place, token) is position for other in _placed(algebra, number, place))
+        for part in parts:
+            found = [_position(algebra, other, place, token) for other in _placed(algebra, part, place)]
+            if not (count in found if part is own[0] else any(map(count.is_apart, found))):
+                return False
+        return True
     for other in _placed(algebra, dispatch, place):
         own = other.all_factors
         if placed.slot is not None and other.slot is not None:
             hit, *own = (algebra.substitute(f, {other.slot: placed.slot}) for f in (other.hit, *own))
             other = replace(other, slot=placed.slot, hit=hit, factors=tuple(own), around=())
         implied = all(map(is_indicator, own)) and set(own) <= set(placed.all_factors)
-        if implied and _position(algebra, other, place, token) is position:
+        if implied and _position(algebra, other, place, token) == count:
             return True
     return False
+
+
+def _without_numbers(e: Expr) -> Counter:
+    return Counter(f for f in factors_of(e) if f.kind != "const")
 
 
 def _not_zero(e: Expr) -> Expr | None:
@@ -118,23 +131,32 @@ def _not_zero(e: Expr) -> Expr | None:
     return e.args[1][0] if e.kind == "call" and e.args[0] == CHOSEN else None
 
 
-def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> Expr | None:
-    """The running count of the expert's slots that a place is compared with; None if it is another number.
+@dataclass(frozen=True)
+class _Position:
+    """``count - 1``, of a running count behind all of some others: no two slots of one expert are at the same place."""
 
-    It is at least zero, and below the number of places.
-    """
+    number: Expr
+    count: Expr
+    behind: frozenset[Expr]
+    total: Expr  # what the running count ends at
+
+    def is_apart(self, other: "_Position | None") -> bool:
+        """Whether the slots that another one counts have other places."""
+        return other is not None and (self.total in other.behind or other.total in self.behind)
+
+
+def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _Position | None:
+    """What a place is compared with; None if it is no running count of the expert's slots, or may be behind the last place."""
     known, chosen = (dict([placed.expert]), algebra.eq(*placed.expert)) if placed.expert else ({}, None)
     marks = {f if f is chosen else algebra.substitute(f, known) for f in placed.all_factors if is_indicator(f)}
-    position = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
-    position = _under(algebra, position, marks)
-    count = _running_count(position)
-    if count is None or not _is_own(algebra, count, marks, placed, token):
+    number = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
+    number = _under(algebra, number, marks)
+    position = _running_count(algebra, number)
+    if position is None or not _is_own(algebra, position.count, marks, placed, token):
         return None
-    places = place.args[1]
-    most = count.args[0].args[1]
-    has_room = isinstance(places, int) and isinstance(most, int) and most <= places
-    kept = any(_is_below(mark, position, places) for mark in marks)
-    return position if kept or has_room else None
+    places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
+    has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
+    return position if has_room or any(_is_below(mark, number, places) for mark in marks) else None
 
 
 def _under(algebra: Algebra, position: Expr, marks: set[Expr]) -> Expr:
@@ -167,13 +189,16 @@ def _is_below(mark: Expr, number: Expr, bound: object) -> bool:
     return limit.kind == "const" and isinstance(bound, int) and limit.args[0] + (mark.args[0] == "le") <= bound
 
 
-def _running_count(position: Expr) -> Expr | None:
-    """The count in ``count - 1``."""
-    one_less = position.kind == "linear" and position.args[0] == -1 and len(position.args[1]) == 1
-    if not one_less or position.args[1][0][0] != 1:
+def _running_count(algebra: Algebra, number: Expr) -> _Position | None:
+    """A running count of ones, and counts of all ones of other sorts, less one."""
+    if number.kind != "linear" or number.args[0] != -1 or any(coefficient != 1 for coefficient, _ in number.args[1]):
         return None
-    count = position.args[1][0][1]
-    return count if count.kind == "prefix" and is_indicator(count.args[1]) else None
+    counts = [atom for _, atom in number.args[1] if atom.kind == "prefix"]
+    behind = [atom for _, atom in number.args[1] if atom.kind == "sum"]
+    alike = len(counts) == 1 and len(counts) + len(behind) == len(number.args[1])
+    if not alike or not all(is_indicator(atom.args[1]) for atom in (*counts, *behind)):
+        return None
+    return _Position(number, counts[0], frozenset(behind), algebra.sum(*algebra.open(counts[0])))
 
 
 def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], placed: _Placed, token: Expr) -> bool:

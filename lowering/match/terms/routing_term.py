@@ -82,7 +82,7 @@ def read_compared(
     if chosen.once and chosen.slot is not None:
         distinct.add(chosen.ids)
     factors, markers = _without_markers(tuple(plain))
-    keeping = [f for f in factors if _keeps(f)]
+    keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
     weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
     kept = algebra.mul(*keeping) if keeping else None
@@ -157,9 +157,13 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
     return _Selection(factor, found, ids, slot, weights, core.kind == "any", distinct)
 
 
-def _keeps(factor: Expr) -> bool:
-    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only."""
-    return is_indicator(factor) and next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
+def _keeps(factor: Expr, ids: Expr) -> bool:
+    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only.
+
+    What is said of the expert that a slot has, whichever it is, is a part of the weight of the slot.
+    """
+    compares = next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
+    return is_indicator(factor) and compares and next(iter(subexpressions(factor, lambda e: e is ids)), None) is None
 
 
 def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:

@@ -88,6 +88,31 @@ def deepspeed(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
+def _of_two(self, probabilities):
+    """What DeepSpeed's top-2 gating keeps of either slot: mask, place and share."""
+    first = F.one_hot(probabilities.argmax(1), zoo.E)
+    second = F.one_hot(probabilities.masked_fill(first.bool(), float("-inf")).argmax(1), zoo.E)
+    locations = torch.cumsum(first, 0) - 1, torch.cumsum(second, 0) - 1 + torch.sum(first, 0, keepdim=True)
+    return [(mask, location) for mask, location in zip((first, second), locations, strict=True)]
+
+
+def _combined_of_two(self, probabilities, slots):
+    dtype = probabilities.dtype
+    slots = [(mask * torch.lt(location, self.places), location) for mask, location in slots]
+    places = [F.one_hot((location * mask).sum(1), self.places).to(dtype) for mask, location in slots]
+    masks = [mask.to(dtype) for mask, _ in slots]
+    shares = [torch.einsum("se,se->s", probabilities, mask) for mask in masks]
+    total = torch.clamp(sum(shares), min=torch.finfo(dtype).eps)
+    shares = [torch.einsum("s,se->se", share / total, mask) for share, mask in zip(shares, masks, strict=True)]
+    return sum(torch.einsum("se,sc->sec", share, place) for share, place in zip(shares, places, strict=True))
+
+
+def deepspeed_of_two(self, x, probabilities):
+    """Top-2 gating: the second slots have the places behind those of all first ones."""
+    combine = _combined_of_two(self, probabilities, _of_two(self, probabilities))
+    return self.combined(x, combine, combine.bool())
+
+
 def switch(self, x, probabilities):
     """Mesh TensorFlow's Switch: places by comparison with their numbers."""
     weight, index = probabilities.max(-1)
@@ -98,7 +123,7 @@ def switch(self, x, probabilities):
     return self.combined(x, weight[:, None, None] * dispatch, dispatch)
 
 
-SPELLINGS = (gshard, gshard_by_token, masks_apart, renormalised, deepspeed, switch)
+SPELLINGS = (gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
@@ -115,8 +140,8 @@ def test_few_tokens(spelling, num_tokens):
     check_against_eager(Layer(spelling), torch.randn(num_tokens, zoo.D))
 
 
-@pytest.mark.parametrize("spelling", [gshard, deepspeed], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("places", [1, 2, 40])
+@pytest.mark.parametrize("spelling", [gshard, deepspeed, deepspeed_of_two], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("places", [1, 3, 40])
 def test_all_to_one_expert(spelling, places):
     layer = Layer(spelling, places)
     with torch.no_grad():
@@ -172,6 +197,14 @@ def counted_over_slots_apart(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
+def second_slots_from_zero(self, x, probabilities):
+    """First and second slots in the same places."""
+    (first, location), (second, behind) = _of_two(self, probabilities)
+    slots = [(first, location), (second, behind - torch.sum(first, 0, keepdim=True))]
+    combine = _combined_of_two(self, probabilities, slots)
+    return self.combined(x, combine, combine.bool())
+
+
 def weighted_twice(self, x, probabilities):
     weights, chosen, place, kept = _places(self, x, probabilities)
     combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
@@ -203,8 +236,8 @@ def counted_in_another_order(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
-NEAR = (shared_places, behind_the_last_place, counted_over_slots_apart, weighted_twice, dispatched_by_others, signed_weights,
-        counted_in_another_order)  # fmt: skip
+NEAR = (shared_places, behind_the_last_place, counted_over_slots_apart, second_slots_from_zero, weighted_twice,
+        dispatched_by_others, signed_weights, counted_in_another_order)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", NEAR, ids=lambda f: f.__name__)
