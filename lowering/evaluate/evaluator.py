@@ -91,6 +91,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         integers = not value.dtype.is_floating_point
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
         shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
+        shallow = shallow or (kind == "put" and len(value.args[1]) > 1)  # at places of experts, such as counts give
         if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._nesting.is_deep(value):
             return self.algebra.leaf(value, indices)
         try:

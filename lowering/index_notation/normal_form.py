@@ -207,6 +207,8 @@ class Algebra:
         body = self._without_permutation(var, body)
         if not body.has_dot and (only := self._only_term(var, body)) is not None:
             return only
+        if (only := self._only_counted(var, body)) is not None:
+            return only
         if (split := self._over_both(var, body)) is not None:
             return split
         factors = factors_of(body)
@@ -225,6 +227,29 @@ class Algebra:
             sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
             if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
                 return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
+        return None
+
+    def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
+        """Whether the place of a row counts the rows up to it that have its key: rows of one key have different places."""
+        count = place.args[1][0][1] if place.kind == "linear" and len(place.args[1]) == 1 else place
+        if row.kind != "var" or count.kind != "prefix":
+            return False
+        before, body = self.open(count)
+        return row in key.free and count.args[2] is row and body is self.eq(self.substitute(key, {row: before}), key)
+
+    def _only_counted(self, var: Expr, body: Expr) -> Expr | None:
+        """What is left of the sum over the rows of a product with ``key(var) == key(n)`` and ``place(var) == place(n)``."""
+        factors = factors_of(body)
+        hits = [(f, own, other) for f in factors if f.kind == "eq" for own, other in (f.args, f.args[::-1])]
+        hits = [(f, own, other) for f, own, other in hits if var in own.free and var not in other.free]
+        for place_hit, place, at in hits:
+            count = at.args[1][0][1] if at.kind == "linear" else at
+            if count.kind != "prefix" or count.args[2].height or not self.fits(count.args[2], var.args[1]):
+                continue
+            row = {var: count.args[2]}
+            for key_hit, key, known in hits:
+                if self.counts_own(var, key, place) and self.substitute(place, row) is at and self.substitute(key, row) is known:
+                    return self.substitute(self.mul(*(f for f in factors if f not in (place_hit, key_hit))), row)
         return None
 
     def _over_both(self, var: Expr, body: Expr) -> Expr | None:

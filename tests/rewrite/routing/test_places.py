@@ -143,10 +143,11 @@ def test_few_tokens(spelling, num_tokens):
 @pytest.mark.parametrize("spelling", [gshard, deepspeed, deepspeed_of_two], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("places", [1, 3, 40])
 def test_all_to_one_expert(spelling, places):
+    """With a single place there is no sum over places, and the layer stays."""
     layer = Layer(spelling, places)
     with torch.no_grad():
         layer.gate.bias[2] = 50
-    assert check_against_eager(layer, torch.randn(12, zoo.D)).rewritten
+    assert len(check_against_eager(layer, torch.randn(12, zoo.D)).rewritten) == (places > 1)
 
 
 def test_weights_that_underflow():
@@ -244,3 +245,86 @@ NEAR = (shared_places, behind_the_last_place, counted_over_slots_apart, second_s
 def test_near_misses(spelling):
     backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
     assert not backend.rewritten and backend.reasons
+
+
+# Buffers that are written at their places.
+
+
+def _buffer(self, x, ids, place, places):
+    rows = torch.arange(x.shape[0]).repeat_interleave(ids.shape[1])
+    buffer = x.new_zeros(zoo.E, places, zoo.D)
+    buffer[ids.reshape(-1), place] = x[rows]
+    return buffer
+
+
+def _read(self, x, weights, ids, place, places):
+    y = self.of_places(_buffer(self, x, ids, place, places))[ids.reshape(-1), place]
+    return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def _count(ids):
+    ids = ids.reshape(-1)
+    return (F.one_hot(ids, zoo.E).cumsum(0) - 1).gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def a_place_for_every_slot(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids), ids.numel())
+
+
+def a_place_for_every_token(self, x, probabilities):
+    """No token has an expert twice."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids), x.shape[0])
+
+
+def places_from_one(self, x, probabilities):
+    """The first place stays empty."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids) + 1, ids.numel() + 1)
+
+
+@pytest.mark.parametrize(
+    "spelling", [a_place_for_every_slot, a_place_for_every_token, places_from_one], ids=lambda f: f.__name__
+)
+def test_buffers(spelling):
+    backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
+    (found,) = backend.rewritten
+    assert found.K == 2 and not backend.reasons and not {"cumsum", "one_hot", "setitem"} & set(backend.operators())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_buffers_of_few_tokens(num_tokens):
+    check_against_eager(Layer(a_place_for_every_token), torch.randn(num_tokens, zoo.D))
+
+
+def too_few_places(self, x, probabilities):
+    """An error, as soon as an expert has more tokens."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids), x.shape[0] - 1)
+
+
+def places_of_all_experts(self, x, probabilities):
+    """Counted over all slots, modulo: rows overwrite each other."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, torch.arange(ids.numel()) % 4, ids.numel())
+
+
+def places_of_the_next_expert(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count((ids + 1) % zoo.E), ids.numel())
+
+
+def read_from_another_place(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    place = _count(ids)
+    y = self.of_places(_buffer(self, x, ids, place, ids.numel()))[ids.reshape(-1), place.flip(0)]
+    return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    "spelling", [too_few_places, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_buffers_that_stay(spelling):
+    assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
