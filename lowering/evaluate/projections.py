@@ -1,5 +1,7 @@
 """Which products are projections: products with a matrix that the caller passes in."""
 
+import torch
+
 from moeblaze_ops.lowering.graph.functional_view import Value
 
 
@@ -23,11 +25,9 @@ def projects(value: Value) -> bool:
 
 
 def is_mask(value: Value) -> bool:
-    """Truth values or integers, as numbers of some type, and products of such."""
-    while value.dtype.is_floating_point and value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
+    """Truth values, as numbers of some type, and products of such."""
+    while value.dtype != torch.bool and value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
         value = value.args[0]
-    if not value.dtype.is_floating_point or value.op == "input":
-        return not value.dtype.is_floating_point
     if value.op == "contract" or (value.op == "pointwise" and value.args[0] == "mul"):
         return all(map(is_mask, value.args[0] if value.op == "contract" else value.args[1]))
-    return value.op == "pointwise" and value.args[0] == "eq"
+    return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")
