@@ -136,8 +136,8 @@ class IndexingRules:
             return landed
         hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
         unique = keys[0] if len(keys) == 1 else None
-        # Where a row lands, what is read at its key is read at the index: [key = i] x[key] = [key = i] x[i].
-        known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and i.height == 0}
+        # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
+        known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
         apart = len(keys) == 2 and self._are_counted(row, keys, sizes)
         return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
 
@@ -314,6 +314,10 @@ class _Landed:
             return None
         once = algebra.distinct(self.unique, self.free[0]) if self.free and not self.apart else algebra.one
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, self.body)))
+
+
+def _is_token(index: Expr) -> bool:
+    return index.height == 0 and bool(index.free) and all(var.args[2] == "t" for var in index.free)
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:

@@ -22,7 +22,7 @@ from operator import and_
 import torch
 
 from moeblaze_ops.lowering.index_notation.expr import Expr, Size, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_mark
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale, usable_weights
@@ -55,9 +55,9 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
     """The routings with the numbers of their experts, and what the graph holds of their scores."""
     prove(all(r.score is not None and r.ids is None for r in routings), Reason.ROUTING, "some experts compare ids, some do not")
     stacked = routings[0].expert is not None
-    prove(not stacked or len(routings) == 1, Reason.EXPERT_COVERAGE, "mixed forms")
+    prove(not stacked or len(routings) == 1, Reason.ROUTING, "mixed forms")
     count = routings[0].expert.args[1] if stacked else len(routings)
-    prove(isinstance(count, int) and count > 1, Reason.EXPERT_COVERAGE, "one expert, or a symbolic number of them")
+    prove(isinstance(count, int) and count > 1, Reason.ROUTING, "one expert, or a symbolic number of them")
     named = [_read_named(algebra, routing.score, finder.token) for routing in routings]
     prove(all(named) or not any(named), Reason.ROUTING, "some experts name their tokens, some do not")
     table = _Table(algebra, finder, routings, count)
@@ -91,9 +91,11 @@ def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
         hits = [(f, side) for f in brackets for side in f.args if side.kind == "leaf"]
         if token.free and len(hits) == 1 and place.free <= hits[0][1].free and not token.free & hits[0][1].free:
             around = [f for f in factors_of(score) if f is not whole] if whole in sums else []
-            weight = algebra.mul(*(f for f in factors_of(body) if f is not hits[0][0] and f.kind != "distinct"))
+            of_expert = [f for f in around if f.free and not token.free & f.free]
+            inside = [f for f in factors_of(body) if f is not hits[0][0] and f.kind != "distinct"]
+            weight = algebra.mul(*inside, *of_expert)
             if not token.free & weight.free:
-                return _Name(hits[0][1], weight, algebra.mul(*around), place)
+                return _Name(hits[0][1], weight, algebra.mul(*(f for f in around if f not in of_expert)), place)
     return None
 
 
@@ -114,13 +116,13 @@ class _Table:
 
     def masked(self) -> Scored:
         """Weights and masks; what is not among the weights has to be a mask."""
-        marks = [[f for f in factors_of(score) if is_indicator(f)] for score in self._scores]
+        marks = [[f for f in factors_of(score) if is_mark(f)] for score in self._scores]
         rests = [self._product(Counter(factors_of(score)) - Counter(own)) for score, own in zip(self._scores, marks, strict=True)]
         masks = [*self._masks(marks), *self._rectified()]
         found = tuple(Scale(*mask, is_mask=True) for mask in masks if mask[0] is not None)
         weights = self._weights(rests) if len(found) == len(masks) else None
         weights = self._weights(self._scores) if weights is None else weights
-        prove(weights is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] holds the scores")
+        prove(weights is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
         drops = any(mask.width == self._count for mask in found)
         prove(drops, Reason.ROUTING, "every expert takes every token, which plain products do as well")
         return Scored(*weights, found)
@@ -131,13 +133,13 @@ class _Table:
         bounded = all(self._algebra.fits(name.token, self._finder.num_tokens) for name in names)
         prove(alike and bounded, Reason.ROUTING, "experts name their tokens in several ways, or what may be no token")
         tokens = self._of_places([name.token for name in names], names[0].place, C)
-        prove(tokens is not None, Reason.SLOT_WEIGHTS, "no tensor [E, C] holds the tokens of the experts")
+        prove(tokens is not None, Reason.ROUTING, "no tensor [E, C] holds the tokens of the experts")
         weights, products = None, [name.weight for name in names]
         if any(product is not self._algebra.one for product in products):
             weights = self._of_places(products, names[0].place, C)
-            prove(weights is not None, Reason.SLOT_WEIGHTS, "no tensor [E, C] holds the weights of the tokens")
+            prove(weights is not None, Reason.ROUTING, "no tensor [E, C] holds the weights of the tokens")
         around = self._weights([name.around for name in names])
-        prove(around is not None, Reason.SLOT_WEIGHTS, "no tensor [T, E] holds the scores")
+        prove(around is not None, Reason.ROUTING, "no tensor [T, E] holds the scores")
         return Scored(*around, named=Named(tokens, weights, C))
 
     def _product(self, factors: Counter) -> Expr:

@@ -95,7 +95,7 @@ def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens
     Where a factor says that a place of the expert has the token, the expert's input is that token.
     """
     factors = expert.routing
-    if expert.scale or any(_names(f, index) for f in factors):
+    if expert.scale or any(_names(f, index) or _is_of_rows(f) for f in factors):
         return None
     places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
     x = algebra.substitute(expert.x, places)
@@ -105,6 +105,11 @@ def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens
             prove(binder not in x.free, Reason.ROUTING, "a sum around one expert")
             score = algebra.sum(binder, score)
     return replace(expert, x=x), Routing(index, None, None, (), score=score)
+
+
+def _is_of_rows(factor: Expr) -> bool:
+    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known."""
+    return next(iter(subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse"))), None) is not None
 
 
 def _names(factor: Expr, expert: Expr | None) -> bool:
