@@ -38,13 +38,3 @@ def is_indicator(e: Expr) -> bool:
     marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
     marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
     return marks or (e.kind == "mul" and all(map(is_indicator, e.args)))
-
-
-def is_mark(e: Expr) -> bool:
-    """An indicator, or one less an indicator."""
-    if e.kind != "add" or len(e.args) != 2:
-        return is_indicator(e)
-    one, negative = sorted(e.args, key=lambda term: term.kind != "const")
-    number, *others = sorted(negative.args, key=lambda f: f.kind != "const") if negative.kind == "mul" else (negative,)
-    plain = [(x.kind, x.args) for x in (one, number)] == [("const", (1,)), ("const", (-1,))]
-    return plain and bool(others) and all(map(is_indicator, others))

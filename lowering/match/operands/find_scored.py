@@ -22,7 +22,7 @@ from operator import and_
 import torch
 
 from moeblaze_ops.lowering.index_notation.expr import Expr, Size, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_mark
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale, usable_weights
@@ -91,11 +91,9 @@ def _read_named(algebra: Algebra, score: Expr, token: Expr) -> _Name | None:
         hits = [(f, side) for f in brackets for side in f.args if side.kind == "leaf"]
         if token.free and len(hits) == 1 and place.free <= hits[0][1].free and not token.free & hits[0][1].free:
             around = [f for f in factors_of(score) if f is not whole] if whole in sums else []
-            of_expert = [f for f in around if f.free and not token.free & f.free]
-            inside = [f for f in factors_of(body) if f is not hits[0][0] and f.kind != "distinct"]
-            weight = algebra.mul(*inside, *of_expert)
+            weight = algebra.mul(*(f for f in factors_of(body) if f is not hits[0][0] and f.kind != "distinct"))
             if not token.free & weight.free:
-                return _Name(hits[0][1], weight, algebra.mul(*(f for f in around if f not in of_expert)), place)
+                return _Name(hits[0][1], weight, algebra.mul(*around), place)
     return None
 
 
@@ -116,7 +114,7 @@ class _Table:
 
     def masked(self) -> Scored:
         """Weights and masks; what is not among the weights has to be a mask."""
-        marks = [[f for f in factors_of(score) if is_mark(f)] for score in self._scores]
+        marks = [[f for f in factors_of(score) if is_indicator(f)] for score in self._scores]
         rests = [self._product(Counter(factors_of(score)) - Counter(own)) for score, own in zip(self._scores, marks, strict=True)]
         masks = [*self._masks(marks), *self._rectified()]
         found = tuple(Scale(*mask, is_mask=True) for mask in masks if mask[0] is not None)

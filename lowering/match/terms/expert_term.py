@@ -11,7 +11,7 @@ from typing import Any
 from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.indicators import is_mark
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.terms.activation import Formulas, is_pointwise
@@ -80,7 +80,7 @@ def is_scored_term(e: Expr, feature: Expr) -> bool:
 
 
 def _leaves_tokens_out(factor: Expr) -> bool:
-    marks = is_mark(factor) or (factor.kind == "call" and factor.args[0] == "relu")
+    marks = is_indicator(factor) or (factor.kind == "call" and factor.args[0] == "relu")
     return marks and any(var.args[2] == "t" for var in factor.free)
 
 

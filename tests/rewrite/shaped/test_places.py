@@ -259,7 +259,7 @@ def _buffer(self, x, ids, place, places):
 
 def _read(self, x, weights, ids, place, places):
     y = self.of_places(_buffer(self, x, ids, place, places))[ids.reshape(-1), place]
-    return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    return (y.view(*ids.shape, zoo.D) * weights.unsqueeze(-1)).sum(1)
 
 
 def _count(ids):
@@ -319,7 +319,7 @@ def read_from_another_place(self, x, probabilities):
     weights, ids = probabilities.topk(2)
     place = _count(ids)
     y = self.of_places(_buffer(self, x, ids, place, ids.numel()))[ids.reshape(-1), place.flip(0)]
-    return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    return (y.view(*ids.shape, zoo.D) * weights.unsqueeze(-1)).sum(1)
 
 
 @pytest.mark.parametrize(
