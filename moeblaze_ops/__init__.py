@@ -47,13 +47,14 @@ from moeblaze_ops.packing import pack_experts  # noqa: E402
 from moeblaze_ops.routing.losses import load_balancing_loss, router_z_loss  # noqa: E402
 from moeblaze_ops.routing.record import record_routing  # noqa: E402
 from moeblaze_ops.routing.replay import replay_routing  # noqa: E402
+from moeblaze_ops.routing.rounding import round_routing  # noqa: E402
 from moeblaze_ops.routing.stats import routing_stats  # noqa: E402
 from moeblaze_ops.verify import verify  # noqa: E402
 
 __all__ = [
     "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "load_balancing_loss", "memory_estimate", "moe",
-    "pack_experts", "record_routing", "replay_routing", "report", "route", "router_z_loss", "routing_stats", "shard_experts",
-    "verify",
+    "pack_experts", "record_routing", "replay_routing", "report", "round_routing", "route", "router_z_loss", "routing_stats",
+    "shard_experts", "verify",
 ]  # fmt: skip
 
 

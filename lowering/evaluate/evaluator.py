@@ -13,7 +13,7 @@ import torch
 from moeblaze_ops.lowering.evaluate.groups import GroupRules, Run
 from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.nesting import Nesting
-from moeblaze_ops.lowering.evaluate.projections import is_no_projection, is_weight
+from moeblaze_ops.lowering.evaluate.projections import is_mask, is_no_projection, is_weight
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -91,6 +91,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         integers = not value.dtype.is_floating_point
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
         shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
+        shallow = shallow or (kind == "put" and len(value.args[1]) > 1)  # at places of experts, such as counts give
         if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._nesting.is_deep(value):
             return self.algebra.leaf(value, indices)
         try:
@@ -335,7 +336,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             found = []
             for x, label in zip(xs, labels, strict=True):
                 at = (self.algebra.zero if same_size(n, 1) else index[c] for c, n in zip(label, x.shape, strict=True))
-                found.append(self.element(x, tuple(at), inner))
+                # What tells tokens apart is looked into however deep it stands.
+                found.append(self.element(x, tuple(at), 0 if depth >= MAX_PROJECTIONS and is_mask(x) else inner))
             return found
 
         def body(vars: Indices) -> Expr:

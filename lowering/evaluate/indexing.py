@@ -6,7 +6,9 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import permutations
 
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, differ, factors_of, same_size, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -134,7 +136,31 @@ class IndexingRules:
             return landed
         hits = self.algebra.mul(*(self.algebra.eq(key, i) for key, i in zip(keys, at, strict=True)))
         unique = keys[0] if len(keys) == 1 else None
-        return _Landed([row] if row.kind == "var" else [], hits, body, unique)
+        # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
+        known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
+        apart = len(keys) == 2 and self._are_counted(row, keys, sizes)
+        return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
+
+    def _are_counted(self, row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
+        """Whether one of two keys counts the rows of the other up to each row, and there is a place for all of them.
+
+            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       but not  buffer[ids, rows % capacity] = x
+        """
+        for (key, _), (place, places) in permutations(zip(keys, sizes, strict=False)):
+            if self.algebra.counts_own(row, key, place):
+                most = {row.args[1], self._most_of_one_key(row, key)}
+                return any(same_size(n, places) or (isinstance(n, int) and isinstance(places, int) and n < places) for n in most)
+        return False
+
+    def _most_of_one_key(self, row: Expr, key: Expr) -> Size:
+        """An upper bound of how many rows have the same key: one of each token, where its slots differ."""
+        slot = next(iter(subexpressions(key, lambda e: e.kind in ("div", "mod") and e.args[0] is row)), None)
+        if slot is None or key.kind != "leaf" or (per_token := _ratio(row.args[1], slot.args[1])) is None:
+            return row.args[1]
+        axes = [(e.kind, e.args[1]) if e.kind in ("div", "mod") else e for e in key.args[1]]
+        token, of_token = (self.algebra.var(i, 2, "r") for i in range(2))
+        told_apart = axes == [("div", slot.args[1]), ("mod", slot.args[1])]
+        return per_token if told_apart and are_distinct(self.algebra.leaf(key.args[0], (token, of_token))) else row.args[1]
 
     def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
         """Keys are coordinates of a mask's true elements: go through the mask itself instead."""
@@ -248,10 +274,10 @@ class IndexingRules:
 
 
 class _Landed:
-    """Rows that land on one index: ``sum over free of hits * body``."""
+    """Rows that land on one index: ``sum over free of hits * body``. No two of them do where they are ``apart``."""
 
-    def __init__(self, free: list[Expr], hits: Expr, body: Expr, unique: Expr | None):
-        self.free, self.hits, self.body, self.unique = free, hits, body, unique
+    def __init__(self, free: list[Expr], hits: Expr, body: Expr, unique: Expr | None, *, apart: bool = False):
+        self.free, self.hits, self.body, self.unique, self.apart = free, hits, body, unique, apart
 
     def _summed(self, algebra: Algebra, body: Expr) -> Expr:
         for var in reversed(self.free):
@@ -278,16 +304,20 @@ class _Landed:
                 added.remove(term)
         elif self.free or not all(map(self._never_with, below)):
             return None
-        return _Landed(self.free, self.hits, algebra.add(*added), self.unique).adds(algebra, base)
+        return _Landed(self.free, self.hits, algebra.add(*added), self.unique, apart=self.apart).adds(algebra, base)
 
     def adds(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after ``base`` and the row were stored, when at most one row lands; None if it has no sum form."""
         if self.hits is algebra.zero:
             return base
-        if self.free and (self.unique is None or len(self.free) > 1):
+        if self.free and not self.apart and (self.unique is None or len(self.free) > 1):
             return None
-        once = algebra.distinct(self.unique, self.free[0]) if self.free else algebra.one
+        once = algebra.distinct(self.unique, self.free[0]) if self.free and not self.apart else algebra.one
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, self.body)))
+
+
+def _is_token(index: Expr) -> bool:
+    return index.height == 0 and bool(index.free) and all(var.args[2] == "t" for var in index.free)
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:

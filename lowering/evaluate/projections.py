@@ -25,7 +25,9 @@ def projects(value: Value) -> bool:
 
 
 def is_mask(value: Value) -> bool:
-    """Truth values, as numbers of some type."""
-    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
+    """Truth values, as numbers of some type, and products of such."""
+    while value.dtype != torch.bool and value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
         value = value.args[0]
+    if value.op == "contract" or (value.op == "pointwise" and value.args[0] == "mul"):
+        return all(map(is_mask, value.args[0] if value.op == "contract" else value.args[1]))
     return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")

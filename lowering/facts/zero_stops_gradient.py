@@ -9,6 +9,7 @@ import torch
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, IDEMPOTENT, Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _VIEWS = frozenset(("reshape", "permute", "slice", "select", "expand", "take", "index"))
@@ -44,11 +45,19 @@ def is_fading(value: Value) -> bool:
     return value.fades or (value.op == "pointwise" and value.args[0] == "sigmoid")
 
 
+def is_rectified(value: Value) -> bool:
+    """Whether all elements of a tensor are those of a ReLU: of a clamp, the gradient of a number at the bound is one."""
+    while value.op in _VIEWS or (value.op == "cast" and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point):
+        value = value.args[0]
+    return value.op == "pointwise" and value.args[0] == "relu"
+
+
 def _is_positive_or_mask(e: Expr) -> bool:
     """A number above zero, or one of 0 and 1 that says which token has which expert."""
     if e.kind == "const":
         return e.args[0] > 0
-    return e.kind in IDEMPOTENT or (e.kind == "call" and e.args[0] == "reciprocal" and _is_not_negative(*e.args[1]))
+    divides = e.kind == "call" and e.args[0] == "reciprocal" and _is_not_negative(*e.args[1])
+    return e.kind in IDEMPOTENT or is_indicator(e) or divides
 
 
 def _is_not_negative(e: Expr) -> bool:

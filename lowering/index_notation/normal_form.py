@@ -207,6 +207,10 @@ class Algebra:
         body = self._without_permutation(var, body)
         if not body.has_dot and (only := self._only_term(var, body)) is not None:
             return only
+        if (only := self._only_counted(var, body)) is not None:
+            return only
+        if (split := self._over_both(var, body)) is not None:
+            return split
         factors = factors_of(body)
         outside = [f for f in factors if var not in f.free]
         inside = [f for f in factors if var in f.free]
@@ -224,6 +228,44 @@ class Algebra:
             if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
                 return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
         return None
+
+    def counts_own(self, row: Expr, key: Expr, place: Expr) -> bool:
+        """Whether the place of a row counts the rows up to it that have its key: rows of one key have different places."""
+        count = place.args[1][0][1] if place.kind == "linear" and len(place.args[1]) == 1 else place
+        if row.kind != "var" or count.kind != "prefix":
+            return False
+        before, body = self.open(count)
+        return row in key.free and count.args[2] is row and body is self.eq(self.substitute(key, {row: before}), key)
+
+    def _only_counted(self, var: Expr, body: Expr) -> Expr | None:
+        """What is left of the sum over the rows of a product with ``key(var) == key(n)`` and ``place(var) == place(n)``."""
+        factors = factors_of(body)
+        hits = [(f, own, other) for f in factors if f.kind == "eq" for own, other in (f.args, f.args[::-1])]
+        hits = [(f, own, other) for f, own, other in hits if var in own.free and var not in other.free]
+        for place_hit, place, at in hits:
+            count = at.args[1][0][1] if at.kind == "linear" else at
+            if count.kind != "prefix" or count.args[2].height or not self.fits(count.args[2], var.args[1]):
+                continue
+            row = {var: count.args[2]}
+            for key_hit, key, known in hits:
+                if self.counts_own(var, key, place) and self.substitute(place, row) is at and self.substitute(key, row) is known:
+                    return self.substitute(self.mul(*(f for f in factors if f not in (place_hit, key_hit))), row)
+        return None
+
+    def _over_both(self, var: Expr, body: Expr) -> Expr | None:
+        """The sum over n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
+        parts = list(subexpressions(body, lambda e: e.kind in ("div", "mod") and e.args[0] is var))
+        sizes = {part.args[1] for part in parts}
+        if var.args[2] != "r" or len(sizes) != 1:
+            return None
+        (size,) = sizes
+        ratio = sympy.cancel(sympy.sympify(var.args[1]) / sympy.sympify(size))
+        if sympy.denom(ratio) != 1:
+            return None
+        outer = self.fresh((body,), size_of(ratio))
+        inner = self.fresh((body, outer), size)
+        replaced = self.substitute(body, {self._intern("div", var, size): outer, self._intern("mod", var, size): inner})
+        return None if var in replaced.free else self.sum(outer, self.sum(inner, replaced))
 
     def any(self, var: Expr, body: Expr) -> Expr:
         return self._close("any", var, body) if var in body.free else body

@@ -12,6 +12,7 @@ from moeblaze_ops.lowering.index_notation.expr import Expr, Size
 from moeblaze_ops.lowering.match.identity_experts import Passed
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
+from moeblaze_ops.lowering.match.operands.find_scored import Named
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.match.region import Region
@@ -24,7 +25,7 @@ class MoEMatch:
     root: fx.Node
     region: Region
     x: Operand
-    experts: Operand
+    experts: Operand | None  # None where a token may go to every expert: its ids are all numbers from 0 on
     weights: Operand | None
     scales: tuple[Scale, ...]  # what the weights are multiplied by
     weights_on_input: bool
@@ -46,6 +47,7 @@ class MoEMatch:
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
     kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
     passed: Passed | None = None  # experts that give a token back
+    named: Named | None = None  # the tokens that experts name themselves
     subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
 
     @property

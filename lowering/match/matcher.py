@@ -26,6 +26,7 @@ from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
+from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region
@@ -39,8 +40,23 @@ from moeblaze_ops.lowering.match.terms.expert_coverage import (
     prove_shared_weights,
     weight_index,
 )
-from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, describe, is_chosen_bias, is_expert_term, read_expert
-from moeblaze_ops.lowering.match.terms.routing_term import Routing, expert_index, read_compared, read_indexed, without_input_mask
+from moeblaze_ops.lowering.match.terms.expert_term import (
+    ExpertTerm,
+    describe,
+    is_chosen_bias,
+    is_expert_term,
+    is_scored_term,
+    read_expert,
+)
+from moeblaze_ops.lowering.match.terms.padding import without_padding
+from moeblaze_ops.lowering.match.terms.routing_term import (
+    Routing,
+    expert_index,
+    read_compared,
+    read_indexed,
+    read_scored,
+    without_input_mask,
+)
 
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
@@ -134,7 +150,7 @@ class Matcher:
         return known
 
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
-        return self._chosen((term for term in terms if self._is_expert(term, feature)), feature)
+        return self._chosen((t for t in terms if self._is_expert(t, feature) or is_scored_term(t, feature)), feature)
 
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
@@ -149,7 +165,7 @@ class Matcher:
             return None
         tokens, feature = self._indices(value)
         terms = self._terms(value)
-        experts = [term for term in terms if self._is_expert(term, feature)]
+        experts = [term for term in terms if self._is_expert(term, feature)] or self._scored(terms, feature)
         ids = frozenset(values_of(self._chosen(terms, feature)))
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
@@ -258,6 +274,11 @@ class Matcher:
         """How often each expert is chosen."""
         return Counter(self._choice(term, feature) for term in terms)
 
+    def _scored(self, terms: Sequence[Expr], feature: Expr) -> list[Expr]:
+        """Terms that are experts beside scores that leave tokens out, of which one alone may be any gated block."""
+        found = [term for term in terms if is_scored_term(term, feature)]
+        return found if len(found) > 1 else []
+
     def _choice(self, term: Expr, feature: Expr) -> Chosen:
         known = self._choices.get((term, feature))
         if known is None:
@@ -272,10 +293,18 @@ class Matcher:
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
         experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
-        routings = [self._routing(expert, feature) for expert in experts]
-        depth = MAX_PROJECTIONS if experts[0].scale else 0
-        ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
-        kept = find_kept(self._algebra, finder, routings)
+        experts = [without_padding(self._algebra, expert, finder.token) for expert in experts]
+        scored = [self._scored_routing(expert, feature, finder.token) for expert in experts]
+        named, ids = None, None
+        if all(scored):
+            experts, routings = [expert for expert, _ in scored], [routing for _, routing in scored]
+            routings, found = find_scored(self._algebra, finder, routings)
+            weights, scales, top_k, kept, named = found.weights, found.masks, routings[0].ids.args[1], None, found.named
+        else:
+            routings = [self._routing(expert, feature) for expert in experts]
+            depth = MAX_PROJECTIONS if experts[0].scale else 0
+            ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
+            kept = find_kept(self._algebra, finder, routings)
         x = find_x(finder, experts)
         prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
@@ -317,7 +346,7 @@ class Matcher:
         b_down = b_down and _in_dtype(b_down, dtype)
         same = all(view.dtype == dtype for view in w_up)
         prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
-        weights = usable_weights(weights, dtype)
+        weights, named = usable_weights(weights, dtype), named and usable_named(named, dtype)
         scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
@@ -325,7 +354,8 @@ class Matcher:
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
-        tensors = (x, ids, *(s.operand for s in scales), *filter(None, (weights, kept, passed and passed.x)), *views_used)
+        of_tokens = (ids, weights, kept, passed and passed.x, named and named.tokens, named and named.weights)
+        tensors = (x, *(s.operand for s in scales), *filter(None, of_tokens), *views_used)
         region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
         bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
@@ -334,8 +364,14 @@ class Matcher:
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
+            named=named,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
         )  # fmt: skip
+
+    def _scored_routing(self, expert: ExpertTerm, feature: Expr, token: Expr) -> tuple[ExpertTerm, Routing] | None:
+        index = expert_index(expert, feature)
+        by_number = index is None or index in expert.binders
+        return read_scored(self._algebra, expert, index, token) if by_number else None
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
         index = expert_index(expert, feature)

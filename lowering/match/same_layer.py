@@ -13,7 +13,7 @@ from typing import NamedTuple
 import sympy
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
 
 _VARIABLE = "var"
 
@@ -26,11 +26,16 @@ class Chosen(NamedTuple):
 
 
 def chosen_by(term: Expr, feature: Expr) -> Chosen:
-    """What chooses the expert of a term: comparisons, or ids that its weights are indexed by."""
+    """What chooses the expert of a term: comparisons, or ids that its weights are indexed by, or else its score."""
     factors = list(_own_factors(term, feature))
     compared = {_anywhere(e) for factor in factors for e in subexpressions(factor, lambda e: e.kind == "eq")}
     indexed = () if compared else (_anywhere(e) for factor in factors for e in _indices(factor))
-    return Chosen(frozenset(v for factor in factors for v in _routed_by(factor)), frozenset(compared or indexed))
+    how = frozenset(compared or indexed)
+    if not how:
+        beside = (factor for factor in factors_of(term) if feature not in factor.free)
+        scores = [leaf for factor in beside for leaf in subexpressions(factor, lambda e: e.kind == "leaf")]
+        return Chosen(frozenset(leaf.args[0] for leaf in scores), frozenset(map(_anywhere, scores)))
+    return Chosen(frozenset(v for factor in factors for v in _routed_by(factor)), how)
 
 
 def is_part(sum_: Counter, whole: Counter) -> bool:

@@ -34,7 +34,7 @@ _ops = torch.ops.moeblaze
 def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     """Insert what computes a matched layer from its operands; returns its result, ``[T, D]``, and what the layer became."""
     x_TD = insert.rows(match.x, match.D)
-    weights_TK, ids_TK = _routing_operands(insert, match, router)
+    weights_TK, ids_TK = _routing_operands(insert, match, router) if match.experts else _of_all_experts(insert, match, x_TD)
     for scale in match.scales:
         if not scale.is_mask:
             scale_TK = _scale(insert, match, scale, ids_TK)
@@ -50,6 +50,25 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
         out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
+
+
+def _of_all_experts(insert: Inserter, match: MoEMatch, x_TD: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """Weights and ids, ``[T, E]``, of tokens that may go to every expert; -1 where an expert does not name a token itself."""
+    device = fake_of(x_TD).device
+    num_tokens = fake_of(x_TD).shape[0] if isinstance(match.T, int) else insert.call("size", x_TD, 0)
+    ids_TE = insert.call("expand", insert.call(torch.arange, match.E, device=device), num_tokens, match.E)
+    weights_TE = None if match.weights is None else insert.rows(match.weights, match.E)
+    if match.named is None:
+        return weights_TE, ids_TE
+    tokens_CE = insert.places(match.named.tokens)
+    shape = (num_tokens, match.E)
+    named_TE = insert.call(torch.zeros, shape, dtype=torch.bool, device=device)
+    ids_TE = insert.call(torch.where, insert.call("scatter", named_TE, 0, tokens_CE, True), ids_TE, -1)
+    if (weights := match.named.weights) is not None:
+        none_TE = insert.call(torch.zeros, shape, dtype=weights.dtype, device=device)
+        placed_TE = insert.call("scatter_add", none_TE, 0, tokens_CE, insert.places(weights))
+        weights_TE = placed_TE if weights_TE is None else insert.call(torch.mul, placed_TE, weights_TE)
+    return weights_TE, ids_TE
 
 
 def _scale(insert: Inserter, match: MoEMatch, scale: Scale, ids_TK: fx.Node) -> fx.Node:
@@ -101,6 +120,8 @@ def _insert_whole(
         chunked = (x_TD, *parameters, experts_TK, match.E, size, *settings)
         return insert.call(_ops.expert_mlp_chunked.default, *chunked), f"expert_mlp_chunked({match.activation})"
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
+    if match.named is not None and (num_rows := _named_rows(match)) is not None:
+        routing[0] = insert.call("narrow", routing[0], 0, 0, num_rows)
     if parts == "ranges":
         out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
         return out, f"expert_mlp_ranged({match.activation})"
@@ -115,6 +136,12 @@ def _insert_whole(
         became = "expert_up -> unfused activation -> expert_down"
     operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
     return insert.call(_ops.expert_down.default, *operands), became
+
+
+def _named_rows(match: MoEMatch) -> int | None:
+    """How many rows experts can have that name their tokens, where that is known and less than a row for every slot."""
+    sizes = match.named.C, match.T
+    return match.E * min(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
 def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:

@@ -149,6 +149,14 @@ class Inserter:
             node = self.call("to", node, operand.dtype)
         return node if operand.factor == 1 else self.call(torch.mul, node, operand.factor)
 
+    def places(self, operand: Operand) -> fx.Node:
+        """An operand ``[C]`` of every expert, or one of all, as ``[C, E]`` in the dtype it is used in."""
+        if operand.rest:
+            node = self.call(torch.stack, list(operand.nodes), 1)
+        else:
+            node = operand.node if operand.turned else self.call("t", operand.node)
+        return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
+
     def numbers(self, operand: Operand) -> fx.Node:
         """An operand without tokens as one axis, in the dtype it is used in."""
         stored = (operand, *operand.rest)

@@ -58,7 +58,7 @@ class _Trail:
 
 def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, if nobody else reads its choices."""
-    if match.weights is None or match.weights.rest or match.experts.rest:
+    if match.weights is None or match.weights.rest or match.experts is None or match.experts.rest:
         return None
     if not breaks_ties_as_topk(fake_of(match.x.node).device):
         return None

@@ -243,12 +243,12 @@ def soft_moe(self, x, weights, ids):
 
 
 @_lookalike("ROUTING")
-def expert_choice(self, x, weights, ids):
-    """Every expert chooses its tokens."""
+def expert_choice_of_others(self, x, weights, ids):
+    """Every expert chooses its tokens, and gives its output to others."""
     weights, token = self.router.gate(x).softmax(-1).t().topk(3, dim=-1)
     out = torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
-        out = out.index_add(0, token[e], expert(x[token[e]]) * weights[e, :, None])
+        out = out.index_add(0, token[e], expert(x[token[e].flip(0)]) * weights[e, :, None])
     return out
 
 

@@ -44,6 +44,11 @@ def route(**changes):
     return moeblaze_ops.route(**({"logits": zeros(T, E), "top_k": K} | changes))
 
 
+def rounding(**changes):
+    arguments = {"weights": zeros(T, K), "experts": ids(T, K), "num_experts": E}
+    return moeblaze_ops.round_routing(**(arguments | changes))
+
+
 def estimate(**changes):
     return moeblaze_ops.memory_estimate(**({"T": T, "D": D, "F": F, "E": E, "K": K} | changes))
 
@@ -437,6 +442,44 @@ CALLS = {
         lambda: torch.jit.trace(lambda x: route(logits=x), (zeros(T, E),)),
         NotImplementedError,
         "route: torch.jit.trace is not supported",
+    ),
+    **{
+        f"rounding {name} {k}": (lambda n=name, v=v: rounding(**{n: v}), TypeError, f"round_routing: {name} must be a tensor")
+        for name in ("weights", "experts")
+        for k, v in NO_TENSOR.items()
+    },
+    **{
+        f"rounding {name} {v!r}": (lambda name=name, v=v: rounding(**{name: v}), kind, f"round_routing: {name} must be {rule}")
+        for name, v, kind, rule in (
+            ("num_experts", 0, ValueError, "between 1 and 4096"),
+            ("num_experts", 4.0, TypeError, "an int"),
+            ("spare", K, ValueError, "between 0 and 1, the slots less one, got 2"),
+            ("spare", -1, ValueError, "between 0 and 1"),
+            ("spare", True, TypeError, "an int"),
+            ("tile", 0, ValueError, "at least 1, got 0"),
+            ("tile", 128.0, TypeError, "an int"),
+            ("mode", "closest", ValueError, "one of nearest, up, down, got 'closest'"),
+            ("mode", None, TypeError, "one of nearest, up, down"),
+        )
+    },
+    "rounding integer weights": (lambda: rounding(weights=ids(T, K)), TypeError, "round_routing: weights must be bfloat16"),
+    "rounding ids in floats": (lambda: rounding(experts=zeros(T, K)), TypeError, "round_routing: experts must be int32 or int64"),
+    "rounding one number": (lambda: rounding(weights=zeros()), ValueError, "round_routing: weights must have shape [..., K"),
+    "rounding no slots": (lambda: rounding(weights=zeros(T, 0)), ValueError, "round_routing: weights must have shape [..., K"),
+    "rounding other ids": (
+        lambda: rounding(experts=ids(T, K + 1)),
+        ValueError,
+        "round_routing: experts must have shape [6, 2] (that of weights), got shape [6, 3]",
+    ),
+    "rounding on two devices": (
+        lambda: rounding(experts=ids(T, K).to("meta")),
+        ValueError,
+        "round_routing: experts must be on cpu (as weights), got meta",
+    ),
+    "rounding scripted": (
+        lambda: torch.jit.script(moeblaze_ops.round_routing),
+        NotImplementedError,
+        "round_routing: torch.jit.script is not supported",
     ),
     "route scripted": (
         lambda: torch.jit.script(moeblaze_ops.route),

@@ -1,13 +1,14 @@
 """Which node of the graph holds a tensor that a proof describes by its elements."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.facts.zero_stops_gradient import is_rectified
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage
 from moeblaze_ops.lowering.index_notation.expr import Expr, Size, same_size
 
@@ -45,6 +46,8 @@ class Finder:
     ):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
+        self.num_tokens: Size = math.prod(sizes)
+        (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
         tensors = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
         nodes = filter(has_storage, tensors)  # no slice under vmap
         self._nodes = sorted(nodes, key=view.position.__getitem__, reverse=True)
@@ -59,19 +62,74 @@ class Finder:
 
     def find_turned(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
         """The node ``[width, T]`` whose element at (column, token) is the target, for every column."""
-        sizes = (width, math.prod(self._sizes))
-        (token,) = self._evaluator.reshape_indices(self._sizes, sizes[1:], self._tokens)
-        for node in self._nodes:
-            value = self._view.value_at(node, self._position)
-            if not isinstance(value, Value) or len(value.shape) != 2 or not all(map(same_size, value.shape, sizes)):
-                continue
+        at = [(column, self.token) for column in columns]
+        found = self._find_at(targets, at, (width, self.num_tokens), depth)
+        return found and replace(found, turned=True)
+
+    def find_places(
+        self, targets: tuple[Expr, ...], experts: tuple[Expr, ...], place: Expr, sizes: tuple[Size, Size]
+    ) -> Operand | None:
+        """The node ``[E, C]``, or turned ``[C, E]``, whose element at (expert, place) is the target, for every expert."""
+        found = self._find_at(targets, [(expert, place) for expert in experts], sizes)
+        if found is None and (found := self._find_at(targets, [(place, expert) for expert in experts], sizes[::-1])):
+            found = replace(found, turned=True)
+        return found
+
+    def find_vector(self, target: Expr, place: Expr, size: Size) -> Operand | None:
+        """The node ``[C]`` whose element at a place is the target."""
+        return self._find_at((target,), [(place,)], (size,))
+
+    def _find_at(
+        self, targets: tuple[Expr, ...], indices: Sequence[tuple[Expr, ...]], shape: tuple[Size, ...], depth: int = 0
+    ) -> Operand | None:
+        for value, node in self._of_shape(shape):
             try:
-                elements = [self._evaluator.element(value, (column, token), depth) for column in columns]
+                elements = [self._evaluator.element(value, at, depth) for at in indices]
             except Unroll:
                 continue
             if all(element is target for element, target in zip(elements, targets, strict=True)):
-                return Operand(node, value.dtype, turned=True)
+                return Operand(node, value.dtype)
         return None
+
+    def _of_shape(self, shape: tuple[Size, ...]) -> Iterable[tuple[Value, fx.Node]]:
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            if isinstance(value, Value) and len(value.shape) == len(shape) and all(map(same_size, value.shape, shape)):
+                yield value, node
+
+    def order_of(self, targets: Sequence[Expr]) -> list[int] | None:
+        """The column of each target in the latest node ``[..., width]`` that has one for each, whatever their order."""
+        columns = tuple(map(self._evaluator.algebra.const, range(len(targets))))
+        for node in self._nodes:
+            value = self._view.value_at(node, self._position)
+            for token in self._token_indices(value.shape, len(targets)) if isinstance(value, Value) else ():
+                if len(value.shape) == len(token) + 1:
+                    order = self._order(value, [(*token, column) for column in columns], targets)
+                    if order is not None:
+                        return order
+        return None
+
+    def order_of_places(self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size]) -> list[int] | None:
+        """The same for the rows of a node ``[E, C]``, or the columns of one ``[C, E]``."""
+        experts = tuple(map(self._evaluator.algebra.const, range(len(targets))))
+        for turned in (False, True):
+            indices = [(place, expert) if turned else (expert, place) for expert in experts]
+            for value, _ in self._of_shape(sizes[::-1] if turned else sizes):
+                if (order := self._order(value, indices, targets)) is not None:
+                    return order
+        return None
+
+    def _order(self, value: Value, indices: Sequence[tuple[Expr, ...]], targets: Sequence[Expr]) -> list[int] | None:
+        try:
+            elements = [self._evaluator.element(value, at) for at in indices]
+        except Unroll:
+            return None
+        known = set(elements) == set(targets) and len(set(elements)) == len(targets)
+        return [elements.index(target) for target in targets] if known else None
+
+    def is_rectified(self, node: fx.Node) -> bool:
+        """Whether a node holds what a ReLU gave, whose gradient is zero where it is zero; that of a clamp is one at its bound."""
+        return is_rectified(self._view.value_at(node, self._position))
 
     def find_of_experts(self, targets: tuple[Expr, ...], experts: tuple[Expr, ...], count: int) -> Operand | None:
         """The node of ``count`` elements, whatever the token, of which each expert's is the target."""

@@ -11,6 +11,7 @@ from typing import Any
 from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.terms.activation import Formulas, is_pointwise
@@ -64,6 +65,23 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
     if down is None or chosen:
         return down is not None
     return any(_chooses(f, binders) if feature in f.free else _scales_input(f) for f in factors_of(down.args[1]))
+
+
+def is_scored_term(e: Expr, feature: Expr) -> bool:
+    """A cheap look at a term without any comparison with an expert: two projections, beside what is zero for some tokens.
+
+        out + gate.relu()[:, 2, None] * expert(x)                   but not  out + gate.softmax(-1)[:, 2, None] * expert(x)
+    """
+    outputs = [f for f in factors_of(e) if feature in f.free]
+    if len(outputs) != 1 or not any(_leaves_tokens_out(f) for f in factors_of(e) if f is not outputs[0]):
+        return False
+    down = next((s for s in (_scaled_sum(term, feature) for term in _terms(outputs[0])) if s is not None), None)
+    return down is not None and down.args[1].has_dot
+
+
+def _leaves_tokens_out(factor: Expr) -> bool:
+    marks = is_indicator(factor) or (factor.kind == "call" and factor.args[0] == "relu")
+    return marks and any(var.args[2] == "t" for var in factor.free)
 
 
 def _scaled_sum(e: Expr, feature: Expr) -> Expr | None:

@@ -19,7 +19,7 @@ class Routing:
     """One term's routing. ``ids`` and ``weights`` are elements at the term's token and ``slot``."""
 
     expert: Expr | None  # a constant or a bound variable that ids are compared with; None when ids index weights
-    ids: Expr
+    ids: Expr | None  # None where the score alone says who takes a token
     slot: Expr | None  # the variable over K, or None for one fixed slot
     weights: tuple[Expr, ...]
     distinct: tuple[Expr, ...] = ()  # ids that must differ within a token
@@ -82,11 +82,39 @@ def read_compared(
     if chosen.once and chosen.slot is not None:
         distinct[chosen.ids] = None
     factors, markers = _without_markers(tuple(plain))
-    keeping = [f for f in factors if _keeps(f)]
+    keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
     weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
     kept = algebra.mul(*keeping) if keeping else None
     return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), kept, score)
+
+
+def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr) -> tuple[ExpertTerm, Routing] | None:
+    """An expert that no id is compared with: its score is the whole product beside it, summed over all but the experts.
+
+    Where a factor says that a place of the expert has the token, the expert's input is that token.
+    """
+    factors = expert.routing
+    if expert.scale or any(_names(f, index) or _is_of_rows(f) for f in factors):
+        return None
+    places = {side: tokens for f in factors if f.kind == "eq" and tokens in f.args for side in f.args if side.kind == "leaf"}
+    x = algebra.substitute(expert.x, places)
+    score = algebra.mul(*factors)
+    for binder in expert.binders:
+        if binder is not index:
+            prove(binder not in x.free, Reason.ROUTING, "a sum around one expert")
+            score = algebra.sum(binder, score)
+    return replace(expert, x=x), Routing(index, None, None, (), score=score)
+
+
+def _is_of_rows(factor: Expr) -> bool:
+    """Whether a factor speaks of rows that were selected or sorted, of which nothing more is known."""
+    return next(iter(subexpressions(factor, lambda e: e.kind in ("nonzero", "group", "inverse"))), None) is not None
+
+
+def _names(factor: Expr, expert: Expr | None) -> bool:
+    """Whether a factor compares something with an expert."""
+    return next(iter(subexpressions(factor, lambda e: e.kind == "eq" and _expert_of(e, expert) is not None)), None) is not None
 
 
 def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> ExpertTerm:
@@ -134,9 +162,13 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
     return _Selection(factor, found, ids, slot, weights, core.kind == "any", distinct)
 
 
-def _keeps(factor: Expr) -> bool:
-    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only."""
-    return is_indicator(factor) and next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
+def _keeps(factor: Expr, ids: Expr) -> bool:
+    """Whether a factor is 0 or 1 by how often an expert was chosen, as where it has room for some tokens only.
+
+    What is said of the expert that a slot has, whichever it is, is a part of the weight of the slot.
+    """
+    compares = next(iter(subexpressions(factor, lambda e: e.kind == "eq")), None) is not None
+    return is_indicator(factor) and compares and next(iter(subexpressions(factor, lambda e: e is ids)), None) is None
 
 
 def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | None]:

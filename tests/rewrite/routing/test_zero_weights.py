@@ -72,8 +72,8 @@ def _signed(logits):
     return weights - 0.3, ids
 
 
-FADING = (_softmax, _renormalized, _softmax_of_two, _sigmoid)
-OTHERS = (_rounded, _above_a_threshold, _less_the_least, _of_an_untrained_scale, _signed)
+FADING = (_softmax, _renormalized, _softmax_of_two, _sigmoid, _above_a_threshold)
+OTHERS = (_rounded, _less_the_least, _of_an_untrained_scale, _signed)
 
 
 @pytest.mark.parametrize("choose", FADING, ids=lambda f: f.__name__.strip("_"))

@@ -1,0 +1,215 @@
+"""Experts that read their tokens from places, ``[E, C, D]``: each place has one token, so its row is that of the token.
+
+    combine[t, e, c] = weight[t, e] * (position[t] == c)         # position: a running count of the tokens of the expert
+    rows[e, c] = sum over t of (combine[t, e, c] != 0) * x[t]
+    out[t] = sum over e, c of combine[t, e, c] * expert(e, rows[e, c])
+
+Two tokens of one expert have different running counts. So where ``combine`` is not zero at (t, e, c), no other token is in the
+place (e, c), its row is ``x[t]``, and the sum over the places is the weight, or zero for a token behind the last place.
+
+    position = one_hot(ids, E).cumsum(0).sub(1).gather(1, ids)               but not  torch.arange(T) % C
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of, same_size
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+
+
+def without_padding(algebra: Algebra, expert: ExpertTerm, token: Expr) -> ExpertTerm:
+    """An expert of tokens instead of places, if its rows are proven to be theirs; else the same."""
+    if expert.x.kind != "sum" or expert.scale or token.kind != "var":
+        return expert
+    row, body = algebra.open(expert.x)
+    if not same_size(row.args[1], token.args[1]):
+        return expert
+    x = algebra.mul(*(f for f in factors_of(body) if expert.feature_in in f.free))
+    dispatch = algebra.substitute(algebra.mul(*(f for f in factors_of(body) if expert.feature_in not in f.free)), {row: token})
+    combine = algebra.mul(*expert.routing)
+    for place in expert.binders:
+        if place not in dispatch.free or place in x.free:
+            continue
+        for placed in _placed(algebra, combine, place):
+            if _takes_only(algebra, dispatch, combine, placed, place, token):
+                return replace(
+                    expert,
+                    x=algebra.substitute(x, {row: token}),
+                    routing=factors_of(placed.without_place(algebra)),
+                    binders=tuple(binder for binder in expert.binders if binder is not place),
+                )
+    return expert
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """``around * sum over slot of [position = place] * factors``; the factors are not zero only if the slot is the expert's."""
+
+    around: tuple[Expr, ...]
+    slot: Expr | None
+    hit: Expr
+    factors: tuple[Expr, ...]
+    expert: tuple[Expr, Expr] | None  # the id of the slot, and the number that it is compared with
+
+    @property
+    def all_factors(self) -> tuple[Expr, ...]:
+        return (*self.around, *self.factors)
+
+    def without_place(self, algebra: Algebra) -> Expr:
+        """The sum over all places; without what is said of the number of the expert as well as of the id of the slot."""
+        known = dict([self.expert[::-1]]) if self.expert else {}
+        said = {f for f in self.all_factors if is_indicator(f) and algebra.substitute(f, known) not in (f, algebra.one)}
+        said = {f for f in said if algebra.substitute(f, known) in self.all_factors}
+        around, inside = (algebra.mul(*(f for f in part if f not in said)) for part in (self.around, self.factors))
+        return algebra.mul(around, inside if self.slot is None else algebra.sum(self.slot, inside))
+
+
+def _placed(algebra: Algebra, e: Expr, place: Expr) -> Iterator[_Placed]:
+    """Every way to read an expression as something at a place."""
+    for whole in factors_of(e):
+        if place not in whole.free:
+            continue
+        around = tuple(f for f in factors_of(e) if f is not whole)
+        if whole.kind == "eq" and place in whole.args:
+            yield from _of_experts(None, whole, around, ())
+        elif whole.kind in ("sum", "any") and whole.args[0].args[2] == "r":
+            slot, body = algebra.open(whole)
+            hits = [f for f in factors_of(body) if f.kind == "eq" and place in f.args]
+            if len(hits) == 1:
+                yield from _of_experts(slot, hits[0], around, tuple(f for f in factors_of(body) if f is not hits[0]))
+
+
+def _of_experts(slot: Expr | None, hit: Expr, around: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Iterator[_Placed]:
+    yield _Placed(around, slot, hit, factors, None)
+    for f in (*around, *factors):
+        for ids, number in (f.args, f.args[::-1]) if f.kind == "eq" else ():
+            if ids.kind == "leaf" and number.kind in ("var", "const"):
+                yield _Placed(around, slot, hit, factors, (ids, number))
+
+
+def _takes_only(algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed, place: Expr, token: Expr) -> bool:
+    """Whether ``dispatch`` is 1 wherever ``combine`` is not zero, and zero for any other token at the same place."""
+    count = _position(algebra, placed, place, token)
+    if count is None:
+        return False
+    if (number := _not_zero(dispatch)) is not None:
+        # Where the weight itself is zero the row is none, and no gradient tells.
+        parts = number.args if number.kind == "add" else (number,)
+        own = [part for part in parts if _without_numbers(part) <= Counter(factors_of(combine))]
+        if len(own) != 1 or not fades(number):
+            return False
+        for part in parts:
+            found = [_position(algebra, other, place, token) for other in _placed(algebra, part, place)]
+            if not (count in found if part is own[0] else any(map(count.is_apart, found))):
+                return False
+        return True
+    for other in _placed(algebra, dispatch, place):
+        own = other.all_factors
+        if placed.slot is not None and other.slot is not None:
+            hit, *own = (algebra.substitute(f, {other.slot: placed.slot}) for f in (other.hit, *own))
+            other = replace(other, slot=placed.slot, hit=hit, factors=tuple(own), around=())
+        implied = all(map(is_indicator, own)) and set(own) <= set(placed.all_factors)
+        if implied and _position(algebra, other, place, token) == count:
+            return True
+    return False
+
+
+def _without_numbers(e: Expr) -> Counter:
+    return Counter(f for f in factors_of(e) if f.kind != "const")
+
+
+def _not_zero(e: Expr) -> Expr | None:
+    """The number of which an expression says whether it is zero."""
+    if e.kind == "cast" and e.args[0] == torch.bool:
+        return e.args[1]
+    return e.args[1][0] if e.kind == "call" and e.args[0] == CHOSEN else None
+
+
+@dataclass(frozen=True)
+class _Position:
+    """``count - 1``, of a running count behind all of some others: no two slots of one expert are at the same place."""
+
+    number: Expr
+    count: Expr
+    behind: frozenset[Expr]
+    total: Expr  # what the running count ends at
+
+    def is_apart(self, other: "_Position | None") -> bool:
+        """Whether the slots that another one counts have other places."""
+        return other is not None and (self.total in other.behind or other.total in self.behind)
+
+
+def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _Position | None:
+    """What a place is compared with; None if it is no running count of the expert's slots, or may be behind the last place."""
+    known, chosen = (dict([placed.expert]), algebra.eq(*placed.expert)) if placed.expert else ({}, None)
+    marks = {f if f is chosen else algebra.substitute(f, known) for f in placed.all_factors if is_indicator(f)}
+    number = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
+    number = _under(algebra, number, marks)
+    position = _running_count(algebra, number)
+    if position is None or not _is_own(algebra, position.count, marks, placed, token):
+        return None
+    places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
+    has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
+    return position if has_room or any(_is_below(mark, number, places) for mark in marks) else None
+
+
+def _under(algebra: Algebra, position: Expr, marks: set[Expr]) -> Expr:
+    """A number where all marks are 1."""
+    while True:
+        if position.kind == "mul":
+            factors = [f for f in position.args if f not in marks]
+            if len(factors) == len(position.args):
+                return position
+            position = algebra.mul(*factors)
+        elif position.kind == "call" and position.args[0] == "where" and position.args[1][0] in marks:
+            position = position.args[1][1]
+        elif position.kind == "call" and position.args[0] == "clamp" and _clamps_nothing(position, marks):
+            (position,) = position.args[1]
+        else:
+            return position
+
+
+def _clamps_nothing(clamped: Expr, marks: set[Expr]) -> bool:
+    (number,), (lower, upper) = clamped.args[1:]
+    below = upper is None or any(_is_below(mark, number, upper + 1) for mark in marks)
+    return below and (lower is None or lower <= 0)
+
+
+def _is_below(mark: Expr, number: Expr, bound: object) -> bool:
+    """Whether a mark says that an integer is below a bound."""
+    if mark.kind != "call" or mark.args[0] not in ("lt", "le") or mark.args[1][0] is not number:
+        return False
+    limit = mark.args[1][1]
+    return limit.kind == "const" and isinstance(bound, int) and limit.args[0] + (mark.args[0] == "le") <= bound
+
+
+def _running_count(algebra: Algebra, number: Expr) -> _Position | None:
+    """A running count of ones, and counts of all ones of other sorts, less one."""
+    if number.kind != "linear" or number.args[0] != -1 or any(coefficient != 1 for coefficient, _ in number.args[1]):
+        return None
+    counts = [atom for _, atom in number.args[1] if atom.kind == "prefix"]
+    behind = [atom for _, atom in number.args[1] if atom.kind == "sum"]
+    alike = len(counts) == 1 and len(counts) + len(behind) == len(number.args[1])
+    if not alike or not all(is_indicator(atom.args[1]) for atom in (*counts, *behind)):
+        return None
+    return _Position(number, counts[0], frozenset(behind), algebra.sum(*algebra.open(counts[0])))
+
+
+def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], placed: _Placed, token: Expr) -> bool:
+    """Whether a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
+    upto = count.args[2]
+    row, body = algebra.open(count)
+    here = algebra.substitute(body, {row: upto})
+    if not set(factors_of(here)) <= marks:
+        return False
+    if placed.slot is None:
+        return upto is token
+    T, K = token.args[1], placed.slot.args[1]
+    orders = (((1, token), (T, placed.slot)), ((K, token), (1, placed.slot)))
+    return any(upto is algebra.linear(0, order) for order in orders) and same_size(row.args[1], T * K)

@@ -1,0 +1,330 @@
+"""Tokens that experts read from places ``[E, C]``, given by a running count: GShard, Switch and DeepSpeed in one-hot products."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager
+
+pytestmark = pytest.mark.usefixtures("fp64")
+
+PLACES = 3
+
+
+class Layer(nn.Module):
+    def __init__(self, spelling, places: int = PLACES, scale: float = 1.0):
+        super().__init__()
+        self.spelling, self.places, self.scale = spelling, places, scale
+        self.norm = nn.LayerNorm(zoo.D)
+        self.gate = nn.Linear(zoo.D, zoo.E)
+        self.up = nn.Parameter(torch.randn(zoo.E, zoo.D, zoo.FF) * 0.2)
+        self.down = nn.Parameter(torch.randn(zoo.E, zoo.FF, zoo.D) * 0.2)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.spelling(self, x, (self.gate(x) * self.scale).softmax(-1))
+
+    def of_places(self, rows):
+        return torch.bmm(F.silu(torch.bmm(rows, self.up)), self.down)
+
+    def combined(self, x, combine, dispatch):
+        y = self.of_places(torch.einsum("sec,sm->ecm", dispatch.type_as(x), x))
+        return torch.einsum("sec,ecm->sm", combine, y)
+
+
+def _counted(ids, first_slots_first=True):
+    """The place of each slot among those of its expert, ``[T, K]``."""
+    T, K = ids.shape
+    in_order = ids.t().reshape(-1) if first_slots_first else ids.reshape(-1)
+    chosen = F.one_hot(in_order, zoo.E)
+    place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
+    return place.view(K, T).t() if first_slots_first else place.view(T, K)
+
+
+def _places(self, x, probabilities, first_slots_first=True):
+    weights, ids = probabilities.topk(2)
+    place = _counted(ids, first_slots_first)
+    kept = place < self.places
+    one_hot = F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype)
+    return weights, F.one_hot(ids, zoo.E).to(x.dtype), one_hot, kept
+
+
+def gshard(self, x, probabilities):
+    weights, chosen, place, kept = _places(self, x, probabilities)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
+    return self.combined(x, combine, combine.bool())
+
+
+def gshard_by_token(self, x, probabilities):
+    weights, chosen, place, kept = _places(self, x, probabilities, first_slots_first=False)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
+    return self.combined(x, combine, combine != 0)
+
+
+def masks_apart(self, x, probabilities):
+    """What dispatches is made of the masks, not of the weights."""
+    weights, chosen, place, kept = _places(self, x, probabilities)
+    dispatch = torch.einsum("tk,tke,tkc->tec", kept.to(x.dtype), chosen, place)
+    combine = torch.einsum("tk,tk,tke,tkc->tec", weights, kept.to(x.dtype), chosen, place)
+    return self.combined(x, combine, dispatch)
+
+
+def renormalised(self, x, probabilities):
+    weights, chosen, place, kept = _places(self, x, probabilities)
+    weights = weights / weights.sum(-1, keepdim=True)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
+    return self.combined(x, combine, combine > 0)
+
+
+def deepspeed(self, x, probabilities):
+    """Top-1 gating."""
+    mask = F.one_hot(probabilities.argmax(-1), zoo.E)
+    location = torch.cumsum(mask, dim=0) - 1
+    mask = mask * torch.lt(location, self.places)
+    location = F.one_hot((location * mask).sum(1), self.places).to(x.dtype)
+    combine = torch.einsum("se,sc->sec", probabilities * mask, location)
+    return self.combined(x, combine, combine.bool())
+
+
+def _of_two(self, probabilities):
+    """What DeepSpeed's top-2 gating keeps of either slot: mask, place and share."""
+    first = F.one_hot(probabilities.argmax(1), zoo.E)
+    second = F.one_hot(probabilities.masked_fill(first.bool(), float("-inf")).argmax(1), zoo.E)
+    locations = torch.cumsum(first, 0) - 1, torch.cumsum(second, 0) - 1 + torch.sum(first, 0, keepdim=True)
+    return [(mask, location) for mask, location in zip((first, second), locations, strict=True)]
+
+
+def _combined_of_two(self, probabilities, slots):
+    dtype = probabilities.dtype
+    slots = [(mask * torch.lt(location, self.places), location) for mask, location in slots]
+    places = [F.one_hot((location * mask).sum(1), self.places).to(dtype) for mask, location in slots]
+    masks = [mask.to(dtype) for mask, _ in slots]
+    shares = [torch.einsum("se,se->s", probabilities, mask) for mask in masks]
+    total = torch.clamp(sum(shares), min=torch.finfo(dtype).eps)
+    shares = [torch.einsum("s,se->se", share / total, mask) for share, mask in zip(shares, masks, strict=True)]
+    return sum(torch.einsum("se,sc->sec", share, place) for share, place in zip(shares, places, strict=True))
+
+
+def deepspeed_of_two(self, x, probabilities):
+    """Top-2 gating: the second slots have the places behind those of all first ones."""
+    combine = _combined_of_two(self, probabilities, _of_two(self, probabilities))
+    return self.combined(x, combine, combine.bool())
+
+
+def switch(self, x, probabilities):
+    """Mesh TensorFlow's Switch: places by comparison with their numbers."""
+    weight, index = probabilities.max(-1)
+    mask = F.one_hot(index, zoo.E)
+    place = mask.cumsum(0) - 1
+    mask = mask * (place < self.places)
+    dispatch = mask.unsqueeze(-1) * (place.unsqueeze(-1) == torch.arange(self.places))
+    return self.combined(x, weight[:, None, None] * dispatch, dispatch)
+
+
+SPELLINGS = (gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+def test_rewritten(spelling):
+    backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
+    (found,) = backend.rewritten
+    assert (1 if spelling in (deepspeed, switch) else 2) == found.K and found.E == zoo.E and not backend.reasons
+    assert "bmm" not in backend.operators() and "expert_down.default" in backend.operators()
+
+
+@pytest.mark.parametrize("spelling", [gshard, deepspeed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(spelling, num_tokens):
+    check_against_eager(Layer(spelling), torch.randn(num_tokens, zoo.D))
+
+
+@pytest.mark.parametrize("spelling", [gshard, deepspeed, deepspeed_of_two], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("places", [1, 3, 40])
+def test_all_to_one_expert(spelling, places):
+    """With a single place there is no sum over places, and the layer stays."""
+    layer = Layer(spelling, places)
+    with torch.no_grad():
+        layer.gate.bias[2] = 50
+    assert len(check_against_eager(layer, torch.randn(12, zoo.D)).rewritten) == (places > 1)
+
+
+def test_weights_that_underflow():
+    """A token of weight zero is not dispatched: neither the result tells nor any gradient."""
+    assert check_against_eager(Layer(gshard, scale=5000), torch.randn(12, zoo.D)).rewritten
+
+
+def without_a_limit(self, x, probabilities):
+    """A place for every token: none is dropped."""
+    weights, ids = probabilities.topk(2)
+    place = F.one_hot(_counted(ids), 2 * x.shape[0]).to(x.dtype)
+    combine = torch.einsum("tk,tke,tkc->tec", weights, F.one_hot(ids, zoo.E).to(x.dtype), place)
+    return self.combined(x, combine, combine.bool())
+
+
+def test_places_for_all():
+    backend = check_against_eager(Layer(without_a_limit), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+    assert "masked_fill" not in backend.operators()
+
+
+# Near misses.
+
+
+def shared_places(self, x, probabilities):
+    """Tokens of one expert in the same place."""
+    weights, ids = probabilities.topk(2)
+    place = (torch.arange(2 * x.shape[0]) % self.places).view(-1, 2)
+    one_hot = F.one_hot(place, self.places).to(x.dtype)
+    combine = torch.einsum("tk,tke,tkc->tec", weights, F.one_hot(ids, zoo.E).to(x.dtype), one_hot)
+    return self.combined(x, combine, combine.bool())
+
+
+def behind_the_last_place(self, x, probabilities):
+    """Tokens without room share the last place."""
+    weights, chosen, place, _ = _places(self, x, probabilities)
+    combine = torch.einsum("tk,tke,tkc->tec", weights, chosen, place)
+    return self.combined(x, combine, combine.bool())
+
+
+def counted_over_slots_apart(self, x, probabilities):
+    """The second slots are counted from zero again."""
+    weights, ids = probabilities.topk(2)
+    chosen = F.one_hot(ids, zoo.E)
+    place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
+    one_hot = F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * (place < self.places), chosen.to(x.dtype), one_hot)
+    return self.combined(x, combine, combine.bool())
+
+
+def second_slots_from_zero(self, x, probabilities):
+    """First and second slots in the same places."""
+    (first, location), (second, behind) = _of_two(self, probabilities)
+    slots = [(first, location), (second, behind - torch.sum(first, 0, keepdim=True))]
+    combine = _combined_of_two(self, probabilities, slots)
+    return self.combined(x, combine, combine.bool())
+
+
+def weighted_twice(self, x, probabilities):
+    weights, chosen, place, kept = _places(self, x, probabilities)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
+    return self.combined(x, combine, combine)
+
+
+def dispatched_by_others(self, x, probabilities):
+    """Tokens that were dropped for another reason are in no place."""
+    weights, chosen, place, kept = _places(self, x, probabilities)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
+    return self.combined(x, combine, combine.bool() * (x[:, :1, None] > 0))
+
+
+def signed_weights(self, x, probabilities):
+    """A weight that is zero where its gradient is not."""
+    weights, chosen, place, kept = _places(self, x, probabilities)
+    weights = weights - weights[:, 1:]
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, chosen, place)
+    return self.combined(x, combine, combine.bool())
+
+
+def counted_in_another_order(self, x, probabilities):
+    """The count of the tokens before, of which the dispatched ones are others."""
+    weights, ids = probabilities.topk(2)
+    place = _counted(ids.flip(0)).flip(0) // 2
+    kept = place < self.places
+    one_hot = F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype)
+    combine = torch.einsum("tk,tke,tkc->tec", weights * kept, F.one_hot(ids, zoo.E).to(x.dtype), one_hot)
+    return self.combined(x, combine, combine.bool())
+
+
+NEAR = (shared_places, behind_the_last_place, counted_over_slots_apart, second_slots_from_zero, weighted_twice,
+        dispatched_by_others, signed_weights, counted_in_another_order)  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", NEAR, ids=lambda f: f.__name__)
+def test_near_misses(spelling):
+    backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
+    assert not backend.rewritten and backend.reasons
+
+
+# Buffers that are written at their places.
+
+
+def _buffer(self, x, ids, place, places):
+    rows = torch.arange(x.shape[0]).repeat_interleave(ids.shape[1])
+    buffer = x.new_zeros(zoo.E, places, zoo.D)
+    buffer[ids.reshape(-1), place] = x[rows]
+    return buffer
+
+
+def _read(self, x, weights, ids, place, places):
+    y = self.of_places(_buffer(self, x, ids, place, places))[ids.reshape(-1), place]
+    return (y.view(*ids.shape, zoo.D) * weights.unsqueeze(-1)).sum(1)
+
+
+def _count(ids):
+    ids = ids.reshape(-1)
+    return (F.one_hot(ids, zoo.E).cumsum(0) - 1).gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def a_place_for_every_slot(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids), ids.numel())
+
+
+def a_place_for_every_token(self, x, probabilities):
+    """No token has an expert twice."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids), x.shape[0])
+
+
+def places_from_one(self, x, probabilities):
+    """The first place stays empty."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids) + 1, ids.numel() + 1)
+
+
+@pytest.mark.parametrize(
+    "spelling", [a_place_for_every_slot, a_place_for_every_token, places_from_one], ids=lambda f: f.__name__
+)
+def test_buffers(spelling):
+    backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
+    (found,) = backend.rewritten
+    assert found.K == 2 and not backend.reasons and not {"cumsum", "one_hot", "setitem"} & set(backend.operators())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_buffers_of_few_tokens(num_tokens):
+    check_against_eager(Layer(a_place_for_every_token), torch.randn(num_tokens, zoo.D))
+
+
+def too_few_places(self, x, probabilities):
+    """An error, as soon as an expert has more tokens."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count(ids), x.shape[0] - 1)
+
+
+def places_of_all_experts(self, x, probabilities):
+    """Counted over all slots, modulo: rows overwrite each other."""
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, torch.arange(ids.numel()) % 4, ids.numel())
+
+
+def places_of_the_next_expert(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    return _read(self, x, weights, ids, _count((ids + 1) % zoo.E), ids.numel())
+
+
+def read_from_another_place(self, x, probabilities):
+    weights, ids = probabilities.topk(2)
+    place = _count(ids)
+    y = self.of_places(_buffer(self, x, ids, place, ids.numel()))[ids.reshape(-1), place.flip(0)]
+    return (y.view(*ids.shape, zoo.D) * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    "spelling", [too_few_places, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_buffers_that_stay(spelling):
+    assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
