@@ -105,7 +105,7 @@ def _is_of_data(size: Any) -> bool:
 
 
 def _is_known(view: GraphView, size: Size) -> bool:
-    return isinstance(size, int) or all(symbol in view.numbers for symbol in size.free_symbols)
+    return not _is_of_data(size) or all(symbol in view.numbers for symbol in free_unbacked_symbols(size))
 
 
 def _number(view: GraphView, size: Size) -> Number:

@@ -180,8 +180,8 @@ class _Proof:
             is_item = target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool)
             if is_item and size in fake.node.expr.free_symbols:
                 (source,) = node.all_input_nodes
-                element = self._element(self.view.value_at(source, self.view.position[node]))
-                is_flag = fake_of(source).dtype == torch.bool
+                value = self.view.value_at(source, self.view.position[node])
+                element, is_flag = self._element(value), value.dtype == torch.bool
                 zero = None if element is None else zero_if(self.evaluator.algebra, element, False)
                 if zero is not None and is_zero_at(condition, size, truth, is_flag=is_flag):
                     self.zeros.add(zero)

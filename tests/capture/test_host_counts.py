@@ -18,14 +18,9 @@ from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 T = guarded.T
 
-NESTED = pytest.mark.xfail(reason="rows of a group of what groups were joined to are not known to be its rows", strict=True)
-"""JetMoE's two projections, each of which splits and joins: declined since slices are proven between running counts."""
-
-HANDED = [pytest.param(f, marks=NESTED) if f is handed.two_projections else f for f in handed.HANDED]
-
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["free", "fullgraph"])
-@pytest.mark.parametrize("combine", [*HANDED, lookalikes.changes_the_counts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [*handed.HANDED, lookalikes.changes_the_counts], ids=lambda f: f.__name__)
 def test_one_graph(combine, fullgraph):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -63,7 +58,6 @@ def test_layer_inside(reads):
     assert len(rewritten_in(records)) == 1
 
 
-@NESTED
 def test_any_number_of_tokens():
     layer = make_layer(handed.two_projections)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
@@ -95,7 +89,6 @@ def test_inductor():
     assert len(rewritten_in(records)) == 1
 
 
-@NESTED
 def test_explain_says_what_was_done(capsys):
     explanation = moeblaze_ops.explain(make_layer(handed.two_projections), torch.randn(T, zoo.D))
     assert [candidate.became for candidate in explanation.candidates] == ["expert_up(swiglu) -> expert_down"]
