@@ -29,8 +29,8 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.obligations import markers
 from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
+from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 log = logging.getLogger(__name__)
@@ -290,7 +290,6 @@ def _verifying(backend: Callable, asked_for: Callable) -> Callable:
 
     def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
         from moeblaze_ops.comparison import verified_at_first
-
         from moeblaze_ops.lowering.obligations.branches import always_taken
 
         captured, before = always_taken(gm), torch_internals.counters["moeblaze"]["rewritten"]
@@ -389,7 +388,7 @@ def _try(
 
 def _capturing(*, numbers: bool) -> contextlib.AbstractContextManager:
     if numbers:
-        return torch_internals.capturing_numbers(markers.rows_between, markers.counts_below)
+        return capturing_numbers()
     return torch_internals.capturing_dynamic_shapes()
 
 

@@ -27,6 +27,7 @@ class GroupRules:
     element: Callable[..., Expr]
     _with_number: Callable[..., Expr]
     _runs: "dict[Value, Run | None]"
+    _first_of: "dict[tuple[Run, tuple[Size, ...]], Value]"
 
     def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
         ends, x = value.args
@@ -47,11 +48,24 @@ class GroupRules:
             self._runs[mask] = self._find_run(mask)
         return self._runs[mask]
 
+    def same_rows(self, mask: Value) -> Value:
+        """The first of the masks that select the rows of the same group.
+
+            torch.cat([f(rows[:a]), f(rows[a:b])])      its second part is ``rows[a:b]``, by the lengths of its parts
+        """
+        run = self.run(mask) if mask.op == "between" else None
+        return mask if run is None else self._first_of.setdefault((run, mask.shape), mask)
+
     def selected(self, mask: Value) -> Expr | None:
         """How many rows a mask between two bounds selects, where none of them is behind the last row."""
         run = self.run(mask)
         within = run is not None and rows_counted(self.algebra, run.var, run.counts, mask.shape[0])
-        return self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)}) if within else None
+        return self.in_group(mask) if within else None
+
+    def in_group(self, mask: Value) -> Expr | None:
+        """How many rows at most a mask between two bounds selects."""
+        run = self.run(mask)
+        return run and self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)})
 
     def _find_run(self, mask: Value) -> "Run | None":
         lower, upper = (self._terms_of(bound) for bound in mask.args)
@@ -82,13 +96,14 @@ class GroupRules:
         for value, times in values:
             if times < 0:
                 return None
-            for term in self._written_out(self.element(value, ())):
+            for term in self.written_out(self.element(value, ())):
                 terms[term] += times
         return terms if known == 0 and not any(term.kind == "const" for term in terms) else None
 
-    def _written_out(self, e: Expr) -> list[Expr]:
+    def written_out(self, e: Expr) -> list[Expr]:
+        """The terms of a sum, those of running sums one by one."""
         if e.kind == "add":
-            return [term for inner in e.args for term in self._written_out(inner)]
+            return [term for inner in e.args for term in self.written_out(inner)]
         if e.kind == "prefix" and e.args[2].kind == "const":
             var, body = self.algebra.open(e)
             return [self.algebra.substitute(body, {var: self.algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]

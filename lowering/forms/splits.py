@@ -26,9 +26,16 @@ Number = tuple[Size, frozenset[tuple[Value, int]]]
 @form("item", "wrapped_item")
 def _item(view: GraphView, x: Any) -> Any:
     number = view.opaque(view._node)
-    if isinstance(x, Value) and isinstance(number, sympy.Symbol):
-        view.numbers.setdefault(number, reshaped(view, x, ()))
+    fake = fake_of(view._node)
+    symbols = {number} if not isinstance(fake, torch.SymBool) else fake.node.expr.free_symbols
+    if isinstance(x, Value) and len(symbols) == 1 and isinstance(symbol := next(iter(symbols)), sympy.Symbol):
+        view.numbers.setdefault(symbol, reshaped(view, x, ()))
     return number
+
+
+@form("shared_with_host")
+def _shared_with_host(view: GraphView, x: Any) -> Value:
+    return tensor(x)
 
 
 @form("rows_between")
