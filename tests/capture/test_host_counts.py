@@ -16,10 +16,11 @@ from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 T = guarded.T
+CAPTURED = (*handed.HANDED, lookalikes.changes_the_counts, lookalikes.one_expert_less)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["free", "fullgraph"])
-@pytest.mark.parametrize("combine", [*handed.HANDED, lookalikes.changes_the_counts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", CAPTURED, ids=lambda f: f.__name__)
 def test_one_graph(combine, fullgraph):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
