@@ -29,15 +29,10 @@ from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.utils import counters, proxy_args_kwargs
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SliceVariable, SymNodeVariable, TupleVariable
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.utils import counters
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -283,108 +278,6 @@ def captures_dynamic_shapes() -> bool:
 def capturing_dynamic_shapes() -> contextlib.AbstractContextManager:
     """A context in which frames are traced with such ops in the graph."""
     return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
-
-
-_MOST_NUMBERS = 512
-"""Elements of a list that are traced one by one, each of them a symbol."""
-
-
-@contextlib.contextmanager
-def capturing_numbers(slice_rows: Callable, count: Callable) -> Iterator[None]:
-    """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many.
-
-    Each slice with such bounds has a size that Dynamo knows nothing of, and torch 2.11 cannot tell that what is written to one
-    fits. So where there was a slice with the same bounds, calls of ``slice_rows(x, start, stop, size)`` take its size. A bincount
-    has at least as many elements as asked for, and becomes ``count(ids, minlength)``, which has as many.
-    """
-    call_method, call_builtin = TensorVariable.call_method, BuiltinVariable.call_function
-    call_torch = TorchInGraphFunctionVariable.call_function
-
-    def rows_between(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
-        known = vars(tx.output).setdefault("_moeblaze_slices", {})
-        key = (tx.output.current_tracer, *map(_size_of, bounds), fake_value(x).shape[0])
-        if key in known:
-            arguments = [x, *bounds, known[key].call_method(tx, "size", [ConstantVariable.create(0)], {})]
-            return _traced(tx, slice_rows, arguments)
-        known[key] = call_builtin(BuiltinVariable(operator.getitem), tx, [x, SliceVariable(bounds, tx)], {})
-        return known[key]
-
-    @functools.wraps(call_method)
-    def with_numbers(self, tx, name, args, kwargs):
-        numel = fake_value(self).numel() if name == "tolist" else 0
-        if isinstance(numel, int) and numel > _MOST_NUMBERS:
-            raise ValueError(f"a list of {numel} numbers")
-        if name == "__setitem__" and (bounds := _bounds_of_data(args[0])):
-            write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
-            return rows_between(tx, self, bounds).call_method(tx, write, [args[1]], {})
-        if name == "bincount" and (arguments := _counted([self, *args], kwargs)):
-            return _traced(tx, count, arguments)
-        return call_method(self, tx, name, args, kwargs)
-
-    @functools.wraps(call_torch)
-    def with_counts(self, tx, args, kwargs):
-        if self.value is torch.bincount and (arguments := _counted(args, kwargs)):
-            return _traced(tx, count, arguments)
-        return call_torch(self, tx, args, kwargs)
-
-    @functools.wraps(call_builtin)
-    def with_slices(self, tx, args, kwargs):
-        if self.fn is operator.getitem and isinstance(args[0], TensorVariable) and (bounds := _bounds_of_data(args[1])):
-            return rows_between(tx, args[0], bounds)
-        return call_builtin(self, tx, args, kwargs)
-
-    TensorVariable.call_method, BuiltinVariable.call_function = with_numbers, with_slices
-    TorchInGraphFunctionVariable.call_function = with_counts
-    try:
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-            yield
-    finally:
-        TensorVariable.call_method, BuiltinVariable.call_function = call_method, call_builtin
-        TorchInGraphFunctionVariable.call_function = call_torch
-
-
-def _traced(tx: Any, function: Callable, arguments: list[VariableTracker]) -> VariableTracker:
-    """A call of ``function`` in the graph, and what Dynamo knows of its result."""
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, {})))
-
-
-def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> list[VariableTracker] | None:
-    """The ids that a bincount without weights counts, and how many counts it gives at least, if a number says so."""
-    arguments = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
-    least = arguments.get("minlength")
-    plain = "weights" not in arguments or _is_none(arguments["weights"])
-    known = isinstance(least, ConstantVariable) and isinstance(least.value, int) and least.value > 0
-    return [arguments["input"], least] if plain and known and fake_value(arguments["input"]).dim() == 1 else None
-
-
-def _bounds_of_data(key: VariableTracker) -> list[VariableTracker] | None:
-    """The bounds of a subscript that is a slice of the first axis, where the data tell one of them."""
-    items = key.items if isinstance(key, TupleVariable) else [key]
-    first, *others = items or [None]
-    if not isinstance(first, SliceVariable) or not all(_is_whole(other) for other in others):
-        return None
-    start, stop, step = first.items
-    numbers = [bound for bound in (start, stop) if isinstance(bound, SymNodeVariable)]
-    of_data = any(free_unbacked_symbols(fake_value(number)) for number in numbers)
-    start = ConstantVariable.create(0) if _is_none(start) else start
-    return [start, stop] if of_data and _is_none(step) and not _is_none(stop) else None
-
-
-def fake_value(variable: VariableTracker) -> Any:
-    """What Dynamo computes with in the place of a tensor or a number that it traces."""
-    return variable.as_proxy().node.meta["example_value"]
-
-
-def _size_of(bound: VariableTracker) -> Any:
-    return fake_value(bound).node.expr if isinstance(bound, SymNodeVariable) else bound.as_python_constant()
-
-
-def _is_none(value: VariableTracker) -> bool:
-    return isinstance(value, ConstantVariable) and value.value is None
-
-
-def _is_whole(part: VariableTracker) -> bool:
-    return isinstance(part, SliceVariable) and all(map(_is_none, part.items))
 
 
 def register_backend(backend: Callable, name: str) -> None:

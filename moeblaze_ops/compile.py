@@ -29,8 +29,8 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.obligations import markers
 from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
+from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 log = logging.getLogger(__name__)
@@ -388,7 +388,7 @@ def _try(
 
 def _capturing(*, numbers: bool) -> contextlib.AbstractContextManager:
     if numbers:
-        return torch_internals.capturing_numbers(markers.rows_between, markers.counts_below)
+        return capturing_numbers()
     return torch_internals.capturing_dynamic_shapes()
 
 

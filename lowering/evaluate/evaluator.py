@@ -56,6 +56,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._starts: dict[Value, tuple[Size, ...]] = {}
         self._runs: dict[Value, Run | None] = {}
+        self._first_of: dict[tuple[Run, tuple[Size, ...]], Value] = {}
         self._rules: dict[str, Callable[[Value, Indices, int], Expr]] = {
             name.removeprefix("_element_"): getattr(self, name) for name in dir(self) if name.startswith("_element_")
         }

@@ -27,13 +27,11 @@ class GroupRules:
     element: Callable[..., Expr]
     _with_number: Callable[..., Expr]
     _runs: "dict[Value, Run | None]"
+    _first_of: "dict[tuple[Run, tuple[Size, ...]], Value]"
 
     def _element_searched(self, value: Value, indices: "Indices", depth: int) -> Expr:
         ends, x = value.args
         row = self.element(x, indices, depth)
-        in_place = x.op == "arange" and x.args == (0, 1)
-        if in_place and row.kind == "nonzero" and (number := _group_of_true(row.args[0], value)) is not None:
-            return self.algebra.const(number)
         group = self._group(ends, ends.shape[0], row, indices, depth)
         return self.algebra.leaf(value, indices) if group is None else group
 
@@ -50,11 +48,24 @@ class GroupRules:
             self._runs[mask] = self._find_run(mask)
         return self._runs[mask]
 
+    def same_rows(self, mask: Value) -> Value:
+        """The first of the masks that select the rows of the same group.
+
+            torch.cat([f(rows[:a]), f(rows[a:b])])      its second part is ``rows[a:b]``, by the lengths of its parts
+        """
+        run = self.run(mask) if mask.op == "between" else None
+        return mask if run is None else self._first_of.setdefault((run, mask.shape), mask)
+
     def selected(self, mask: Value) -> Expr | None:
         """How many rows a mask between two bounds selects, where none of them is behind the last row."""
         run = self.run(mask)
         within = run is not None and rows_counted(self.algebra, run.var, run.counts, mask.shape[0])
-        return self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)}) if within else None
+        return self.in_group(mask) if within else None
+
+    def in_group(self, mask: Value) -> Expr | None:
+        """How many rows at most a mask between two bounds selects."""
+        run = self.run(mask)
+        return run and self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)})
 
     def _find_run(self, mask: Value) -> "Run | None":
         lower, upper = (self._terms_of(bound) for bound in mask.args)
@@ -85,13 +96,14 @@ class GroupRules:
         for value, times in values:
             if times < 0:
                 return None
-            for term in self._written_out(self.element(value, ())):
+            for term in self.written_out(self.element(value, ())):
                 terms[term] += times
         return terms if known == 0 and not any(term.kind == "const" for term in terms) else None
 
-    def _written_out(self, e: Expr) -> list[Expr]:
+    def written_out(self, e: Expr) -> list[Expr]:
+        """The terms of a sum, those of running sums one by one."""
         if e.kind == "add":
-            return [term for inner in e.args for term in self._written_out(inner)]
+            return [term for inner in e.args for term in self.written_out(inner)]
         if e.kind == "prefix" and e.args[2].kind == "const":
             var, body = self.algebra.open(e)
             return [self.algebra.substitute(body, {var: self.algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]
@@ -127,14 +139,30 @@ class GroupRules:
         return self.algebra.sum(width, product)
 
     def _resolve_group(self, group: Expr) -> Expr:
-        """The expert of a row that a sort by expert put in place, as the sorted key itself."""
+        """The expert of a row that a sort by expert put in place, as the sorted key itself, or of one that was taken by it."""
         row = group.args[2]
         if row is self.algebra.zero:
             return self._only_group(group)
+        if row.kind == "nonzero":
+            return self._group_taken(group, row.args[0]) or group
         if row.kind != "inverse" or row.args[0].op != "argsort":
             return group
         keys = row.args[0].args[0]
         return self.element(keys, (row.args[1],)) if self._counts(*self.algebra.open(group), keys) else group
+
+    def _group_taken(self, group: Expr, mask: Value) -> Expr | None:
+        """The number that the groups of all rows of ``mask`` were compared with.
+
+            joined = torch.cat([f(p) for p in rows.split(counts)])
+            parts = joined.split(counts)        parts[e] has rows of group e, and those alone
+            parts = joined.split(counts[::-1])  parts[e] may have rows of any group
+        """
+        row = self.algebra.fresh((), mask.shape[0])
+        hits = self.element(mask, (row,)) if len(mask.shape) == 1 else row
+        sides = hits.args if hits.kind == "eq" else ()
+        numbers = [side for side in sides if side.kind == "const"]
+        compared = any(side.kind == "group" and side.args == (*group.args[:2], row) for side in sides)
+        return numbers[0] if compared and numbers else None
 
     def _counts(self, number: Expr, counts: Expr, keys: Value) -> bool:
         """Whether ``counts`` is how many of the keys equal ``number``, summed over the axes that the keys had once.
@@ -194,10 +222,3 @@ def rows_counted(algebra: Algebra, number: Expr, counts: Expr, num_rows: Size, n
         exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups
     return exact and same_size(math.prod(axis.args[1] for axis in axes), num_rows)
 
-
-def _group_of_true(mask: Value, groups: Value) -> int | None:
-    """The group of the rows where ``mask`` is true, if it compares ``groups`` with a number."""
-    if mask.op != "pointwise" or mask.args[0] != "eq":
-        return None
-    a, b = mask.args[1]
-    return b.args[0] if a is groups and b.op == "full" else None

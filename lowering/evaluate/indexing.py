@@ -24,6 +24,7 @@ class IndexingRules:
     runs: Callable[..., list[tuple[Size, Size]]]
     partitioned: Callable[..., Size | None]
     reordered: Callable[..., Expr | None]
+    same_rows: Callable[[Value], Value]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -41,7 +42,7 @@ class IndexingRules:
     def _element_nonzero(self, value: Value, indices: "Indices", depth: int) -> Expr:
         mask, dim = value.args
         if mask.op != "reshape" or len(mask.shape) != 1:
-            return self.algebra.nonzero(mask, dim, indices[0], mask.shape[dim])
+            return self.algebra.nonzero(self.same_rows(mask), dim, indices[0], mask.shape[dim])
         (whole,) = mask.args
         coordinates = [self.algebra.nonzero(whole, d, indices[0], size) for d, size in enumerate(whole.shape)]
         return self.algebra.linear(0, zip(_strides(whole.shape), coordinates, strict=True))

@@ -26,9 +26,16 @@ Number = tuple[Size, frozenset[tuple[Value, int]]]
 @form("item", "wrapped_item")
 def _item(view: GraphView, x: Any) -> Any:
     number = view.opaque(view._node)
-    if isinstance(x, Value) and isinstance(number, sympy.Symbol):
-        view.numbers.setdefault(number, reshaped(view, x, ()))
+    fake = fake_of(view._node)
+    symbols = {number} if not isinstance(fake, torch.SymBool) else fake.node.expr.free_symbols
+    if isinstance(x, Value) and len(symbols) == 1 and isinstance(symbol := next(iter(symbols)), sympy.Symbol):
+        view.numbers.setdefault(symbol, reshaped(view, x, ()))
     return number
+
+
+@form("shared_with_host")
+def _shared_with_host(view: GraphView, x: Any) -> Value:
+    return tensor(x)
 
 
 @form("rows_between")
@@ -105,7 +112,7 @@ def _is_of_data(size: Any) -> bool:
 
 
 def _is_known(view: GraphView, size: Size) -> bool:
-    return isinstance(size, int) or all(symbol in view.numbers for symbol in size.free_symbols)
+    return not _is_of_data(size) or all(symbol in view.numbers for symbol in free_unbacked_symbols(size))
 
 
 def _number(view: GraphView, size: Size) -> Number:

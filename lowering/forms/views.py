@@ -241,7 +241,7 @@ def concatenated(view: GraphView, xs: Any, d: int) -> Value:
 # Numbers.
 
 
-@form("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool")
+@form("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool", "cpu")
 def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return cast(view, tensor(x), output_dtype(view))
 

@@ -10,6 +10,7 @@ of all that is another tensor afterwards, are what they were before, once everyt
 """
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, field
 
 import sympy
@@ -21,6 +22,7 @@ from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr, Size, size_of
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
 from moeblaze_ops.lowering.torch_internals import places
@@ -175,51 +177,71 @@ class _Proof:
         return True
 
     def _assume_number(self, condition: sympy.Basic, truth: bool) -> bool:
-        if len(condition.free_symbols) != 1:
-            return False
-        (size,) = condition.free_symbols
+        """Learn that a number is zero, or that two running sums are equal: what is added in between is."""
+        if not isinstance(condition, sympy.core.relational.Relational):
+            condition = sympy.Ne(condition, 0)
+        constant, terms = self._terms(condition.lhs - condition.rhs)
+        signs = {times > 0 for times in terms.values()}
         known = False
-        for mask in self._masks(size):
-            if is_zero_at(condition, size, truth, is_flag=False) and (element := self._element(mask)) is not None:
-                self.zeros.add(element)
-                known = True
-        for node in self.view.graph.nodes:
-            fake = fake_of(node)
-            is_item = target_name(node) == "item" and isinstance(fake, torch.SymInt | torch.SymBool)
-            if is_item and size in fake.node.expr.free_symbols:
-                (source,) = node.all_input_nodes
-                element = self._element(self.view.value_at(source, self.view.position[node]))
-                is_flag = fake_of(source).dtype == torch.bool
-                zero = None if element is None else zero_if(self.evaluator.algebra, element, False)
-                if zero is not None and is_zero_at(condition, size, truth, is_flag=is_flag):
-                    self.zeros.add(zero)
+        counts = [zero_if(self.evaluator.algebra, e, False) for e in terms]
+        if constant.is_Integer and len(signs) == 1 and None not in counts:
+            number = sympy.Symbol("number")
+            compared = condition.func(constant + (number if signs == {True} else -number), 0)
+            is_flag = len(terms) == 1 and all(map(is_indicator, terms))
+            if known := is_zero_at(compared, number, truth, is_flag=is_flag):
+                for e in counts:
+                    self.zeros.add(e)
+        for size in condition.free_symbols if len(condition.free_symbols) == 1 else ():
+            for mask in self._masks(size):
+                if is_zero_at(condition, size, truth, is_flag=False) and (element := self._element(mask)) is not None:
+                    self.zeros.add(element)
                     known = True
-        if known:
-            self.zeros.sizes.add(size)
+            if known:
+                self.zeros.sizes.add(size)
         return known
+
+    def _terms(self, size: Size) -> tuple[sympy.Expr, Counter]:
+        """A size as a constant, and how often each count is added to it."""
+        constant, terms = sympy.Integer(0), Counter()
+        for symbol, times in sympy.expand(sympy.sympify(size)).as_coefficients_dict().items():
+            element = self._element(self.view.numbers[symbol]) if symbol in self.view.numbers else None
+            if element is None or not times.is_Integer:
+                constant += times * symbol
+                continue
+            for term in self.evaluator.written_out(element):
+                if term.kind == "const":
+                    constant += times * term.args[0]
+                else:
+                    terms[term] += int(times)
+        return constant, Counter({term: times for term, times in terms.items() if times})
 
     def _masks(self, size: sympy.Symbol) -> list[Value]:
         """The masks of whose true elements there are ``size``."""
         return list({v.args[0]: None for v in self.view._pool.values() if v.op == "nonzero" and v.shape[0] == size})
 
     def _add_sizes(self) -> None:
+        zero = self.evaluator.algebra.zero
         for value in self.view._pool.values():
             if value.op == "nonzero" and value.shape[0] not in self.zeros.sizes and not isinstance(value.shape[0], int):
-                element = self._element(value.args[0])
-                if element is not None and self.zeros.without(element) is self.evaluator.algebra.zero:
+                mask = value.args[0]
+                element = self.evaluator.in_group(mask) if mask.op == "between" else self._element(mask)
+                if element is not None and self.zeros.without(element) is zero:
                     self.zeros.sizes.add(value.shape[0])
 
     # What is to be the same.
 
-    def same_operand(self, before: fx.Node, after: fx.Node) -> bool:
-        if not isinstance(fake_of(after), torch.Tensor):
-            zeros = dict.fromkeys(self.zeros.sizes, 0)
-            return all(hasattr(fake_of(n), "node") or isinstance(fake_of(n), int) for n in (before, after)) and (
-                sympy.sympify(_number(before)).subs(zeros) == sympy.sympify(_number(after)).subs(zeros)
-            )
+    def same_operand(self, before: fx.Node | int, after: fx.Node | int) -> bool:
+        if not all(isinstance(n, fx.Node) and isinstance(fake_of(n), torch.Tensor) for n in (before, after)):
+            return self._same_number(_number(before), _number(after))
         if _layout(before) != _layout(after) or self._is_shared(before, after):
             return False
         return self._same(self.view.value_at(before, self.first), self.view.value_at(after, self.last))
+
+    def _same_number(self, before: Size | None, after: Size | None) -> bool:
+        if before is None or after is None:
+            return False
+        constant, terms = self._terms(self._size(before) - self._size(after))
+        return constant == 0 and all(self.zeros.without(e) is self.evaluator.algebra.zero for e in terms)
 
     def _is_shared(self, before: fx.Node, after: fx.Node) -> bool:
         """Whether it is seen that one tensor became two: one of them is written later, and the other read."""
@@ -328,9 +350,9 @@ class _Proof:
         return e
 
 
-def _number(node: fx.Node) -> sympy.Basic | int:
-    fake = fake_of(node)
-    return fake.node.expr if hasattr(fake, "node") else fake
+def _number(operand: fx.Node | int) -> Size | None:
+    fake = fake_of(operand) if isinstance(operand, fx.Node) else operand
+    return size_of(fake) if isinstance(fake, int | torch.SymInt) else None
 
 
 def _layout(node: fx.Node) -> tuple:

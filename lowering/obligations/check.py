@@ -1,6 +1,6 @@
 """Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from moeblaze_ops.capture import row_groups
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect, writes_beside
 from moeblaze_ops.lowering.graph.functional_view import fake_of, storage_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids, without_known_ids, without_known_masks
+from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
 from moeblaze_ops.lowering.torch_internals import places
 
@@ -20,6 +21,8 @@ def unproven(gm: fx.GraphModule) -> str | None:
     """What keeps the functions of ``row_groups`` from being what they took the place of; their checks are removed otherwise."""
     if writes := writes_to_rows(gm):
         return f"{', '.join(writes)} would write to a copy of rows"
+    if writes := [node for graph in _graphs(gm) for node in _writes_to_shared(graph)]:
+        return f"{', '.join(_named(writes))} writes to numbers that the host shares"
     if groups_that_overlap(gm):
         return "rows would be in groups that are no counts of ids"
     if unknown_ids(gm) or any(map(unknown_counted_ids, _graphs(gm))):
@@ -47,6 +50,19 @@ def writes_to_rows(gm: fx.GraphModule) -> list[str]:
     """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
     writes = [node for graph in _graphs(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]
     return _named(writes)
+
+
+def _writes_to_shared(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What writes to numbers that an array on the host may share, after it was made.
+
+        sizes = counts.numpy(); counts.zero_()      and not     sizes = counts.tolist(); counts.zero_()
+    """
+    shared: set[int] = set()
+    for node in graph.nodes if any(node.target is shared_with_host for node in graph.nodes) else ():
+        if node.op != "output" and any(storage_of(written) in shared for written in written_nodes(node)):
+            yield node
+        if node.target is shared_with_host and (storage := storage_of(node)) is not None:
+            shared.add(storage)
 
 
 def groups_that_overlap(gm: fx.GraphModule) -> bool:

@@ -40,9 +40,14 @@ def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
     return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
 
 
+def shared_with_host(x: Tensor) -> Tensor:
+    """``x``, the numbers of which the host has read by now and may see again: nobody may write to it from here on."""
+    return x.view_as(x)
+
+
 def is_hit(hits: Tensor, expert: int) -> Tensor:
     """Whether an expert is among the numbers of those that have tokens."""
     return (hits == expert).any()
 
 
-OURS.update((branch_forks, branch_begins, branch_ends, counts_below, rows_between, is_hit))
+OURS.update((branch_forks, branch_begins, branch_ends, counts_below, rows_between, shared_with_host, is_hit))

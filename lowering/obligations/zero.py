@@ -7,6 +7,7 @@
 from collections.abc import Iterable
 
 import sympy
+import torch
 
 from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, Size, factors_of, same_size
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
@@ -18,9 +19,13 @@ _IS_ZERO_IF = {
 """Comparisons with a number of what is no less than zero, and whether it is zero where they are true."""
 
 
+_WRAPPING = frozenset((torch.uint8, torch.int8, torch.int16))
+"""Dtypes in which a count that is not zero may become zero."""
+
+
 def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
     """What is zero where ``e`` is ``truth``, a sum of what is never negative; None if nothing is known to be."""
-    if e.kind == "cast":
+    if e.kind == "cast" and e.args[0] not in _WRAPPING:
         e = e.args[1]
     if e.kind == "call" or e.kind == "eq":
         name, (a, b) = ("eq", e.args) if e.kind == "eq" else (e.args[0], e.args[1] if len(e.args[1]) == 2 else (e, e))

@@ -355,7 +355,8 @@ def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple
     if without is with_:
         return True
     if type(without) is not type(with_):
-        return False
+        pairs.append((without, with_))  # a number that became one that data tell, or the other way round
+        return _is_number(without) and _is_number(with_)
     if isinstance(without, TensorVariable | SymNodeVariable):
         if without.as_proxy().node is not with_.as_proxy().node:
             pairs.append((without, with_))
@@ -365,6 +366,10 @@ def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple
     if type(without) is TupleVariable and len(without.items) == len(with_.items):
         return all(_compare(*both, pairs) for both in zip(without.items, with_.items, strict=True))
     return False
+
+
+def _is_number(variable: Variable) -> bool:
+    return isinstance(variable, SymNodeVariable) or (isinstance(variable, ConstantVariable) and type(variable.value) is int)
 
 
 def _world(tx: Any) -> tuple:

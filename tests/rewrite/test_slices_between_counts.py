@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.obligations import markers
+from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
 from tests.tools.rewrite_harness import check_against_eager
 
 T, D, H, E, K = 10, 16, 24, 4, 2
@@ -105,7 +104,7 @@ TWINS = {
 def _check(combine):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    with torch_internals.capturing_numbers(markers.rows_between, markers.counts_below):
+    with capturing_numbers():
         return check_against_eager(Layer(combine), torch.randn(T, D))
 
 
@@ -134,7 +133,7 @@ def test_other_rows(name):
         return gm.forward
 
     layer = Layer(_twin(TWINS[name]))
-    with torch_internals.capturing_numbers(markers.rows_between, markers.counts_below):
+    with capturing_numbers():
         try:
             torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(T, D))
         except Exception:

@@ -65,7 +65,48 @@ def by_a_class(self, x, weights, ids):
     return dispatcher.join([expert(part) for expert, part in zip(self.experts, dispatcher.split(x), strict=True)], x)
 
 
-HANDED = (two_projections, sizes_by_a_function, by_a_class)
+def sorted_rows(x, weights, ids):
+    order = ids.flatten().argsort()
+    token = order // ids.shape[1]
+    return x[token], token, weights.flatten()[order, None]
+
+
+def slices_by_tensors(self, x, weights, ids):
+    """Megatron's sequential experts and Aria's: bounds on the device, a zero in front."""
+    rows, token, scale = sorted_rows(x, weights, ids)
+    ends = torch.cumsum(torch.bincount(ids.flatten(), minlength=len(self.experts)), 0)
+    ends = torch.cat((torch.zeros(1, dtype=torch.long), ends))
+    y = torch.zeros_like(rows)
+    for e, expert in enumerate(self.experts):
+        start, end = ends[e], ends[e + 1]
+        y[start:end] = expert(rows[start:end])
+    return torch.zeros_like(x).index_add(0, token, y * scale)
+
+
+def guarded_start(self, x, weights, ids):
+    """OLMo-core's running start, and experts without rows left out."""
+    rows, token, scale = sorted_rows(x, weights, ids)
+    y, start = torch.empty_like(rows), 0
+    for expert, size in zip(self.experts, sizes_of(ids, len(self.experts)), strict=True):
+        if size > 0:
+            y[start : start + size] = expert(rows[start : start + size])
+        start += size
+    return torch.zeros_like(x).index_add(0, token, y * scale)
+
+
+def array_of_sizes(self, x, weights, ids):
+    rows, token, scale = sorted_rows(x, weights, ids)
+    sizes = torch.bincount(ids.flatten(), minlength=len(self.experts)).cpu().numpy()
+    parts, start = [], 0
+    for e, size in enumerate(sizes):
+        if size == 0:
+            continue
+        parts.append(self.experts[e](rows[start : start + size]))
+        start += size
+    return torch.zeros_like(x).index_add(0, token, torch.cat(parts) * scale)
+
+
+HANDED = (two_projections, sizes_by_a_function, by_a_class, slices_by_tensors, guarded_start, array_of_sizes)
 
 
 # Near misses.
@@ -166,8 +207,43 @@ def listed(counts):
     return counts.tolist()
 
 
+def next_slice_by_tensors(self, x, weights, ids):
+    """One row too many."""
+    rows, token, scale = sorted_rows(x, weights, ids)
+    ends = torch.cat((torch.zeros(1, dtype=torch.long), torch.bincount(ids.flatten(), minlength=len(self.experts)).cumsum(0)))
+    y = torch.zeros_like(rows)
+    for e, expert in enumerate(self.experts):
+        y[ends[e] : ends[e + 1]] += expert(rows[ends[e] : ends[e + 1] + 1])[: y[ends[e] : ends[e + 1]].shape[0]] * 0.5
+        y[ends[e] : ends[e + 1] + 1] += expert(rows[ends[e] : ends[e + 1] + 1])
+    return torch.zeros_like(x).index_add(0, token, y * scale)
+
+
+def start_waits_for_rows(self, x, weights, ids):
+    """The start moves on for large groups only."""
+    rows, token, scale = sorted_rows(x, weights, ids)
+    y, start = torch.zeros_like(rows), 0
+    for expert, size in zip(self.experts, sizes_of(ids, len(self.experts)), strict=True):
+        if size > 1:
+            y[start : start + size] = expert(rows[start : start + size])
+            start += size
+    return torch.zeros_like(x).index_add(0, token, y * scale)
+
+
+def array_is_written(self, x, weights, ids):
+    """An array shares the memory of its tensor."""
+    rows, token, scale = sorted_rows(x, weights, ids)
+    counts = torch.bincount(ids.flatten(), minlength=len(self.experts))
+    sizes = counts.numpy()
+    counts.copy_(counts.flip(0))
+    y, start = torch.zeros_like(rows), 0
+    for e, size in enumerate(sizes):
+        y[start : start + size] = self.experts[e](rows[start : start + size])
+        start += size
+    return torch.zeros_like(x).index_add(0, token, y * scale)
+
+
 NEAR_MISSES = (
     sizes_of_other_ids, sizes_in_another_order, sizes_are_changed, moves_a_row, sizes_are_a_weight, largest_size_is_kept,
     parts_in_another_order, one_part_twice, not_sorted, projections_of_the_next_expert, mean_of_each_part,
-    counts_change_afterwards,
+    counts_change_afterwards, next_slice_by_tensors, start_waits_for_rows, array_is_written,
 )  # fmt: skip

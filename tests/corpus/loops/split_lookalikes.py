@@ -192,7 +192,7 @@ def last_start(self, x, weights, ids):
 
 
 def one_expert_less(self, x, weights, ids):
-    """The rows of the last expert stay zero."""
+    """The rows of the last expert stay zero: a layer of the others, where the graph has its numbers."""
     order, token, scale = sorted_by_expert(self, x, weights, ids)
     counts = ids.flatten().bincount(minlength=len(self.experts))[:-1].tolist()
     rows, out, start = x[token], torch.zeros_like(x), 0
@@ -294,6 +294,6 @@ NEAR_MISSES = (
     rows_to_another_sum,
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
-    negative_sizes, reads_the_counts_later, last_start, one_expert_less, more_experts_than_counts_at_least,
+    negative_sizes, reads_the_counts_later, last_start, more_experts_than_counts_at_least,
     sorted_on_the_same_line, fewer_rows_are_joined,
 )  # fmt: skip

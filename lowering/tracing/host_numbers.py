@@ -1,0 +1,218 @@
+"""Numbers of a tensor's elements in the graph, where the program copies them to the host.
+
+    sizes = counts.tolist()                     E numbers, each a symbol of Dynamo's and an `item` in the graph
+    rows[start : start + sizes[e]]              bounds of symbols: how many rows, only the data tell
+    rows[ends[e] : ends[e + 1]]                 so are bounds that are tensors of one element
+    for n in counts.cpu().numpy()               an array is its numbers, as long as nobody writes to what it shares
+
+Which rows these are is for the graph to say (`forms.splits`), and a rewrite takes the numbers out again.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    ListIteratorVariable,
+    ListVariable,
+    SliceVariable,
+    SymNodeVariable,
+    TupleVariable,
+)
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.lowering.index_notation.expr import size_of
+from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, shared_with_host
+from moeblaze_ops.lowering.torch_internals import dynamo_config
+
+_MOST_NUMBERS = 512
+"""Elements of a list that are traced one by one, each of them a symbol."""
+
+
+class HostArray(VariableTracker):
+    """A NumPy array of the numbers of a tensor with one axis: what is asked of it but its numbers gives the attempt up."""
+
+    def __init__(self, items: list[VariableTracker], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.items = items
+
+    def python_type(self) -> type:
+        return np.ndarray
+
+    def has_unpack_var_sequence(self, tx: Any) -> bool:
+        return True
+
+    def unpack_var_sequence(self, tx: Any) -> list[VariableTracker]:
+        return list(self.items)
+
+    def call_obj_hasattr(self, tx: Any, name: str) -> VariableTracker:
+        return ConstantVariable.create(hasattr(np.ndarray, name))
+
+    def tp_iter_impl(self, tx: Any) -> VariableTracker:
+        return ListIteratorVariable(list(self.items), mutation_type=ValueMutationNew())
+
+    def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
+        if name == "tolist" and not args and not kwargs:
+            return ListVariable(list(self.items), mutation_type=ValueMutationNew())
+        if name == "cumsum" and _along_first([*args, *kwargs.values()]):
+            return HostArray(_running_sums(tx, self.items))
+        if name == "__iter__":
+            return self.tp_iter_impl(tx)
+        return super().call_method(tx, name, args, kwargs)
+
+
+def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
+    """What a function of Python or NumPy gives for numbers of tensors, where it is other than Dynamo's."""
+    if function is operator.getitem and isinstance(args[0], HostArray) and isinstance(args[1], ConstantVariable):
+        index = args[1].value
+        return args[0].items[index] if type(index) is int and -len(args[0].items) <= index < len(args[0].items) else None
+    if function is operator.getitem and isinstance(args[0], TensorVariable) and (bounds := _bounds_of_data(tx, args[1])):
+        return _slice(tx, args[0], bounds)
+    if function is len and isinstance(args[0], HostArray):
+        return ConstantVariable.create(len(args[0].items))
+    if function is np.cumsum and _along_first(args[1:]):
+        items = args[0].items if isinstance(args[0], HostArray | ListVariable) else []
+        return HostArray(_running_sums(tx, items)) if any(isinstance(n, SymNodeVariable) for n in items) else None
+    return None
+
+
+@contextlib.contextmanager
+def capturing_numbers() -> Iterator[None]:
+    """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many.
+
+    Each slice with such bounds has a size that Dynamo knows nothing of, and torch 2.11 cannot tell that what is written to one
+    fits. So where there was a slice with the same bounds, calls of ``rows_between(x, start, stop, size)`` take its size. A
+    bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
+    """
+    call_method = TensorVariable.call_method
+
+    @functools.wraps(call_method)
+    def with_numbers(self, tx, name, args, kwargs):
+        found = _handled_method(tx, self, name, args, kwargs)
+        return call_method(self, tx, name, args, kwargs) if found is None else found
+
+    def with_handled(original: Callable, function_of: Callable[[Any], Any]) -> Callable:
+        @functools.wraps(original)
+        def call_function(self, tx, args, kwargs):
+            function = function_of(self)
+            if function is torch.bincount and (arguments := _counted(args, kwargs)):
+                return _traced(tx, counts_below, arguments)
+            if function is np.cumsum and _along_first(list(kwargs.values())):
+                kwargs = {}
+            found = handled(tx, function, args) if args and not kwargs else None
+            return original(self, tx, args, kwargs) if found is None else found
+
+        return call_function
+
+    classes = {BuiltinVariable: "fn", TorchInGraphFunctionVariable: "value", NumpyVariable: "value"}
+    originals = {cls: cls.call_function for cls in classes}
+    TensorVariable.call_method = with_numbers
+    for cls, attribute in classes.items():
+        cls.call_function = with_handled(originals[cls], operator.attrgetter(attribute))
+    try:
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            yield
+    finally:
+        TensorVariable.call_method = call_method
+        for cls, original in originals.items():
+            cls.call_function = original
+
+
+def _handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: dict) -> VariableTracker | None:
+    if name in ("tolist", "numpy"):
+        fake = fake_value(x)
+        if isinstance(fake.numel(), int) and fake.numel() > _MOST_NUMBERS:
+            raise ValueError(f"a list of {fake.numel()} numbers")
+        is_array = name == "numpy" and fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
+        if is_array and not args and not kwargs and isinstance(fake.shape[0], int):
+            return HostArray(_traced(tx, shared_with_host, [x]).call_method(tx, "tolist", [], {}).items)
+    if name == "__setitem__" and (bounds := _bounds_of_data(tx, args[0])):
+        write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
+        return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
+    if name == "bincount" and (arguments := _counted([x, *args], kwargs)):
+        return _traced(tx, counts_below, arguments)
+    return None
+
+
+def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
+    known = vars(tx.output).setdefault("_moeblaze_slices", {})
+    key = (tx.output.current_tracer, *map(_size_of, bounds), size_of(fake_value(x).shape[0]))
+    if key in known:
+        arguments = [x, *bounds, known[key].call_method(tx, "size", [ConstantVariable.create(0)], {})]
+        return _traced(tx, rows_between, arguments)
+    known[key] = _traced(tx, operator.getitem, [x, SliceVariable(bounds, tx)])
+    return known[key]
+
+
+def _traced(tx: Any, function: Callable, arguments: list[VariableTracker]) -> VariableTracker:
+    """A call of ``function`` in the graph, and what Dynamo knows of its result."""
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, {})))
+
+
+def _running_sums(tx: Any, items: list[VariableTracker]) -> list[VariableTracker]:
+    sums = items[:1]
+    for item in items[1:]:
+        sums.append(BuiltinVariable(operator.add).call_function(tx, [sums[-1], item], {}))
+    return sums
+
+
+def _along_first(arguments: list[VariableTracker]) -> bool:
+    return all(isinstance(argument, ConstantVariable) and argument.value in (0, None) for argument in arguments)
+
+
+def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> list[VariableTracker] | None:
+    """The ids that a bincount without weights counts, and how many counts it gives at least, if a number says so."""
+    arguments = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
+    least = arguments.get("minlength")
+    plain = "weights" not in arguments or _is_none(arguments["weights"])
+    known = isinstance(least, ConstantVariable) and isinstance(least.value, int) and least.value > 0
+    return [arguments["input"], least] if plain and known and fake_value(arguments["input"]).dim() == 1 else None
+
+
+def _bounds_of_data(tx: Any, key: VariableTracker) -> list[VariableTracker] | None:
+    """The bounds of a subscript that is a slice of the first axis, where the data tell one of them."""
+    items = key.items if isinstance(key, TupleVariable) else [key]
+    first, *others = items or [None]
+    if not isinstance(first, SliceVariable) or not all(_is_whole(other) for other in others):
+        return None
+    start, stop, step = (_number(tx, bound) for bound in first.items)
+    numbers = [bound for bound in (start, stop) if isinstance(bound, SymNodeVariable)]
+    of_data = any(free_unbacked_symbols(fake_value(number)) for number in numbers)
+    start = ConstantVariable.create(0) if _is_none(start) else start
+    return [start, stop] if of_data and _is_none(step) and not _is_none(stop) else None
+
+
+def _number(tx: Any, bound: VariableTracker) -> VariableTracker:
+    """A bound of a slice as a number, where it is a tensor that holds one."""
+    if type(bound) is not TensorVariable or fake_value(bound).dtype.is_floating_point or fake_value(bound).numel() != 1:
+        return bound
+    return bound.call_method(tx, "item", [], {})
+
+
+def fake_value(variable: VariableTracker) -> Any:
+    """What Dynamo computes with in the place of a tensor or a number that it traces."""
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _size_of(bound: VariableTracker) -> Any:
+    return fake_value(bound).node.expr if isinstance(bound, SymNodeVariable) else bound.as_python_constant()
+
+
+def _is_none(value: VariableTracker) -> bool:
+    return isinstance(value, ConstantVariable) and value.value is None
+
+
+def _is_whole(part: VariableTracker) -> bool:
+    return isinstance(part, SliceVariable) and all(map(_is_none, part.items))
