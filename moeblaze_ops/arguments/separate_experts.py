@@ -35,12 +35,11 @@ class OneByOne:
     def dim(self) -> int:
         return len(self.shape)
 
-    def unbind(self, axis: int) -> list["OneByOne"]:
-        """Slices along an axis other than that of the experts."""
+    def unbind(self, axis: int) -> Sequence[Any]:
+        """Slices along an axis: tensors along that of the experts."""
+        if axis == 0:
+            return [piece.squeeze(0) for piece in self._pieces]
         return [OneByOne(slices) for slices in zip(*(piece.unbind(axis) for piece in self._pieces), strict=True)]
-
-    def __getitem__(self, expert: int) -> Tensor:
-        return self._pieces[expert][0]
 
 
 def with_experts_joined(op: torch._ops.OpOverload, function: Callable, join: Callable[[Sequence[Tensor]], Any]) -> Callable:
