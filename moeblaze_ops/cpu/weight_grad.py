@@ -18,7 +18,7 @@ def expert_weight_grad(
     offsets_E1: Tensor,
     top_k: int,
 ) -> list[Tensor]:
-    gradients = [torch.empty_like(w, device=gathered_TD.device) for w in like]
+    gradients = [_empty_like(w) for w in like]
     halves = [half.unbind(0) for half in _halves(gradients)]
     sides = _Sides(gathered_TD, grouped_NGF, weights_TK, slots_N, top_k)
     for block in row_blocks(offsets_E1, slots_N.shape[0], gathered_TD.shape[1]):
@@ -116,6 +116,11 @@ def _bias_sums(
         for rows, total in zip(values.split(block.sizes), sums_EC[block.experts].unbind(0), strict=True):
             torch.sum(rows, 0, out=total)
     return sums_EC
+
+
+def _empty_like(w: Tensor) -> Tensor:
+    # empty_like of the shape of experts stored apart, a dense tensor without memory, would go through Python.
+    return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype) if w.is_meta else torch.empty_like(w)
 
 
 def _halves(gradients: list[Tensor]) -> list[Tensor]:
