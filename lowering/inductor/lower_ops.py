@@ -7,10 +7,11 @@ calls that is no Triton kernel stays a call: a custom op that writes into buffer
 
 Off CUDA, where an argument asks for a check on the host, and where experts stored apart need no copy because they lie
 one after another in memory, the generated code calls the op. On a CPU it calls the op's implementation, without what comes
-before it in eager code: arguments were checked when the graph was traced.
+before it in eager code: arguments were checked when the graph was traced. Activations are Inductor's there.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
@@ -34,6 +36,8 @@ def register_lowerings() -> None:
         torch_internals.register_joint_visit(op, pin_routing)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
+    for op in cpu_activations.IMPLEMENTATIONS:
+        torch_internals.register_lowering(ON_CPU[op], torch_internals.fallback(ON_CPU[op]))
     for op in PACKAGED.keys() - LAUNCHERS.keys():
         torch_internals.register_lowering(op, _call_of(op))
     # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
@@ -67,11 +71,13 @@ def register_traced_lowering(
 
         devices = {fake.device.type for fake in fakes if isinstance(fake, torch.Tensor)}
         if devices == {"cpu"}:
-            return call_on_cpu(*args, **kwargs)
-        if "cuda" not in devices or must_call(op, arguments(fakes)):
+            if op not in cpu_activations.IMPLEMENTATIONS or torch_internals.is_packaging():
+                return call_on_cpu(*args, **kwargs)
+            chosen = partial(cpu_activations.IMPLEMENTATIONS.get, op)
+        elif "cuda" not in devices or must_call(op, arguments(fakes)):
             return call_op(*args, **kwargs)
-
-        chosen = _overwriting_launcher(op, node, args) or launcher
+        else:
+            chosen = _overwriting_launcher(op, node, args) or launcher
 
         def launch(*values):
             return chosen()(*arguments(values))
