@@ -39,8 +39,6 @@ def range_routing(offsets_E1: Tensor, rows: range, is_last: bool) -> tuple[Tenso
 
 
 def _block_schedule(offsets: list[int], num_slots: int) -> Tensor:
-    blocks = [
-        (expert, row) for expert, (start, end) in enumerate(pairwise(offsets)) for row in range(start, end, ROW_BLOCK)
-    ]
+    blocks = [(expert, row) for expert, (start, end) in enumerate(pairwise(offsets)) for row in range(start, end, ROW_BLOCK)]
     unused = [(-1, 0)] * (schedule_rows(num_slots, len(offsets) - 1) - 1 - len(blocks))
     return torch.tensor([(len(blocks), 0), *blocks, *unused], dtype=torch.int32)

@@ -17,6 +17,7 @@ from moeblaze_ops.cpu.rows import (
     add_biases,
     matrices,
     multiply,
+    of_each,
     row_blocks,
     row_tokens,
     row_weights,
@@ -40,11 +41,12 @@ def expert_up(
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
     up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1])
-    for block in row_blocks(offsets_E1, slots_N.shape[0], shape.F):
+    blocks = row_blocks(offsets_E1, slots_N.shape[0], shape.F)
+    for block in blocks:
         h_rows = up.write(h_NGF[block.rows], block)
         if activation != IDENTITY:
             activate_into(a_NF[block.rows], h_rows, activation)
-    _zero_unused_rows(offsets_E1, h_NGF, a_NF)
+    _zero_unused_rows(blocks, h_NGF, a_NF)
     return h_NGF, a_NF
 
 
@@ -111,9 +113,10 @@ def expert_down_backward(
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK)
-    for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
+    blocks = row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2])
+    for block in blocks:
         down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation)
-    _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
+    _zero_unused_rows(blocks, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
 
 
@@ -149,10 +152,11 @@ def expert_mlp_backward(
     elif first_row == 0:
         dweights_TK.zero_()
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, on_output, slots_N, dweights_TK)
-    for block in row_blocks(offsets_E1, slots_N.shape[0], shape.F):
+    blocks = row_blocks(offsets_E1, slots_N.shape[0], shape.F)
+    for block in blocks:
         h_rows = up.write(dh_NGF[block.rows], block)
         down.write(dh_NGF[block.rows], h_rows, block, activation)
-    _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
+    _zero_unused_rows(blocks, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
 
 
@@ -329,7 +333,7 @@ class _DownGradients:
 
     def _add_bias_shares(self, dscale: Tensor, dout_rows: Tensor, block: RowBlock) -> None:
         biases = self.b_down[0].unbind(0)[block.experts]
-        for share, rows, bias in zip(dscale.split(block.sizes), dout_rows.split(block.sizes), biases, strict=True):
+        for share, rows, bias in zip(of_each(dscale, block), of_each(dout_rows, block), biases, strict=True):
             share += (rows.to(dscale.dtype) * bias).sum(1)
 
 
@@ -339,6 +343,8 @@ def _weight_gradient_buffer(weights_TK: Tensor | None, positions_TK: Tensor) -> 
     return torch.zeros(positions_TK.shape, dtype=weights_TK.dtype)
 
 
-def _zero_unused_rows(offsets_E1: Tensor, *buffers: Tensor) -> None:
+def _zero_unused_rows(blocks: list[RowBlock], *buffers: Tensor) -> None:
+    num_used = blocks[-1].rows.stop
     for buffer in buffers:
-        buffer[int(offsets_E1[-1]) :].zero_()
+        if num_used < buffer.shape[0]:
+            buffer[num_used:].zero_()

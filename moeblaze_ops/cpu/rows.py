@@ -62,9 +62,14 @@ def transposed(weights_EXY: Tensor | OneByOne) -> Sequence[Tensor]:
     return [matrix.t() for matrix in weights_EXY.unbind(0)]
 
 
+def of_each(rows_NX: Tensor, block: RowBlock) -> Sequence[Tensor]:
+    """The rows of each expert of a block."""
+    return torch.split_with_sizes(rows_NX, block.sizes)
+
+
 def multiply(rows_NX: Tensor, of_experts: Sequence[Tensor], out_NY: Tensor, block: RowBlock, add: bool = False) -> None:
     """out = rows @ matrix, or out += rows @ matrix, for each expert of a block and its rows."""
-    parts = zip(rows_NX.split(block.sizes), of_experts[block.experts], out_NY.split(block.sizes), strict=True)
+    parts = zip(of_each(rows_NX, block), of_experts[block.experts], of_each(out_NY, block), strict=True)
     for (rows, matrix, out), size in zip(parts, block.sizes, strict=True):
         if size == 0:
             continue
@@ -75,13 +80,13 @@ def multiply(rows_NX: Tensor, of_experts: Sequence[Tensor], out_NY: Tensor, bloc
 
 
 def add_biases(rows_NX: Tensor, biases_EX: Tensor | OneByOne, block: RowBlock) -> None:
-    for rows, bias in zip(rows_NX.split(block.sizes), biases_EX.unbind(0)[block.experts], strict=True):
+    for rows, bias in zip(of_each(rows_NX, block), biases_EX.unbind(0)[block.experts], strict=True):
         rows += bias
 
 
 def row_tokens(slots_N: Tensor, top_k: int) -> Tensor:
     """The token of each row; nothing of a row without a slot."""
-    return slots_N // top_k
+    return torch.floor_divide(slots_N, top_k)
 
 
 def row_weights(weights_TK: Tensor | None, slots: Tensor) -> Tensor | None:

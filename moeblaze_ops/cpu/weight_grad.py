@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.weight_storage import up_halves
-from moeblaze_ops.cpu.rows import RowBlock, row_blocks, row_tokens, row_weights, sum_dtype
+from moeblaze_ops.cpu.rows import RowBlock, of_each, row_blocks, row_tokens, row_weights, sum_dtype
 
 
 def expert_weight_grad(
@@ -70,14 +70,14 @@ class _Sides:
         self.slots_N, self.tokens_N = slots_N, row_tokens(slots_N, top_k)
 
     def gathered(self, block: RowBlock) -> Sequence[Tensor]:
-        return self.gathered_TD.index_select(0, self.tokens_N[block.rows]).split(block.sizes)
+        return of_each(self.gathered_TD.index_select(0, self.tokens_N[block.rows]), block)
 
     def grouped(self, g: int, block: RowBlock) -> Sequence[Tensor]:
         grouped_rows = self.grouped_NGF[block.rows, g]
         scale = row_weights(self.weights_TK, self.slots_N[block.rows])
         if scale is not None:
             grouped_rows = (grouped_rows * scale).to(self.grouped_NGF.dtype)
-        return grouped_rows.split(block.sizes)
+        return of_each(grouped_rows, block)
 
 
 def expert_bias_grad(
@@ -113,7 +113,7 @@ def _bias_sums(
         values = rows_NC.index_select(0, row_tokens(slots, top_k)) if gathered else rows_NC[block.rows]
         scale = row_weights(weights_TK, slots)
         values = values.to(sums_EC.dtype) if scale is None else values * scale
-        for rows, total in zip(values.split(block.sizes), sums_EC[block.experts].unbind(0), strict=True):
+        for rows, total in zip(of_each(values, block), sums_EC[block.experts].unbind(0), strict=True):
             torch.sum(rows, 0, out=total)
     return sums_EC
 
