@@ -9,6 +9,7 @@ of all that is another tensor afterwards, are what they were before, once everyt
         out += 1
 """
 
+import copy
 from dataclasses import dataclass, field
 
 import sympy
@@ -53,6 +54,13 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         _erase(graph)
     result.work = {node for node in result.work if not node._erased}
     return result
+
+
+def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` that does the work of each branch: what the program computes, where the branches can be discharged."""
+    taken = copy.deepcopy(gm)
+    _erase(taken.graph)
+    return taken
 
 
 def _erase(graph: fx.Graph) -> None:
