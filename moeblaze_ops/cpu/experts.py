@@ -334,7 +334,7 @@ class _DownGradients:
     def _add_bias_shares(self, dscale: Tensor, dout_rows: Tensor, block: RowBlock) -> None:
         biases = self.b_down[0].unbind(0)[block.experts]
         for share, rows, bias in zip(of_each(dscale, block), of_each(dout_rows, block), biases, strict=True):
-            share += (rows.to(dscale.dtype) * bias).sum(1)
+            share.addmv_(rows.to(dscale.dtype), bias.to(dscale.dtype))
 
 
 def _weight_gradient_buffer(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS, activate, activation_gradient, is_gated
+from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.cpu import rows
 from moeblaze_ops.cpu.activations import activate_into, backward_into
+from moeblaze_ops.cpu.weight_grad import expert_weight_grad
 from tests.corpus.layers import ROUTINGS, make_layer
 from tests.tools.op_harness import step
 
-ONE_OF_EACH_EXPERT = {"mm", "addmm_", "split_with_sizes", "unbind", "t", "transpose", "squeeze", "select", "sum", "add_"}
+ONE_OF_EACH_EXPERT = {"mm", "addmm_", "split_with_sizes", "unbind", "t", "transpose", "squeeze", "select", "sum", "add_", "addmv_"}
 """Products, views, and what has biases."""
 
 
@@ -28,13 +30,21 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(num_experts: int, stored_as: str = "split", **options) -> Counter[str]:
-    """The ATen calls of forward and backward through the two ops."""
+def calls(num_experts: int, case: str = "ragged_tail", **options) -> Counter[str]:
+    """The ATen calls of forward and backward, in which no rows are left unused."""
     torch.manual_seed(0)
-    layer = make_layer(stored_as=stored_as, dtype=torch.float32, sizes=(num_experts, 2, 8, 16), **options)
+    layer = make_layer(case, stored_as="split", dtype=torch.float32, sizes=(num_experts, 2, 8, 16), **options)
+    routing, activation = layer.routing, layer.activation
+    slots_N, offsets_E1, *_ = routing
     dout = torch.randn_like(layer.x_TD)
-    with Calls() as counted:
-        step(layer.run(), layer, dout)
+    with torch.no_grad(), Calls() as counted:
+        h, a = cpu.expert_up(layer.x_TD, layer.w_up, layer.b_up, None, *routing, activation)
+        cpu.expert_down(h, a, layer.w_down, layer.b_down, layer.weights_TK, *routing, activation)
+        backward = (dout, h, layer.w_down, layer.b_down, layer.weights_TK, *routing, activation)
+        dh, _, wa = cpu.expert_down_backward(*backward)
+        expert_weight_grad(dout, wa.unsqueeze(1), layer.w_down, None, slots_N, offsets_E1, 2)
+        cpu.expert_up_backward(dh, None, layer.w_up, None, *routing)
+        expert_weight_grad(layer.x_TD, dh, layer.w_up, None, slots_N, offsets_E1, 2)
     return counted.counts
 
 
@@ -49,13 +59,8 @@ def test_products_alone_are_one_of_each_expert(activation, bias):
 
 
 def test_experts_without_rows_cost_no_products():
-    torch.manual_seed(0)
-    layer = make_layer("all_to_one_expert", dtype=torch.float32)
-    with Calls() as counted:
-        torch.ops.moeblaze.expert_mlp(
-            layer.x_TD, layer.w_up, [], layer.w_down, [], layer.weights_TK, *layer.routing, "swiglu", False
-        )
-    assert counted.counts["mm"] == 3
+    """But for the gradient of their weights, which is zero."""
+    assert calls(5)["mm"] - calls(5, "all_to_one_expert")["mm"] == 4 * (2 + 1 + 1 + 1)
 
 
 @pytest.mark.parametrize("case", ROUTINGS)
