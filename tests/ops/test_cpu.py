@@ -14,7 +14,7 @@ from moeblaze_ops.cpu.weight_grad import expert_weight_grad
 from tests.corpus.layers import ROUTINGS, make_layer
 from tests.tools.op_harness import step
 
-ONE_OF_EACH_EXPERT = {"mm", "addmm_", "split_with_sizes", "unbind", "t", "transpose", "squeeze", "select", "sum", "add_", "addmv_"}
+ONE_OF_EACH_EXPERT = {"mm", "addmm_", "addmv_", "add_", "t"}
 """Products, views, and what has biases."""
 
 
