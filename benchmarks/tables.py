@@ -155,22 +155,6 @@ def compile_table() -> str:
     return markdown(["layers", "compile", "with rewriting", "of that our passes", "graphs before, after"], lines)
 
 
-def cpu_table() -> str:
-    """CPU time of a training step of small layers, plain over rewritten, in four spellings."""
-    rows = json.loads((RESULTS / "cpu.json").read_text())["measurements"]
-    spellings = {"dense": "all experts on all tokens", "hit": "loop over hits", "guarded": "guarded loop", "grouped": "bmm"}
-    by_shape: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        by_shape.setdefault(row["shape"], {})[row["spelling"]] = row
-    lines = []
-    for shape, measured_by in by_shape.items():
-        hit = measured_by["hit"]
-        times = [f"{hit['plain_ms']:.1f} ms", f"{hit['rewritten_ms']:.1f} ms"]
-        lines.append([shape, *times, *(f"{measured_by[spelling]['ratio']:.2f}x" for spelling in spellings)])
-    header = ["T, D, F, E, K", "loop over hits, compile", "with rewriting", *spellings.values()]
-    return markdown(header, lines)
-
-
 def demo_table() -> str:
     """What the example keeps for backward, parameters not counted."""
     results = json.loads((RESULTS / "demo_cpu.json").read_text())["results"]
@@ -187,7 +171,6 @@ TABLES = {
         tokens_table,
         dial_table,
         models_table,
-        cpu_table,
         compile_table,
         demo_table,
     ),
