@@ -6,10 +6,12 @@ the memory of every buffer in between, and pointwise neighbours fuse as they do 
 calls that is no Triton kernel stays a call: a custom op that writes into buffers which the launcher allocated.
 
 Off CUDA, where an argument asks for a check on the host, and where experts stored apart need no copy because they lie
-one after another in memory, the generated code calls the op.
+one after another in memory, the generated code calls the op. On a CPU it calls the op's implementation, without what comes
+before it in eager code: arguments were checked when the graph was traced. Activations are Inductor's there.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
-from moeblaze_ops.ops.register import LAUNCHERS, OVERWRITING, PACKAGED
+from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 
 
 def register_lowerings() -> None:
@@ -33,6 +36,8 @@ def register_lowerings() -> None:
         torch_internals.register_joint_visit(op, pin_routing)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
+    for op in cpu_activations.IMPLEMENTATIONS:
+        torch_internals.register_lowering(ON_CPU[op], torch_internals.fallback(ON_CPU[op]))
     for op in PACKAGED.keys() - LAUNCHERS.keys():
         torch_internals.register_lowering(op, _call_of(op))
     # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
@@ -50,7 +55,7 @@ def register_traced_lowering(
         launcher: returns what takes the arguments of ``op`` in its order and returns its outputs, on fake tensors too.
         must_call: from the op and its arguments, fake: whether the generated code has to call the op.
     """
-    call_op = _call_of(op)
+    call_op, call_on_cpu = _call_of(op), _call_of(op, ON_CPU.get(op, op))
 
     def lower(*args, **kwargs):
         node = torch_internals.current_node()
@@ -64,11 +69,15 @@ def register_traced_lowering(
                 filled[i] = value
             return tree_unflatten(filled, structure)
 
-        on_cuda = any(isinstance(fake, torch.Tensor) and fake.device.type == "cuda" for fake in fakes)
-        if not on_cuda or must_call(op, arguments(fakes)):
+        devices = {fake.device.type for fake in fakes if isinstance(fake, torch.Tensor)}
+        if devices == {"cpu"}:
+            if op not in cpu_activations.IMPLEMENTATIONS or torch_internals.is_packaging():
+                return call_on_cpu(*args, **kwargs)
+            chosen = partial(cpu_activations.IMPLEMENTATIONS.get, op)
+        elif "cuda" not in devices or must_call(op, arguments(fakes)):
             return call_op(*args, **kwargs)
-
-        chosen = _overwriting_launcher(op, node, args) or launcher
+        else:
+            chosen = _overwriting_launcher(op, node, args) or launcher
 
         def launch(*values):
             return chosen()(*arguments(values))
@@ -80,9 +89,9 @@ def register_traced_lowering(
     torch_internals.register_lowering(op, lower)
 
 
-def _call_of(op: torch._ops.OpOverload) -> Callable:
-    """The lowering that calls ``op`` from the generated code, also where AOTInductor generates it."""
-    call_op, call_packaged = torch_internals.fallback(op), torch_internals.fallback(PACKAGED.get(op, op))
+def _call_of(op: torch._ops.OpOverload, called: torch._ops.OpOverload | None = None) -> Callable:
+    """The lowering that calls ``op``, or ``called`` in its place, from the generated code; AOTInductor's calls ``op`` itself."""
+    call_op, call_packaged = torch_internals.fallback(called or op), torch_internals.fallback(PACKAGED.get(op, op))
 
     def call(*args, **kwargs):
         return (call_packaged if torch_internals.is_packaging() else call_op)(*args, **kwargs)

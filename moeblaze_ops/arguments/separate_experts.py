@@ -35,21 +35,23 @@ class OneByOne:
     def dim(self) -> int:
         return len(self.shape)
 
-    def unbind(self, axis: int) -> list["OneByOne"]:
-        """Slices along an axis other than that of the experts."""
+    def unbind(self, axis: int) -> Sequence[Any]:
+        """Slices along an axis: tensors along that of the experts."""
+        if axis == 0:
+            return [piece.squeeze(0) for piece in self._pieces]
         return [OneByOne(slices) for slices in zip(*(piece.unbind(axis) for piece in self._pieces), strict=True)]
 
-    def __getitem__(self, expert: int) -> Tensor:
-        return self._pieces[expert][0]
 
-
-def with_experts_joined(op: torch._ops.OpOverload, function: Callable, join: Callable[[Sequence[Tensor]], Any]) -> Callable:
+def with_experts_joined(
+    op: torch._ops.OpOverload, function: Callable, join: Callable[[Sequence[Tensor]], Any], check: bool = True
+) -> Callable:
     """``function`` of the arguments of ``op``, for experts that are stored apart too.
 
     Args:
         op: has an argument ``offsets_E1`` or ``num_experts`` if it has lists of weights or biases.
         function: takes the experts of every list joined; of ``like`` a tensor on the meta device.
         join: ``joined``, ``copied``, ``empty_joined`` or ``OneByOne``.
+        check: look at the experts that are apart; False where that was done for these sizes.
 
     Raises:
         ValueError, TypeError: experts that are apart are not E, or 2 E, or differ in shape, dtype or device.
@@ -63,7 +65,8 @@ def with_experts_joined(op: torch._ops.OpOverload, function: Callable, join: Cal
         whole = list(args)
         for i in lists:
             if are_apart(args[i], num_experts):
-                _check(op.overloadpacket.__name__, names[i], args[i], num_experts)
+                if check:
+                    _check(op.overloadpacket.__name__, names[i], args[i], num_experts)
                 join_all = _shape_joined if names[i] == "like" else join
                 whole[i] = [join_all(pieces) for pieces in _groups(args[i], num_experts)]
         return function(*whole)

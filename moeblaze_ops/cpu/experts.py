@@ -1,18 +1,29 @@
-"""CPU implementations of the ops through ATen: experts one after another, no buffer of shape [N, D].
+"""CPU implementations of the ops through ATen: experts in blocks, one product for each of them, no buffer of shape [N, D].
 
 Rows past the last used one (unused slots) are zero. Half-precision sums over a token's experts are taken in
 fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY, activate, activation_gradient
+from moeblaze_ops.arguments.activations import IDENTITY, activate
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves, up_shape
-from moeblaze_ops.cpu.rows import row_weights, segments, sum_dtype
+from moeblaze_ops.cpu.activations import activate_into, backward_into
+from moeblaze_ops.cpu.rows import (
+    RowBlock,
+    add_biases,
+    matrices,
+    multiply,
+    of_each,
+    row_blocks,
+    row_tokens,
+    row_weights,
+    sum_dtype,
+    transposed,
+)
 
 
 def expert_up(
@@ -30,11 +41,12 @@ def expert_up(
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
     up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1])
-    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        up.write(h_NGF[rows], expert, rows)
+    blocks = row_blocks(offsets_E1, slots_N.shape[0], shape.F)
+    for block in blocks:
+        h_rows = up.write(h_NGF[block.rows], block)
         if activation != IDENTITY:
-            a_NF[rows] = activate(h_NGF[rows], activation)
-    _zero_unused_rows(offsets_E1, h_NGF, a_NF)
+            activate_into(a_NF[block.rows], h_rows, activation)
+    _zero_unused_rows(blocks, h_NGF, a_NF)
     return h_NGF, a_NF
 
 
@@ -50,12 +62,10 @@ def expert_down(
     blocks_B2: Tensor,
     activation: str,
 ) -> Tensor:
-    (w_EFD,) = w_down
-    sums_TD = h_NGF.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(h_NGF))
-    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        a_rows = activate(h_NGF[rows], activation) if a_NF is None else a_NF[rows]
-        _add_outputs(sums_TD, a_rows, w_EFD, b_down, weights_TK, slots_N[rows], positions_TK.shape[1], expert)
-    return sums_TD.to(h_NGF.dtype)
+    down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK)
+    for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
+        down.add(activate(h_NGF[block.rows], activation) if a_NF is None else a_NF[block.rows], block)
+    return down.sums_TD.to(h_NGF.dtype)
 
 
 def expert_mlp(
@@ -73,14 +83,18 @@ def expert_mlp(
     weight_on_input: bool,
 ) -> Tensor:
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
-    (w_EFD,) = w_down
-    sums_TD = x_TD.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(x_TD))
+    shape = up_shape(w_up)
     up = _UpRows(x_TD, w_up, b_up, on_input, slots_N, positions_TK.shape[1])
-    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        h_rows = up.write(up.empty_rows(rows), expert, rows)
-        a_rows = activate(h_rows, activation)
-        _add_outputs(sums_TD, a_rows, w_EFD, b_down, on_output, slots_N[rows], positions_TK.shape[1], expert)
-    return sums_TD.to(x_TD.dtype)
+    down = _DownRows(x_TD, w_down, b_down, on_output, slots_N, positions_TK)
+    for block in row_blocks(offsets_E1, slots_N.shape[0], shape.F):
+        num_rows = block.rows.stop - block.rows.start
+        h_rows = up.write(x_TD.new_empty(num_rows, shape.G, shape.F), block)
+        a_rows = h_rows[:, 0]
+        if activation != IDENTITY:
+            a_rows = x_TD.new_empty(num_rows, shape.F)
+            activate_into(a_rows, h_rows, activation)
+        down.add(a_rows, block)
+    return down.sums_TD.to(x_TD.dtype)
 
 
 def expert_down_backward(
@@ -99,9 +113,10 @@ def expert_down_backward(
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK)
-    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        down.write(dh_NGF[rows], h_NGF[rows], expert, rows, activation)
-    _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
+    blocks = row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2])
+    for block in blocks:
+        down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation)
+    _zero_unused_rows(blocks, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
 
 
@@ -137,10 +152,11 @@ def expert_mlp_backward(
     elif first_row == 0:
         dweights_TK.zero_()
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, on_output, slots_N, dweights_TK)
-    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        h_rows = up.write(dh_NGF[rows], expert, rows)
-        down.write(dh_NGF[rows], h_rows, expert, rows, activation)
-    _zero_unused_rows(offsets_E1, dh_NGF, down.wa_NF)
+    blocks = row_blocks(offsets_E1, slots_N.shape[0], shape.F)
+    for block in blocks:
+        h_rows = up.write(dh_NGF[block.rows], block)
+        down.write(dh_NGF[block.rows], h_rows, block, activation)
+    _zero_unused_rows(blocks, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
 
 
@@ -197,21 +213,36 @@ def _up_backward_sums(
 ) -> Tensor:
     """The gradient of the tokens in the dtype of sums; fills what the rows give of dweights."""
     T, K = positions_TK.shape
-    dx_TD = dh_NGF.new_zeros(T, up_shape(w_up).D, dtype=sum_dtype(dh_NGF))
-    halves = up_halves(w_up)
-    for expert, rows in segments(offsets_E1, slots_N.shape[0]):
-        dx_rows: Any = sum((dh_NGF[rows, g] @ half[expert]).to(dx_TD.dtype) for g, half in enumerate(halves))
-        tokens = slots_N[rows] // K
+    D = up_shape(w_up).D
+    dx_TD = dh_NGF.new_zeros(T, D, dtype=sum_dtype(dh_NGF))
+    halves = [matrices(half) for half in up_halves(w_up)]
+    tokens_N = row_tokens(slots_N, K)
+    for block in row_blocks(offsets_E1, slots_N.shape[0], D):
+        dx_rows = _input_gradients(dh_NGF[block.rows], halves, block, D)
+        tokens = tokens_N[block.rows]
         if weights_TK is not None:
-            dscale = (dx_rows * x_TD.index_select(0, tokens)).sum(1)
-            dweights_TK.view(-1)[slots_N[rows].long()] = dscale.to(dweights_TK.dtype)
-            dx_rows = dx_rows * row_weights(weights_TK, slots_N[rows])
+            slots = slots_N[block.rows]
+            dscale = torch.linalg.vecdot(dx_rows, x_TD.index_select(0, tokens).to(dx_rows.dtype))
+            dweights_TK.view(-1).index_copy_(0, slots.long(), dscale.to(dweights_TK.dtype))
+            dx_rows *= row_weights(weights_TK, slots)
         dx_TD.index_add_(0, tokens, dx_rows)
     return dx_TD
 
 
+def _input_gradients(dh_rows: Tensor, halves: list, block: RowBlock, D: int) -> Tensor:
+    """What reaches the inputs of a block's rows, in the dtype of sums."""
+    wide = sum_dtype(dh_rows)
+    dx_rows = dh_rows.new_empty(dh_rows.shape[0], D)
+    sums = dx_rows if wide == dx_rows.dtype else dx_rows.new_zeros(dx_rows.shape, dtype=wide)
+    for g, of_experts in enumerate(halves):
+        multiply(dh_rows[:, g], of_experts, dx_rows, block, add=g > 0 and sums is dx_rows)
+        if sums is not dx_rows:
+            sums += dx_rows
+    return sums
+
+
 class _UpRows:
-    """The up projection, one expert's rows at a time."""
+    """The up projection, the rows of a block at a time."""
 
     def __init__(
         self,
@@ -222,48 +253,55 @@ class _UpRows:
         slots_N: Tensor,
         top_k: int,
     ) -> None:
-        self.x_TD, self.weights_TK, self.slots_N, self.top_k = x_TD, weights_TK, slots_N, top_k
-        self.shape, self.halves, self.biases = up_shape(w_up), up_halves(w_up), bias_halves(b_up)
+        self.x_TD, self.weights_TK, self.slots_N = x_TD, weights_TK, slots_N
+        self.tokens_N = row_tokens(slots_N, top_k)
+        self.halves, self.biases = [transposed(half) for half in up_halves(w_up)], bias_halves(b_up)
 
-    def empty_rows(self, rows: slice) -> Tensor:
-        return self.x_TD.new_empty(rows.stop - rows.start, self.shape.G, self.shape.F)
-
-    def write(self, h_rows: Tensor, expert: int, rows: slice) -> Tensor:
-        """Fill h_rows, [rows, G, F], with the pre-activation of ``expert``'s rows, and return it."""
-        slots = self.slots_N[rows]
-        x_rows = self.x_TD.index_select(0, slots // self.top_k)
-        scale = row_weights(self.weights_TK, slots)
-        for g, half in enumerate(self.halves):
-            half_rows = torch.mm(x_rows, half[expert].t(), out=h_rows[:, g])
+    def write(self, h_rows: Tensor, block: RowBlock) -> Tensor:
+        """Fill h_rows, [rows, G, F], with the pre-activation of a block, and return it."""
+        x_rows = self.x_TD.index_select(0, self.tokens_N[block.rows])
+        scale = row_weights(self.weights_TK, self.slots_N[block.rows])
+        for g, of_experts in enumerate(self.halves):
+            half_rows = h_rows[:, g]
+            multiply(x_rows, of_experts, half_rows, block)
             if scale is not None:
-                half_rows.mul_(scale)
+                half_rows *= scale
             if self.biases:
-                half_rows.add_(self.biases[g][expert])
+                add_biases(half_rows, self.biases[g], block)
         return h_rows
 
 
-def _add_outputs(
-    sums_TD: Tensor,
-    a_rows: Tensor,
-    w_EFD: Tensor,
-    b_down: list[Tensor],
-    weights_TK: Tensor | None,
-    slots: Tensor,
-    top_k: int,
-    expert: int,
-) -> None:
-    """Add the weighted outputs of one expert's rows to their tokens."""
-    y_rows = (a_rows @ w_EFD[expert]).to(sums_TD.dtype)
-    if b_down:
-        y_rows += b_down[0][expert]
-    scale = row_weights(weights_TK, slots)
-    if scale is not None:
-        y_rows *= scale
-    sums_TD.index_add_(0, slots // top_k, y_rows)
+class _DownRows:
+    """The weighted sums of the outputs of each token's experts, to which the rows of a block are added at a time."""
+
+    def __init__(
+        self,
+        like: Tensor,
+        w_down: list[Tensor],
+        b_down: list[Tensor],
+        weights_TK: Tensor | None,
+        slots_N: Tensor,
+        positions_TK: Tensor,
+    ) -> None:
+        (w_EFD,) = w_down
+        self.of_experts, self.b_down, self.weights_TK, self.slots_N = matrices(w_EFD), b_down, weights_TK, slots_N
+        self.tokens_N = row_tokens(slots_N, positions_TK.shape[1])
+        self.sums_TD = like.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(like))
+
+    def add(self, a_rows: Tensor, block: RowBlock) -> None:
+        y_rows = a_rows.new_empty(a_rows.shape[0], self.sums_TD.shape[1])
+        multiply(a_rows, self.of_experts, y_rows, block)
+        y_rows = y_rows.to(self.sums_TD.dtype)
+        if self.b_down:
+            add_biases(y_rows, self.b_down[0], block)
+        scale = row_weights(self.weights_TK, self.slots_N[block.rows])
+        if scale is not None:
+            y_rows *= scale
+        self.sums_TD.index_add_(0, self.tokens_N[block.rows], y_rows)
 
 
 class _DownGradients:
-    """The gradients of the down projection, one expert's rows at a time."""
+    """The gradients of the down projection, the rows of a block at a time."""
 
     def __init__(
         self,
@@ -275,25 +313,28 @@ class _DownGradients:
         slots_N: Tensor,
         dweights_TK: Tensor,
     ) -> None:
-        self.dout_TD, self.w_EFD, self.b_down, self.weights_TK = dout_TD, w_down[0], b_down, weights_TK
-        self.slots_N, self.top_k, self.dweights_TK = slots_N, dweights_TK.shape[1], dweights_TK
-        self.wa_NF = wa_NF
+        self.dout_TD, self.b_down, self.weights_TK = dout_TD, b_down, weights_TK
+        self.slots_N, self.dweights_TK, self.wa_NF = slots_N, dweights_TK, wa_NF
+        self.of_experts, self.tokens_N = transposed(w_down[0]), row_tokens(slots_N, dweights_TK.shape[1])
 
-    def write(self, dh_rows: Tensor, h_rows: Tensor, expert: int, rows: slice, activation: str) -> None:
-        """Fill the rows of dh (which may be h's own memory), wa and dweights that belong to ``expert``."""
-        slots = self.slots_N[rows]
-        dout_rows = self.dout_TD.index_select(0, slots // self.top_k)
-        da_rows = (dout_rows @ self.w_EFD[expert].t()).to(sum_dtype(h_rows))
-        a_rows = activate(h_rows, activation)
-        if self.weights_TK is not None:
-            scale = row_weights(self.weights_TK, slots)
-            dscale = (da_rows * a_rows).sum(1)
-            if self.b_down:
-                dscale += (dout_rows.to(dscale.dtype) * self.b_down[0][expert]).sum(1)
-            self.dweights_TK.view(-1)[slots.long()] = dscale.to(self.dweights_TK.dtype)
-            da_rows, a_rows = da_rows * scale, a_rows * scale
-        self.wa_NF[rows] = a_rows.to(self.wa_NF.dtype)
-        dh_rows.copy_(activation_gradient(da_rows, h_rows, activation))
+    def write(self, dh_rows: Tensor, h_rows: Tensor, block: RowBlock, activation: str) -> None:
+        """Fill the rows of dh (which may be h's own memory), wa and dweights that belong to a block."""
+        slots = self.slots_N[block.rows]
+        dout_rows = self.dout_TD.index_select(0, self.tokens_N[block.rows])
+        da_rows = h_rows.new_empty(h_rows.shape[0], h_rows.shape[2])
+        multiply(dout_rows, self.of_experts, da_rows, block)
+        scale = row_weights(self.weights_TK, slots)
+        dscale = backward_into(dh_rows, self.wa_NF[block.rows], da_rows, h_rows, scale, activation)
+        if dscale is None:
+            return
+        if self.b_down:
+            self._add_bias_shares(dscale, dout_rows, block)
+        self.dweights_TK.view(-1).index_copy_(0, slots.long(), dscale.to(self.dweights_TK.dtype))
+
+    def _add_bias_shares(self, dscale: Tensor, dout_rows: Tensor, block: RowBlock) -> None:
+        biases = self.b_down[0].unbind(0)[block.experts]
+        for share, rows, bias in zip(of_each(dscale, block), of_each(dout_rows, block), biases, strict=True):
+            share.addmv_(rows.to(dscale.dtype), bias.to(dscale.dtype))
 
 
 def _weight_gradient_buffer(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:
@@ -302,8 +343,8 @@ def _weight_gradient_buffer(weights_TK: Tensor | None, positions_TK: Tensor) -> 
     return torch.zeros(positions_TK.shape, dtype=weights_TK.dtype)
 
 
-def _zero_unused_rows(offsets_E1: Tensor, *buffers: Tensor) -> None:
+def _zero_unused_rows(blocks: list[RowBlock], *buffers: Tensor) -> None:
+    num_used = blocks[-1].rows.stop
     for buffer in buffers:
-        buffer[int(offsets_E1[-1]) :].zero_()
-
-
+        if num_used < buffer.shape[0]:
+            buffer[num_used:].zero_()

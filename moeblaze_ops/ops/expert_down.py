@@ -110,7 +110,8 @@ With ``dA'[r] = dout[token(r)] @ W[e]^T`` and a = act(h) recomputed: ``dweights[
 
 Returns:
     dh_NGF, dweights_TK (zero at unused slots, in the dtype of the weights; [0, K] fp32 without weights), wa_NF.
-    Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
+    Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run; on CPU eager and compiled code, in which all
+    between the products is Inductor's, may differ in the last bits.
 """
 
 expert_down = register_op(

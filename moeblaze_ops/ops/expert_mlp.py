@@ -170,7 +170,7 @@ expert_mlp = register_op(
 
 ``out[t] = sum_k s[t, k] * (act(x[t] @ W_up[e]^T + b_up[e]) @ W_down[e] + b_down[e])``, or with ``weight_on_input``
 ``out[t] = sum_k act(s[t, k] * x[t] @ W_up[e]^T + b_up[e]) @ W_down[e] + b_down[e]``. Rounds where the two ops round:
-output and gradients equal theirs bit for bit on CPU.
+output and gradients equal theirs bit for bit in eager code on CPU.
 
 Args:
     x_TD: tokens. Shape [T, D], bf16, fp16, fp32, or fp64 on CPU; T may be 0.
@@ -181,7 +181,8 @@ Args:
     weight_on_input: the routing weights scale an expert's input instead of its output.
 
 Returns:
-    out_TD in token order, dtype of x. No [N, G, F] buffer exists in forward. Two runs agree bit for bit.
+    out_TD in token order, dtype of x. No [N, G, F] buffer exists in forward; on CPU one of a block of experts, at most some
+    hundred thousand numbers unless they are of one expert. Two runs agree bit for bit.
 
 Raises:
     ValueError, TypeError: an argument breaks one of the rules above.

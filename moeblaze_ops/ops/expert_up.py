@@ -146,5 +146,8 @@ Returns:
     a_NF: activation in expert order, not differentiable (``expert_down`` takes h to differentiate); [0, F] for identity.
 
 Raises:
-    ValueError, TypeError: an argument breaks one of the rules above. Accumulates in fp32 (fp64 for fp64).
+    ValueError, TypeError: an argument breaks one of the rules above.
+
+Numerics: accumulates in fp32 (fp64 for fp64). Two runs agree bit for bit; on CPU eager and compiled code, whose activation is
+Inductor's, may differ in the last bits of a.
 """

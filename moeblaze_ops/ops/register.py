@@ -32,6 +32,9 @@ LAUNCHERS: dict[torch._ops.OpOverload, Callable[[], Callable]] = {}
 PACKAGED: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 """What code of AOTInductor calls in place of an op with lists: it hands over None for an empty list."""
 
+ON_CPU: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+"""What Inductor's code calls on a CPU in place of an op: its implementation, of arguments that were checked as fakes."""
+
 OVERWRITING: dict[torch._ops.OpOverload, tuple[int, Callable[[], Callable]]] = {}
 """Of an op that can write a result over an argument: the argument's position, and a launcher that does so."""
 
@@ -39,6 +42,7 @@ _on_trace: list[Callable[[], None]] = []
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _packaged = torch.library.Library(f"{NAMESPACE}_packaged", "FRAGMENT")
+_on_cpu = torch.library.Library(f"{NAMESPACE}_cpu", "FRAGMENT")
 _WITHOUT_STRIDES = ("Sparse", "SparseCsr", "NestedTensor", "Quantized")
 _OTHERS = ("MkldnnCPU", "MPS", "XPU", "XLA", "HPU", "PrivateUse1")
 _REFUSED = (*(kind + device for kind in _WITHOUT_STRIDES for device in ("CPU", "CUDA")), *_OTHERS)
@@ -95,6 +99,7 @@ def register_op(
             one that writes a result over it.
     """
     launcher = launcher or _launcher_of(kernel)
+    unchecked_fake, unchecked_cpu = fake, cpu
     if check is not None:
         fake, cpu, launcher = _checked(name, check, fake), _checked(name, check, cpu), _checked_later(name, check, launcher)
     # Without these tags Inductor may hand an op other strides than its fake implementation saw.
@@ -109,6 +114,7 @@ def register_op(
         _library.impl(name, _refusal(op), key)
     if inline:
         LAUNCHERS[op] = lambda: with_experts_joined(op, launcher(), copied)
+        _define_on_cpu(name, schema, op, unchecked_fake, unchecked_cpu)
     if overwriting is not None:
         position, overwriting_launcher = overwriting
         if check is not None:
@@ -163,6 +169,14 @@ def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
     _packaged.define(f"{name}{arguments.replace('[] ', '[]? ')}{arrow}{results}", tags=_TAGS)
     _packaged.impl(name, call, "CompositeImplicitAutograd")
     PACKAGED[op] = getattr(torch.ops.moeblaze_packaged, name).default
+
+
+def _define_on_cpu(name: str, schema: str, op: torch._ops.OpOverload, fake: Callable, cpu: Callable) -> None:
+    """Define the twin of ``op`` for compiled code, where autograd, autocast and the checks of arguments are behind us."""
+    _on_cpu.define(f"{name}{schema}", tags=_TAGS)
+    torch.library.register_fake(f"{NAMESPACE}_cpu::{name}", with_experts_joined(op, fake, empty_joined), lib=_on_cpu)
+    _on_cpu.impl(name, with_experts_joined(op, cpu, OneByOne, check=False), "CPU")
+    ON_CPU[op] = getattr(torch.ops.moeblaze_cpu, name).default
 
 
 def _announced(fake: Callable) -> Callable:

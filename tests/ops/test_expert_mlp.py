@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.cpu import rows
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 from tests.tools.fakecuda import launches, shadow_backend
 from tests.tools.op_harness import assert_one_graph_for_several_token_counts, detach, step
@@ -140,8 +141,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_buffer_of_all_rows_exists_in_forward():
+def test_no_buffer_of_all_rows_exists_in_forward(monkeypatch):
     torch.manual_seed(8)
+    monkeypatch.setattr(rows, "_BLOCK_NUMBERS", 1)
     layer = make_layer(requires_grad=False, sizes=(5, 2, 8, 16))
     N, (_, G, F, _) = layer.weights_TK.numel(), layer.w_up[0].shape
     with torch.no_grad(), LargestTensor() as largest:

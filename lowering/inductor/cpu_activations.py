@@ -1,0 +1,74 @@
+"""What ops do on a CPU between their products, as ATen functions that Inductor fuses to one pass over the rows.
+
+In eager code each function of an activation and of its derivative is a pass of its own. Here the products alone are called;
+they are those of ``expert_up`` without an activation, as the gradient of an activation is dout times a transposed weight.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.arguments.activations import IDENTITY, activate, activation_gradient
+
+_ops = torch.ops.moeblaze_cpu
+
+
+def expert_up(
+    x_TD: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    h_NGF, a_NF = _ops.expert_up(x_TD, w_up, b_up, weights_TK, *routing, IDENTITY)
+    return h_NGF, a_NF if activation == IDENTITY else activate(h_NGF, activation)
+
+
+def expert_down_backward(
+    dout_TD: Tensor,
+    h_NGF: Tensor,
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    da_N1F, _ = _ops.expert_up(dout_TD, [w.unsqueeze(1) for w in w_down], [], None, *routing, IDENTITY)
+    wide = torch.promote_types(h_NGF.dtype, torch.float32)
+    da_NF, a_NF = da_N1F[:, 0].to(wide), activate(h_NGF, activation)
+    if weights_TK is None:
+        dweights_TK = torch.empty(0, positions_TK.shape[1])
+        return activation_gradient(da_NF, h_NGF, activation), dweights_TK, a_NF.contiguous()
+    dscale_N = (da_NF * a_NF).sum(1)
+    used_TK = positions_TK >= 0
+    dscale_TK = dscale_N[positions_TK.clamp(min=0).long()]
+    if b_down:
+        dscale_TK = dscale_TK + _bias_shares(dout_TD.to(wide), b_down, offsets_E1, positions_TK)
+    dweights_TK = torch.where(used_TK, dscale_TK, 0).to(weights_TK.dtype)
+    weights_N = weights_TK.reshape(-1)[slots_N.clamp(min=0).long()].to(wide)
+    scale_N1 = torch.where(slots_N >= 0, weights_N, 0).unsqueeze(1)
+    dh_NGF = activation_gradient(da_NF * scale_N1, h_NGF, activation)
+    return dh_NGF, dweights_TK, (a_NF * scale_N1).to(h_NGF.dtype)
+
+
+def _bias_shares(dout_TD: Tensor, b_down: list[Tensor], offsets_E1: Tensor, positions_TK: Tensor) -> Tensor:
+    """``<dout[t], b[e]>`` for each token t and each of its experts e."""
+    experts_TK = torch.searchsorted(offsets_E1[1:], positions_TK.clamp(min=0), right=True)
+    return (dout_TD @ torch.cat(b_down).to(dout_TD.dtype).t()).gather(1, experts_TK)
+
+
+IMPLEMENTATIONS: dict[torch._ops.OpOverload, Callable] = {
+    torch.ops.moeblaze.expert_up.default: expert_up,
+    torch.ops.moeblaze.expert_down_backward.default: expert_down_backward,
+}
+"""By op: takes its arguments, experts stored apart as they are, and returns its results."""
