@@ -48,6 +48,11 @@ def _is_hit(view: GraphView, hits: Any, expert: int) -> Value:
     return selected(view, mask, 0, expert)
 
 
+@form("hit_number")
+def _hit_number(view: GraphView, hits: Any, expert: int) -> Value:
+    return full(view, expert, output_shape(view), output_dtype(view))
+
+
 @form("masked_fill")
 def _masked_fill(view: GraphView, x: Any, mask: Any, value: Any) -> Value:
     return _chosen(view, mask, value, x)

@@ -43,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
-from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, watch_calls
+from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, known_number, watch_calls
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
@@ -145,7 +145,7 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
-        if instruction.opname == "GET_ITER" and (iterator := iterator_over(_realized(tx.stack[-1]))) is not None:
+        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
             tx.stack[-1], tx.instruction_pointer = iterator, at + 1
             return True
         if instruction.opname == "CONTAINS_OP" and isinstance(_realized(tx.stack[-1]), Hits):
@@ -153,7 +153,7 @@ class Branches:
         if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
             return self._round(tx, at, instruction, original)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _realized(tx.stack[-1])
+            condition = tx.stack[-1] = _known(_realized(tx.stack[-1]))
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         if not self.longer:
@@ -331,6 +331,12 @@ def _concatenates(variable: Variable | None) -> bool:
 
 def _realized(variable: Variable) -> Variable:
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+
+
+def _known(variable: Variable) -> Variable:
+    """A condition on elements of hits alone, such as ``e == 2`` in the round of an expert, as the flag that it is."""
+    number = known_number(variable)
+    return variable if number is None else ConstantVariable.create(bool(number))
 
 
 def _depends_on_data(variable: Variable) -> bool:
