@@ -9,6 +9,7 @@ of all that is another tensor afterwards, are what they were before, once everyt
         out += 1
 """
 
+import copy
 import math
 from dataclasses import dataclass, field
 
@@ -72,6 +73,13 @@ def _write_to_hits(view: GraphView) -> fx.Node | None:
     return next((write for write, target in view.all_writes() if view.position[write] > first.get(target, math.inf)), None)
 
 
+def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` that does the work of each branch: what the program computes, where the branches can be discharged."""
+    taken = copy.deepcopy(gm)
+    _erase(taken.graph)
+    return taken
+
+
 def _erase(graph: fx.Graph) -> None:
     """Drop the markers, what stands on the sides without work, and what only the conditions read."""
     markers = (branch_forks, branch_begins, branch_ends)
@@ -86,6 +94,9 @@ def _erase(graph: fx.Graph) -> None:
         read.update(other for other in node.all_input_nodes if other.target not in markers)
         if node not in other:
             graph.erase_node(node)
+    for node in graph.nodes:  # elements of hits, and what is made of them alone
+        if node.target is hit_number or (node.all_input_nodes and read.issuperset(node.all_input_nodes)):
+            read.add(node)
     for node in reversed(list(graph.nodes)):
         if node._erased:
             continue

@@ -145,6 +145,8 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
+        if instruction.opname == "WITH_EXCEPT_START" and self.age:
+            raise Declined("an error is raised in a block")
         if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
             tx.stack[-1], tx.instruction_pointer = iterator, at + 1
             return True

@@ -123,7 +123,7 @@ def known_number(variable: VariableTracker) -> int | None:
     if type(variable) is not TensorVariable:
         return None
     fake, node = fake_value(variable), variable.as_proxy().node
-    if fake.is_floating_point() or fake.numel() != 1 or (chain := _chain(node)) is None or _is_written(chain):
+    if fake.is_floating_point() or (chain := _chain(node)) is None or not all(isinstance(n, int) and n == 1 for n in fake.shape) or _is_written(chain):
         return None
     copies, graph = {}, fx.Graph()
     for step in sorted(chain):

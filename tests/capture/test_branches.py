@@ -3,7 +3,10 @@
 Each program is a loop over experts whose guarded body moves something that no tensor shows, or changes ids behind a helper.
 """
 
+import ast
+import code
 import itertools
+import linecache
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
+import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
@@ -444,11 +448,43 @@ class FromText(Layer):
 """
 
 
-def test_code_without_a_source_file():
+def _from_a_text() -> dict:
     found = dict(globals())
     exec(SOURCE, found)
-    layer, x = found["FromText"](None), torch.randn(T, D)
+    return found
+
+
+def _from_a_notebook() -> dict:
+    """A cell is compiled statement by statement, and its file is known to the cache of lines alone."""
+    found, name = dict(globals()), "<ipython-input-1-0123456789ab>"
+    linecache.cache[name] = len(SOURCE), None, SOURCE.splitlines(keepends=True), name
+    for statement in ast.parse(SOURCE).body:
+        exec(compile(ast.Module([statement], []), name, "exec"), found)
+    return found
+
+
+def _from_a_prompt() -> dict:
+    console = code.InteractiveConsole(dict(globals()))
+    for line in SOURCE.splitlines():
+        console.push(line)
+    console.push("")
+    return console.locals
+
+
+@pytest.mark.parametrize("define", [_from_a_text, _from_a_notebook, _from_a_prompt], ids=lambda f: f.__name__)
+def test_code_without_a_source_file(define):
+    layer, x = define()["FromText"](None), torch.randn(T, D)
     layer.penalty[[1, 3]] = -1000.0
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x), atol=1e-6, rtol=1e-5)
+    assert len(rewritten_in(records)) == 1
+    explained = moeblaze_ops.explain(layer, x).candidates
+    assert [entry.became for entry in explained] == ["expert_up(relu) -> expert_down"] and explained[0].kept_before
+
+
+def test_first_run_of_a_proven_branch_is_verified(monkeypatch):
+    monkeypatch.setattr(moeblaze_ops.config, "verify", "first")
+    layer, x = _from_a_text()["FromText"](None), torch.randn(T, D)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x), atol=1e-6, rtol=1e-5)
     assert len(rewritten_in(records)) == 1

@@ -60,6 +60,16 @@ class Layer:
     parameters: list[tuple[str, str]] = field(default_factory=list)
     expert: list[str] = field(default_factory=list)  # body of ``expert(self, e, x)``
     body: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)  # last lines of ``__init__``
+    definitions: list[str] = field(default_factory=list)  # of the module
+    decorator: str = ""  # of ``forward``
+    calls: int = 1  # before the second one, the module is told to evaluate and its parameters are changed
+    hidden: list[str] = field(default_factory=list)  # what is written in a way that hides it
+
+    def define(self, lines: tuple[str, ...]) -> None:
+        """Have ``lines`` once in the module."""
+        if lines and lines[0] not in self.definitions:
+            self.definitions += [*lines, "", ""]
 
     @property
     def source(self) -> str:
@@ -70,14 +80,17 @@ class Layer:
             kinds = [("up", f"D, H{up}"), ("down", f"H, D{down}"), *([("gate", f"D, H{up}")] if self.gated else [])]
             parts = ", ".join(f"{name}=nn.Linear({sizes})" for name, sizes in kinds)
             made.append(f"self.experts = nn.ModuleList(nn.ModuleDict(dict({parts})) for _ in range(E))")
+        made += ["self.seen, self.log = 0, []", "self.register_buffer('loads', torch.zeros(E))", *self.made]
         method = ["", "    def expert(self, e, x):", *indented(self.expert, 2)] if self.expert else []
         lines = [
-            "import torch", "import torch.nn.functional as F", "from torch import nn",
+            "import collections", "import functools", "import itertools", "", "import torch", "import torch.nn.functional as F",
+            "from torch import nn", "",
             "from tests.corpus.zoo.catalogue import grouped_mm_fallback", "",
             f"T, E, K, D, H = {_product(self.shape)}, {self.E}, {self.K}, {self.D}, {self.H}", "", "",
             *(_PRODUCTS if self.family == "sorted" else ()),
-            "class MoE(nn.Module):", "    def __init__(self):", "        super().__init__()",
-            *indented(made, 2), *method, "", "    def forward(self, x):", *indented(self.body, 2), "", "",
+            *self.definitions, "class MoE(nn.Module):", f"    calls = {self.calls}", "",
+            "    def __init__(self):", "        super().__init__()", *indented(made, 2), *method, "",
+            *([f"    {self.decorator}"] if self.decorator else ()), "    def forward(self, x):", *indented(self.body, 2), "", "",
             "def inputs():", f"    return torch.randn({', '.join(map(str, (*self.shape, self.D)))})", "",
         ]  # fmt: skip
         return "\n".join(lines)

@@ -64,7 +64,7 @@ REPLACEMENTS = (
         "torch.where(scores > 0.5, scores, 0.0)", "scores.softmax(-1)", "F.softmax(logits, -1)",
     )),
     (r"dim=-1", ("dim=0",)),
-    (r"\bK\b", ("1", "K - 1", "E")),
+    (r"\bK\b", ("1", "max(1, K - 1)", "E")),
     (r"K, dim=-1", ("K, dim=-1, largest=False", "K, dim=-1, sorted=False")),
     (r"zeros_like", ("ones_like",)),
     (r"\bcounts\b(?! =)", ("counts[::-1]", "counts.flip(0)", "counts.to(torch.int8)", "(counts + 1)", "counts.bfloat16()")),

@@ -1,7 +1,8 @@
 """Random layers, with and without a change that makes them another function, through the rewrite.
 
-Three properties: a rewritten graph computes what eager computes, outputs and all gradients, changed or not; an
-unchanged layer is rewritten, as one layer; the rewrite raises nothing that compiling without it does not raise.
+Three properties: a compiled layer does what eager does, in outputs and their strides, all gradients, buffers and the state of
+Python, changed or not; an unchanged layer that hides nothing is rewritten, as one layer; the rewrite raises nothing that
+compiling without it does not raise.
 
     python tests/corpus/fuzz/run.py --seeds 0:10000 --jobs 16 --json fuzz.json
     python tests/corpus/fuzz/run.py --seeds 0: --seconds 3600
@@ -11,6 +12,7 @@ Every failing seed is printed with a program that shows it, and ``--show SEED`` 
 
 import argparse
 import copy
+import inspect
 import itertools
 import json
 import linecache
@@ -39,13 +41,14 @@ from moeblaze_ops import config  # noqa: E402
 from moeblaze_ops.lowering.rewrite.rewrite import Candidate  # noqa: E402
 from moeblaze_ops.lowering.router import match_router  # noqa: E402
 from tests.corpus.fuzz.grammar import draw  # noqa: E402
+from tests.corpus.fuzz.hidden import deceive, hide  # noqa: E402
 from tests.corpus.fuzz.layer import Layer  # noqa: E402
 from tests.corpus.fuzz.modes import Kinked, TopkOfTies  # noqa: E402
 from tests.corpus.fuzz.mutations import mutate  # noqa: E402
 from tests.tools.rewrite_harness import rewritten_in  # noqa: E402
 
 AS_EXPECTED = ("rewritten", "compile differs", "tied scores", "rounded at a kink")  # of unchanged layers
-UNCHANGED = 0.35
+UNCHANGED, HIDDEN, AGAIN = 0.35, 0.4, 0.15  # shares of the seeds
 # Of the largest value. fp64 programs with fp32 scores are held to those of fp32.
 NOISE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-6}
 AMPLIFIED = 8  # errors of two orders of summation, as multiples of what eager itself is off by
@@ -74,7 +77,8 @@ class Case:
             f'if __name__ == "__main__":\n    from tests.corpus.fuzz.run import check\n    torch.manual_seed({self.seed})\n'
             f"    print(check(MoE().to(torch.{self.layer.dtype}), inputs().to(torch.{self.layer.dtype})))\n"
         )
-        return f"# seed {self.seed}: {self.change or 'unchanged'}\n{self.layer.source}\n\n{checks}"
+        kind = f"{self.change or 'unchanged'}{', hidden' if self.layer.hidden else ''}"
+        return f"# seed {self.seed}: {kind}\n{self.layer.source}\n\n{checks}"
 
 
 @dataclass
@@ -119,11 +123,16 @@ def case_of(seed: int) -> Case:
     """The program of a seed; changes that eager does not run are drawn again."""
     rng = random.Random(seed)
     layer = draw(rng)
+    if rng.random() < HIDDEN:
+        hidden = copy.deepcopy(layer)
+        hide(hidden, rng)
+        layer = hidden if _runs(Case(seed, hidden)) else layer
+    layer.calls += rng.random() < AGAIN
     if rng.random() < UNCHANGED:
         return Case(seed, layer)
     for _ in range(20):
         changed = copy.deepcopy(layer)
-        change = mutate(changed, rng)
+        change = rng.choice((mutate, mutate, deceive))(changed, rng)
         case = Case(seed, changed, change)
         if change and _runs(case):
             return case
@@ -157,8 +166,6 @@ def check(module: nn.Module, x: Tensor) -> Outcome:
             actual = _compiled(module, x, train, backend)
     except Exception as error:
         return _raised(module, x, train, backend.error or error, in_rewrite=backend.error is not None)
-    if not backend.rewritten:
-        return Outcome("declined", detail=", ".join(f"{c.reason} ({c.detail})" for c in backend.candidates) or "no candidate")
     wrong = _difference(module, x, train, actual, expected)
     if wrong and _difference(module, x, train, _compiled(module, x, train, aot_eager), expected):
         return Outcome("compile differs", detail=wrong)
@@ -166,6 +173,9 @@ def check(module: nn.Module, x: Tensor) -> Outcome:
         return Outcome("tied scores", detail=wrong)
     if wrong and x.dtype.itemsize < 4 and _kinks(module, x) and not check(module.double(), x.double()).failure:
         return Outcome("rounded at a kink", detail=wrong)
+    if not backend.rewritten:
+        reasons = ", ".join(f"{c.reason} ({c.detail})" for c in backend.candidates)
+        return Outcome("declined", "wrong" if wrong else "", wrong or reasons or "no candidate")
     status = f"rewritten{'' if len(backend.rewritten) == 1 else ' ' + str(len(backend.rewritten)) + ' times'}"
     return Outcome(status, "wrong" if wrong else "", wrong)
 
@@ -201,21 +211,42 @@ def _raised(module: nn.Module, x: Tensor, train: bool, error: Exception, *, in_r
 
 
 def _run(module: nn.Module, forward: Callable, x: Tensor, train: bool) -> dict[str, Tensor]:
-    """Outputs, gradients, and what became of the input and the parameters."""
+    """What one or two calls give and leave: outputs, their strides, gradients, the input, parameters, buffers, Python's state."""
     module = copy.deepcopy(module)
     grad_mode = torch.is_grad_enabled()
+    named: dict[str, Tensor] = {}
     try:
-        with torch.set_grad_enabled(train):
-            x = x.clone().requires_grad_(train)
-            out = forward(module, x)
-            outs = out if isinstance(out, tuple) else (out,)
-            named = {f"output {i}": o.detach().clone() for i, o in enumerate(outs)}
-            named |= {"input": x.detach()} | {f"value of {n}": p.detach().clone() for n, p in module.named_parameters()}
-            if train:
-                named |= _gradients(module, x, outs)
+        for call in range(getattr(module, "calls", 1)):
+            if call:
+                module.eval()
+                x = x.flip(-1)
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.mul_(-0.75)
+            named |= {f"{name}{' again' if call else ''}": t for name, t in _call(module, forward, x, train).items()}
     finally:
         torch.set_grad_enabled(grad_mode)
     return named
+
+
+def _call(module: nn.Module, forward: Callable, x: Tensor, train: bool) -> dict[str, Tensor]:
+    with torch.set_grad_enabled(train):
+        x = x.clone().requires_grad_(train)
+        out = forward(module, x)
+        outs = out if isinstance(out, tuple) else (out,)
+        named = {f"output {i}": o.detach().clone() for i, o in enumerate(outs)}
+        named |= {f"strides of output {i}": torch.tensor(_strides(o)) for i, o in enumerate(outs)}
+        if train:
+            named |= _gradients(module, x, outs)
+    named |= {"input": x.detach()} | {f"value of {n}": p.detach().clone() for n, p in module.named_parameters()}
+    named |= {f"value of {n}": b.clone() for n, b in module.named_buffers()}
+    state = getattr(module, "seen", 0), *getattr(module, "log", ())
+    return named | {"state of Python": torch.tensor(state)}
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that tell where elements are."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel())
 
 
 def _gradients(module: nn.Module, x: Tensor, outs: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -246,6 +277,8 @@ def _difference(
         value, reference = actual[name].double(), expected[name].double()
         if value.shape != reference.shape or actual[name].dtype != expected[name].dtype:
             return f"{name}: {actual[name].dtype}{list(value.shape)} for {expected[name].dtype}{list(reference.shape)}"
+        if name.startswith(("strides", "state")):
+            return f"{name}: {actual[name].tolist()} for {expected[name].tolist()}"
         if not reference.isfinite().all():
             continue
         # Gradients that cancel (of a single renormalised weight) are as inexact as those they are made of.
@@ -259,7 +292,7 @@ def _difference(
 
 
 def _source_dtypes(module: nn.Module) -> tuple[str, ...]:
-    code = module.__class__.forward.__code__
+    code = inspect.unwrap(module.__class__.forward).__code__
     return tuple("float" for name in code.co_names if name in ("float32", "float"))
 
 
@@ -280,7 +313,8 @@ def outcome_of(case: Case) -> Outcome:
     """The properties of one program."""
     module, x = case.build()
     outcome = check(module, x)
-    if not case.change and not outcome.failure and outcome.status not in AS_EXPECTED:
+    plain = not case.change and not case.layer.hidden
+    if plain and not outcome.failure and outcome.status not in AS_EXPECTED:
         return Outcome(outcome.status, "missed", outcome.detail)
     return outcome
 
@@ -292,6 +326,7 @@ class Result:
     seed: int
     family: str
     changed: bool
+    hidden: bool
     outcome: str
     detail: str
     seconds: float
@@ -312,7 +347,7 @@ def _result_of(seed: int) -> Result:
         print(f"FAILED seed {seed}: {outcome.failure}: {outcome.detail}\n{case.reproducer}", flush=True)
     said = outcome.failure or outcome.status
     seconds = round(time.process_time() - start, 3)
-    return Result(seed, case.layer.family, bool(case.change), said, outcome.detail[:500], seconds)
+    return Result(seed, case.layer.family, bool(case.change), bool(case.layer.hidden), said, outcome.detail[:500], seconds)
 
 
 def _seeds(text: str) -> Iterator[int]:
@@ -370,8 +405,9 @@ def main(arguments: list[str] | None = None) -> int:
     total = summary(results)
     if options.json:
         options.json.write_text(json.dumps(total, indent=2) + "\n")
-    for (family, changed, outcome), count in sorted(Counter((r.family, r.changed, r.outcome) for r in results).items()):
-        print(family, "changed" if changed else "unchanged", outcome, count)
+    kinds = Counter((r.family, r.changed, r.hidden, r.outcome) for r in results)
+    for (family, changed, hidden, outcome), count in sorted(kinds.items()):
+        print(family, "changed" if changed else "unchanged", *(["hidden"] if hidden else []), outcome, count)
     failures = [(result.seed, result.outcome) for result in results if result.failed]
     print(f"{len(results)} seeds, {total['seconds per seed']} s each, {len(failures)} failures: {failures}")
     return bool(failures)
