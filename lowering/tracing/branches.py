@@ -43,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
-from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, known_number, watch_calls
+from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, as_key, iterator_over, known_number, watch_calls
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
@@ -145,6 +145,8 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
+        if instruction.opname in _WRITES_TEXT:
+            self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
             raise Declined("an error is raised in a block")
         if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
@@ -164,6 +166,17 @@ class Branches:
         result = original(tx)
         self._check_uses(tx, instruction, before)
         return result
+
+    def _write_text(self, tx: Any, instruction: Any) -> None:
+        """Let a text have the number of a tensor without axes, as Python's has; of other tensors Dynamo knows no text."""
+        at = -2 if instruction.opname == "FORMAT_WITH_SPEC" or (instruction.opname == "FORMAT_VALUE" and instruction.arg & 4) else -1
+        written = _realized(tx.stack[at])
+        if isinstance(written, TensorVariable):
+            converted = instruction.opname == "CONVERT_VALUE" or (instruction.opname == "FORMAT_VALUE" and instruction.arg & 3)
+            number = None if converted else as_key(written)
+            if not isinstance(number, ConstantVariable):
+                raise Declined("a tensor is written into a text")
+            tx.stack[at] = number
 
     def _asks_hits(self, tx: Any, at: int, instruction: Any) -> bool:
         """Whether a number is among those of the experts that have tokens, or is not."""
@@ -324,6 +337,9 @@ class Branches:
         if seen is not None and not is_moved and not (name.startswith("CALL") and follows):
             # The source may show more: that the list is as long as it seems where it has any part.
             raise Declined(f"{seen[1].line}: a list would be longer, which line {_line(tx, instruction)} sees")
+
+
+_WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 
 
 def _concatenates(variable: Variable | None) -> bool:

@@ -187,10 +187,10 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     return None
 
 
-def _as_key(variable: VariableTracker) -> VariableTracker:
-    """A subscript of a tensor or a list, with numbers for elements of hits, which select the same."""
+def as_key(variable: VariableTracker) -> VariableTracker:
+    """A subscript of a tensor or a list, with numbers for elements of hits without axes, which select the same."""
     if type(variable) is TupleVariable:
-        items = [_as_key(item) for item in variable.items]
+        items = [as_key(item) for item in variable.items]
         changed = any(one is not other for one, other in zip(items, variable.items, strict=True))
         return TupleVariable(items) if changed else variable
     if isinstance(variable, LazyVariableTracker):
@@ -211,18 +211,18 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
             if (found := handled(tx, self.fn, args)) is not None:
                 return found
             if self.fn is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
-                args = [args[0], _as_key(args[1])]
+                args = [args[0], as_key(args[1])]
         return call_builtin(self, tx, args, kwargs)
 
     def with_numbers(self, tx, name, args, kwargs):
         if is_on() and type(self) is TensorVariable:
             if name == "tolist" and (found := _hits_in(self)) is not None and fake_value(self).dim() == 1:
                 return found
-            if name in ("item", "tolist") and not args and (number := known_number(self)) is not None:
-                if name == "item" or fake_value(self).dim() == 0:
+            if name in ("item", "tolist", "__index__", "__int__") and not args and (number := known_number(self)) is not None:
+                if name != "tolist" or fake_value(self).dim() == 0:
                     return ConstantVariable.create(number)
         if is_on() and name in ("__getitem__", "__setitem__"):
-            args = [_as_key(args[0]), *args[1:]]
+            args = [as_key(args[0]), *args[1:]]
         return call_method(self, tx, name, args, kwargs)
 
     BuiltinVariable.call_function, TensorVariable.call_method = with_hits, with_numbers
