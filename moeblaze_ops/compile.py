@@ -290,7 +290,6 @@ def _verifying(backend: Callable, asked_for: Callable) -> Callable:
 
     def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
         from moeblaze_ops.comparison import verified_at_first
-
         from moeblaze_ops.lowering.obligations.branches import always_taken
 
         captured, before = always_taken(gm), torch_internals.counters["moeblaze"]["rewritten"]

@@ -31,9 +31,10 @@ def prove_region(
     view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None = None
 ) -> Region:
     """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
-    above = set().union(*(dependencies(view, n) for n in (*operands, *([base] if base else []))))
-    # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
+    filled = _writes_to(view, operands - buffer, root)
+    above = set().union(*(dependencies(view, n) for n in (*operands, *filled, *([base] if base else []))))
+    # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
     nodes = {n for n in dependencies(view, root, frozenset(above - buffer)) - above if n.op not in ("placeholder", "get_attr")}
     computed = _computed(view, nodes)
     carriers = _carriers(view, root, nodes)
@@ -51,6 +52,15 @@ def prove_region(
         prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
     ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
     return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
+
+
+def _writes_to(view: GraphView, operands: frozenset[fx.Node], root: fx.Node) -> list[fx.Node]:
+    """What writes to operands, by whatever alias, before ``root``, where they are read in its place.
+
+        chosen = ids.clone(); chosen.view(-1)[0] = 1        the write stays
+    """
+    memory = {alias for node in operands for alias in view.aliases(node)}
+    return [node for node, target in view.all_writes() if target in memory and view.position[node] < view.position[root]]
 
 
 def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:

@@ -323,3 +323,42 @@ def test_writes_of_every_kind_are_seen(write, add_into):
     with torch.no_grad():
         run, _ = compiled(layer)
         torch.testing.assert_close(run(x), layer(x))
+
+
+def first_id_is_the_last(flat, weights, x):
+    flat[0] = flat[-1]
+
+
+def first_id_is_filled(flat, weights, x):
+    flat.view(-1, 2)[:1].fill_(1)
+
+
+def first_weights_are_others(flat, weights, x):
+    weights.view(-1)[0] = weights[-1, 0]
+
+
+def first_token_is_another(flat, weights, x):
+    x.view(-1)[: zoo.D] = x[-1]
+
+
+def written_by_an_alias(write):
+    """Ids, weights and tokens in memory of their own, written to after they were made, and before experts store rows of slots."""
+
+    def combine(self, x, weights, ids):
+        x, weights, ids = x.clone(), weights.clone(), ids.clone()
+        flat = ids.view(-1)
+        write(flat, weights, x)
+        rows = x.repeat_interleave(ids.shape[1], 0)
+        y = torch.empty_like(rows)
+        for e in range(self.E):
+            rows_e = rows[flat == e]
+            y[flat == e] = (F.silu(rows_e @ self.w1[e]) * (rows_e @ self.w3[e])) @ self.w2[e]
+        return (y.view(x.shape[0], ids.shape[1], -1) * weights[..., None]).sum(1)
+
+    return combine
+
+
+@pytest.mark.parametrize("write", [first_id_is_the_last, first_id_is_filled, first_weights_are_others, first_token_is_another])
+def test_what_writes_to_operands_stays(write):
+    layer = zoo.StackedMoE(written_by_an_alias(write), "split")
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D)).rewritten) == 1
