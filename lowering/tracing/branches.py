@@ -169,11 +169,12 @@ class Branches:
 
     def _write_text(self, tx: Any, instruction: Any) -> None:
         """Let a text have the number of a tensor without axes, as Python's has; of other tensors Dynamo knows no text."""
-        at = -2 if instruction.opname == "FORMAT_WITH_SPEC" or (instruction.opname == "FORMAT_VALUE" and instruction.arg & 4) else -1
+        flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
+        at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
         written = _realized(tx.stack[at])
         if isinstance(written, TensorVariable):
-            converted = instruction.opname == "CONVERT_VALUE" or (instruction.opname == "FORMAT_VALUE" and instruction.arg & 3)
-            number = None if converted else as_key(written)
+            is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
+            number = written if is_converted else as_key(written)
             if not isinstance(number, ConstantVariable):
                 raise Declined("a tensor is written into a text")
             tx.stack[at] = number

@@ -123,7 +123,8 @@ def known_number(variable: VariableTracker) -> int | None:
     if type(variable) is not TensorVariable:
         return None
     fake, node = fake_value(variable), variable.as_proxy().node
-    if fake.is_floating_point() or (chain := _chain(node)) is None or not all(isinstance(n, int) and n == 1 for n in fake.shape) or _is_written(chain):
+    chain = None if fake.is_floating_point() else _chain(node)
+    if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or _is_written(chain):
         return None
     copies, graph = {}, fx.Graph()
     for step in sorted(chain):
@@ -201,6 +202,9 @@ def as_key(variable: VariableTracker) -> VariableTracker:
     return variable if number is None else ConstantVariable.create(number)
 
 
+_ASK_NUMBERS = ("item", "__index__", "__int__")
+
+
 def watch_calls(is_on: Callable[[], bool]) -> None:
     """Let what makes lists of numbers, asks them, and asks tensors for their number, do what is said above while ``is_on``."""
     call_builtin, call_method = BuiltinVariable.call_function, TensorVariable.call_method
@@ -218,9 +222,9 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
         if is_on() and type(self) is TensorVariable:
             if name == "tolist" and (found := _hits_in(self)) is not None and fake_value(self).dim() == 1:
                 return found
-            if name in ("item", "tolist", "__index__", "__int__") and not args and (number := known_number(self)) is not None:
-                if name != "tolist" or fake_value(self).dim() == 0:
-                    return ConstantVariable.create(number)
+            asks = name in _ASK_NUMBERS or (name == "tolist" and fake_value(self).dim() == 0)
+            if asks and not args and (number := known_number(self)) is not None:
+                return ConstantVariable.create(number)
         if is_on() and name in ("__getitem__", "__setitem__"):
             args = [as_key(args[0]), *args[1:]]
         return call_method(self, tx, name, args, kwargs)
