@@ -165,6 +165,47 @@ def stops_at_an_element(self, x, weights, ids):
     return out
 
 
+def number_of_the_round(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for i, e in enumerate(ids.unique()):
+        _add(self, out, x, weights, ids, e, i)
+    return out
+
+
+def scaled_by_the_round(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for i, e in enumerate(ids.unique().tolist()):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, i * self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def first_round_only(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for i, e in enumerate(ids.unique()):
+        if i == 0:
+            _add(self, out, x, weights, ids, e, e)
+    return out
+
+
+def drawn_before_the_loop(self, x, weights, ids):
+    out, rounds = torch.zeros_like(x), enumerate(ids.unique())
+    next(rounds)
+    for _, e in rounds:
+        _add(self, out, x, weights, ids, e, e)
+    return out
+
+
+def drawn_once_only(self, x, weights, ids):
+    """The second loop has no rounds."""
+    out, rounds = torch.zeros_like(x), enumerate(ids.unique())
+    for _, e in rounds:
+        _add(self, out, x, weights, ids, e, e)
+    for _, e in rounds:
+        _add(self, out, x, weights, ids, e, e)
+    return out
+
+
 def returns_in_the_loop(self, x, weights, ids):
     out = torch.zeros_like(x)
     for e in ids.unique():
@@ -218,4 +259,5 @@ NEAR_MISSES = (
     )),
     _looped(text_of_a_row, _rows_of_hits),
     hits_change_in_the_loop, asked_after_the_loop, last_element_is_read, stops_at_an_element, returns_in_the_loop,
+    number_of_the_round, scaled_by_the_round, first_round_only, drawn_before_the_loop, drawn_once_only,
 )  # fmt: skip
