@@ -26,7 +26,14 @@ import sympy
 import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import (
+    BaseListVariable,
+    ConstantVariable,
+    ConstDictVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TupleVariable,
+)
 from torch._dynamo.variables.base import (
     AttributeMutationNew,
     MutationType,
@@ -43,15 +50,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
-from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, as_key, iterator_over, known_number, watch_calls
+from moeblaze_ops.lowering.tracing.hit_loops import Declined, HitIterator, Hits, as_key, iterator_over, known_number, watch_calls
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
-
-
-class Declined(RuntimeError):
-    """A branch changes what the graph does not show, so that its work may not be done unasked."""
 
 
 @dataclass
@@ -145,6 +148,8 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
+        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Hits) for side in tx.stack[-2:]):
+            raise Declined("numbers that only the data tell are compared")
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
@@ -172,7 +177,7 @@ class Branches:
         flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
         at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
         written = _realized(tx.stack[at])
-        if isinstance(written, TensorVariable):
+        if isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Hits) and not written.is_python_constant():
             is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
             number = written if is_converted else as_key(written)
             if not isinstance(number, ConstantVariable):

@@ -37,6 +37,10 @@ from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
 from moeblaze_ops.lowering.torch_internals import fake_value
 
 
+class Declined(RuntimeError):
+    """A branch changes what the graph does not show, so that its work may not be done unasked."""
+
+
 class Hits(VariableTracker):
     """A list or a set of the numbers of the experts that have tokens; ``tensor`` holds them, in rising order."""
 
@@ -202,6 +206,7 @@ def as_key(variable: VariableTracker) -> VariableTracker:
     return variable if number is None else ConstantVariable.create(number)
 
 
+_MAKE_TEXT = (str, repr, ascii, format)
 _ASK_NUMBERS = ("item", "__index__", "__int__")
 
 
@@ -214,6 +219,8 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
             args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
             if (found := handled(tx, self.fn, args)) is not None:
                 return found
+            if any(isinstance(arg, Hits) for arg in args) or (self.fn in _MAKE_TEXT and not args[0].is_python_constant()):
+                raise Declined(f"{getattr(self.fn, '__name__', 'a function')} asks what only the data tell")
             if self.fn is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
                 args = [args[0], as_key(args[1])]
         return call_builtin(self, tx, args, kwargs)
@@ -229,4 +236,13 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
             args = [as_key(args[0]), *args[1:]]
         return call_method(self, tx, name, args, kwargs)
 
+    constant_method = ConstantVariable.call_method
+
+    def with_texts(self, tx, name, args, kwargs):
+        asked = (*args, *kwargs.values())
+        if is_on() and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
+            raise Declined("a text is made of what only the data tell")
+        return constant_method(self, tx, name, args, kwargs)
+
     BuiltinVariable.call_function, TensorVariable.call_method = with_hits, with_numbers
+    ConstantVariable.call_method = with_texts

@@ -102,6 +102,18 @@ def text_by_a_method(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, e, 0 if "{}".format(e) == "2" else e)  # noqa: UP032
 
 
+def text_of_a_tuple(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if f"{(e,)}" == "(2,)" else e)
+
+
+def text_by_str(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if str(e) == "tensor(2)" else e)
+
+
+def text_by_format(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if format(e) == "2" else e)
+
+
 def text_by_percent(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, e, 0 if "%d" % e == "2" else e)  # noqa: UP031
 
@@ -243,6 +255,7 @@ QUESTIONS = {
     "is_itself": lambda used: used is used,
     "index_of_a_number": lambda used: used.index(2) == 1 if 2 in used else False,
     "has_none": lambda used: None in used or 2.0 in used or True in used,
+    "equals_a_list_in_a_tuple": lambda used: (used, 1) == ([0, 2], 1),
     "equals_a_set": lambda used: set(used) == {0, 2},
     "all_and_any": lambda used: all(used) or any(used),
     "sum": lambda used: sum(used) == 6,
@@ -254,7 +267,8 @@ QUESTIONS = {
 NEAR_MISSES = (
     *(_asked(question, name) for name, question in QUESTIONS.items()),
     *map(_looped, (
-        among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_percent, written,
+        among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_percent, text_by_str,
+        text_by_format, text_of_a_tuple, written,
         written_through_a_view, remembered, type_of_the_element,
     )),
     _looped(text_of_a_row, _rows_of_hits),
