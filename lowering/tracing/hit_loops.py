@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
 from torch._dynamo.variables import (
     BaseListVariable,
     BuiltinVariable,
@@ -29,12 +28,11 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, storage_of, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of
+from moeblaze_ops.lowering.obligations.known_elements import known_element
 from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
-from moeblaze_ops.lowering.torch_internals import fake_value
 
 
 class Declined(RuntimeError):
@@ -74,7 +72,7 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     """The numbers of experts that a tensor of a length that only the data tell holds; None where it is not known to."""
     if type(variable) is not TensorVariable:
         return None
-    fake = fake_value(variable)
+    fake = fake_of(variable.as_proxy().node)
     in_a_row = fake.dim() == 1 or (fake.dim() == 2 and fake.shape[1] == 1)
     if not in_a_row or fake.dtype not in _INDICES or not free_unbacked_symbols(fake.shape[0]):
         return None
@@ -114,66 +112,9 @@ def _count(hits: Hits) -> int | None:
     return mask.shape[0] if mask is not None and isinstance(mask.shape[0], int) and mask.shape[0] <= _MOST_ROUNDS else None
 
 
-# Elements of tensors of hits.
-
-
 def known_number(variable: VariableTracker) -> int | None:
-    """The only element of a tensor that is made of elements of hits alone, in the round of an expert.
-
-        for e in hit:                           3 in the round of expert 3, which is done for no other
-            experts[e], (e + 1) % E             3 and 4
-            ids[e], e + offset                  not known: they are made of other tensors, too
-    """
-    if type(variable) is not TensorVariable:
-        return None
-    fake, node = fake_value(variable), variable.as_proxy().node
-    chain = None if fake.is_floating_point() else _chain(node)
-    if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or _is_written(chain):
-        return None
-    copies, graph = {}, fx.Graph()
-    for step in sorted(chain):
-        if step.target is hit_number:
-            hits = graph.placeholder(step.args[0].name)
-            hits.meta["example_value"] = step.args[0].meta["example_value"]
-            copies[step] = graph.call_function(hit_number, (hits, step.args[1]))
-        else:
-            copies[step] = graph.node_copy(step, copies.__getitem__)
-        copies[step].meta["example_value"] = step.meta["example_value"]
-    evaluator = Evaluator()
-    value = GraphView(graph, TABLE, numbers_only=True).value(copies[node])
-    try:
-        element = evaluator.element(value, (evaluator.algebra.zero,) * len(value.shape))
-    except Unroll:
-        return None
-    return int(element.args[0]) if element.kind == "const" else None
-
-
-_LONGEST_CHAIN = 16
-
-
-def _chain(node: fx.Node) -> set[fx.Node] | None:
-    """The operators that make a tensor from elements of hits, and these; None where it is made of anything else."""
-    chain: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        step = stack.pop()
-        if step in chain:
-            continue
-        chain.add(step)
-        if step.target is not hit_number:
-            if len(chain) > _LONGEST_CHAIN or step.op not in ("call_function", "call_method") or not step.all_input_nodes:
-                return None
-            stack.extend(step.all_input_nodes)
-    return chain
-
-
-def _is_written(chain: set[fx.Node]) -> bool:
-    """Whether something writes to memory of these nodes."""
-    storages = {storage_of(node) for node in chain}
-    step = min(chain)
-    while step.op != "root" and not any(storage_of(written) in storages for written in written_nodes(step)):
-        step = step.next
-    return step.op != "root"
+    """The only element of a tensor that is made of elements of hits alone, in the round of an expert."""
+    return known_element(variable.as_proxy().node) if type(variable) is TensorVariable else None
 
 
 # What Dynamo asks of them.
@@ -200,7 +141,10 @@ def as_key(variable: VariableTracker) -> VariableTracker:
         return TupleVariable(items) if changed else variable
     if isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
-    if type(variable) is not TensorVariable or fake_value(variable).dim() > 0 or fake_value(variable).dtype not in _INDICES:
+    if type(variable) is not TensorVariable:
+        return variable
+    fake = fake_of(variable.as_proxy().node)
+    if fake.dim() > 0 or fake.dtype not in _INDICES:
         return variable
     number = known_number(variable)
     return variable if number is None else ConstantVariable.create(number)
@@ -227,9 +171,9 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
 
     def with_numbers(self, tx, name, args, kwargs):
         if is_on() and type(self) is TensorVariable:
-            if name == "tolist" and (found := _hits_in(self)) is not None and fake_value(self).dim() == 1:
+            if name == "tolist" and (found := _hits_in(self)) is not None and fake_of(self.as_proxy().node).dim() == 1:
                 return found
-            asks = name in _ASK_NUMBERS or (name == "tolist" and fake_value(self).dim() == 0)
+            asks = name in _ASK_NUMBERS or (name == "tolist" and fake_of(self.as_proxy().node).dim() == 0)
             if asks and not args and (number := known_number(self)) is not None:
                 return ConstantVariable.create(number)
         if is_on() and name in ("__getitem__", "__setitem__"):

@@ -110,9 +110,6 @@ def text_by_str(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, e, 0 if str(e) == "tensor(2)" else e)
 
 
-def text_by_format(self, out, x, weights, ids, e, seen):
-    _add(self, out, x, weights, ids, e, 0 if format(e) == "2" else e)
-
 
 def text_by_percent(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, e, 0 if "%d" % e == "2" else e)  # noqa: UP031
@@ -268,7 +265,7 @@ NEAR_MISSES = (
     *(_asked(question, name) for name, question in QUESTIONS.items()),
     *map(_looped, (
         among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_percent, text_by_str,
-        text_by_format, text_of_a_tuple, written,
+        text_of_a_tuple, written,
         written_through_a_view, remembered, type_of_the_element,
     )),
     _looped(text_of_a_row, _rows_of_hits),
