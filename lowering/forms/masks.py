@@ -36,8 +36,8 @@ def _unique(view: GraphView, ids: Any, *args: Any, **kwargs: Any) -> Value:
 
 def hit_mask(hits: Value) -> Value | None:
     """The mask of which ``hits`` has the places of the true elements, one axis of it at most; None where it has other numbers."""
-    while hits.op == "reshape" or (hits.op == "stack" and len(hits.args[0]) == 1):
-        hits = hits.args[0] if hits.op == "reshape" else hits.args[0][0]
+    while hits.op in ("reshape", "cast") or (hits.op == "stack" and len(hits.args[0]) == 1):
+        hits = hits.args[0][0] if hits.op == "stack" else hits.args[0]
     return hits.args[0] if hits.op == "nonzero" and len(hits.args[0].shape) == 1 else None
 
 
@@ -46,6 +46,11 @@ def _is_hit(view: GraphView, hits: Any, expert: int) -> Value:
     mask = hit_mask(tensor(hits))
     require(mask is not None and 0 <= expert < mask.shape[0], "an expert of a mask")
     return selected(view, mask, 0, expert)
+
+
+@form("hit_number")
+def _hit_number(view: GraphView, hits: Any, expert: int) -> Value:
+    return full(view, expert, output_shape(view), output_dtype(view))
 
 
 @form("masked_fill")

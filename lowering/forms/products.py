@@ -6,8 +6,10 @@
 import string
 from typing import Any
 
+import torch
+
 from moeblaze_ops.lowering.forms.pointwise import pointwise
-from moeblaze_ops.lowering.forms.views import axis, cast, form, output_dtype, require, tensor
+from moeblaze_ops.lowering.forms.views import axis, cast, form, full, output_dtype, require, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 
 
@@ -35,6 +37,24 @@ def _sum(view: GraphView, x: Any, *args: Any, axis: Any = None, **kwargs: Any) -
 @form("any")
 def _any(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return _summed("any", view, x, *args, **kwargs)
+
+
+@form("all")
+def _all(view: GraphView, x: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    """``not any(not x)``."""
+    require(output_dtype(view) == torch.bool, "a flag")
+    flags = cast(view, tensor(x), torch.bool)
+    some = view.make("any", _flags(view, "not", flags), _dims(flags, dim), keepdim)
+    return view.make("pointwise", "not", (some,), ())
+
+
+@form("count_nonzero")
+def _count_nonzero(view: GraphView, x: Any, dim: Any = None) -> Value:
+    return view.make("sum", _flags(view, "ne", tensor(x), full(view, 0, (), x.dtype)), _dims(x, dim), False)
+
+
+def _flags(view: GraphView, name: str, x: Value, *others: Value) -> Value:
+    return view.make("pointwise", name, (x, *others), (), shape=x.shape, dtype=torch.bool)
 
 
 @form("cumsum")

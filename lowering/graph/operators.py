@@ -83,8 +83,11 @@ def _is_own(function: Any) -> bool:
     if not isinstance(function, FunctionType) or root != "torch":
         return False
     found: Any = sys.modules.get(module)
-    for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
+    if "<locals>" in function.__qualname__:  # ``torch.unique``, which chooses between functions
+        found = getattr(found, function.__name__, None)
+    else:
+        for part in function.__qualname__.split("."):
+            found = getattr(found, part, None)
     return found is function and all(map(_is_written_in_torch, _unwrapped(function)))
 
 

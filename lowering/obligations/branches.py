@@ -10,6 +10,7 @@ of all that is another tensor afterwards, are what they were before, once everyt
 """
 
 import copy
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr, Size, size_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
 from moeblaze_ops.lowering.torch_internals import places
 
@@ -45,6 +46,8 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         if not begins:
             continue
         view = GraphView(graph, TABLE)
+        if (write := _write_to_hits(view)) is not None:
+            return Discharged(f"{_line(write)}: {_name(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:
             reason = _unproven(view, begin)
             if reason is not None:
@@ -56,6 +59,20 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         _erase(graph)
     result.work = {node for node in result.work if not node._erased}
     return result
+
+
+def _write_to_hits(view: GraphView) -> fx.Node | None:
+    """What writes to a tensor of hits after a loop over it has begun: elements are views of it.
+
+        for e in hit: e += 1                    found: it adds one to an element of ``hit``
+    """
+    begun: dict[fx.Node, int] = {}
+    for node, at in view.position.items():
+        if node.target is hit_number:
+            begun[node] = at
+            begun.setdefault(node.args[0], at)
+    first = {alias: at for node, at in begun.items() for alias in view.aliases(node)}
+    return next((write for write, target in view.all_writes() if view.position[write] > first.get(target, math.inf)), None)
 
 
 def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
@@ -79,6 +96,9 @@ def _erase(graph: fx.Graph) -> None:
         read.update(other for other in node.all_input_nodes if other.target not in markers)
         if node not in other:
             graph.erase_node(node)
+    for node in graph.nodes:  # elements of hits, and what is made of them alone
+        if node.target is hit_number or (node.all_input_nodes and read.issuperset(node.all_input_nodes)):
+            read.add(node)
     for node in reversed(list(graph.nodes)):
         if node._erased:
             continue

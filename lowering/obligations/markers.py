@@ -50,4 +50,11 @@ def is_hit(hits: Tensor, expert: int) -> Tensor:
     return (hits == expert).any()
 
 
-OURS.update((branch_forks, branch_begins, branch_ends, counts_below, rows_between, shared_with_host, is_hit))
+def hit_number(hits: Tensor, expert: int) -> Tensor:
+    """The element of ``hits`` that is the number of an expert which is among them: [] of hits [n], [1] of hits [n, 1]."""
+    return hits.new_full(hits.shape[1:], expert)
+
+
+OURS.update((
+    branch_forks, branch_begins, branch_ends, counts_below, rows_between, shared_with_host, is_hit, hit_number,
+))  # fmt: skip

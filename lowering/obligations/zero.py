@@ -37,7 +37,8 @@ def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
             return zero_if(algebra, e.args[1][0], not truth)
     if not truth:
         return e if _is_count(e) else None
-    negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), e))
+    terms = e.args if e.kind == "add" else [e]
+    negated = algebra.add(algebra.one, *(algebra.mul(algebra.const(-1), term) for term in terms))
     return negated if _is_count(negated) else None
 
 

@@ -26,7 +26,14 @@ import sympy
 import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import (
+    BaseListVariable,
+    ConstantVariable,
+    ConstDictVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TupleVariable,
+)
 from torch._dynamo.variables.base import (
     AttributeMutationNew,
     MutationType,
@@ -43,15 +50,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
-from moeblaze_ops.lowering.tracing.hit_loops import HitIterator, Hits, iterator_over, watch_calls
+from moeblaze_ops.lowering.tracing.hit_loops import Declined, HitIterator, Hits, as_key, iterator_over, known_number, watch_calls
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
-
-
-class Declined(RuntimeError):
-    """A branch changes what the graph does not show, so that its work may not be done unasked."""
 
 
 @dataclass
@@ -145,7 +148,13 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
-        if instruction.opname == "GET_ITER" and (iterator := iterator_over(_realized(tx.stack[-1]))) is not None:
+        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Hits) for side in tx.stack[-2:]):
+            raise Declined("numbers that only the data tell are compared")
+        if instruction.opname in _WRITES_TEXT:
+            self._write_text(tx, instruction)
+        if instruction.opname == "WITH_EXCEPT_START" and self.age:
+            raise Declined("an error is raised in a block")
+        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
             tx.stack[-1], tx.instruction_pointer = iterator, at + 1
             return True
         if instruction.opname == "CONTAINS_OP" and isinstance(_realized(tx.stack[-1]), Hits):
@@ -153,7 +162,7 @@ class Branches:
         if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
             return self._round(tx, at, instruction, original)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _realized(tx.stack[-1])
+            condition = tx.stack[-1] = _known(_realized(tx.stack[-1]))
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         if not self.longer:
@@ -162,6 +171,18 @@ class Branches:
         result = original(tx)
         self._check_uses(tx, instruction, before)
         return result
+
+    def _write_text(self, tx: Any, instruction: Any) -> None:
+        """Let a text have the number of a tensor without axes, as Python's has; of other tensors Dynamo knows no text."""
+        flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
+        at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
+        written = _realized(tx.stack[at])
+        if isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Hits) and not written.is_python_constant():
+            is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
+            number = written if is_converted else as_key(written)
+            if not isinstance(number, ConstantVariable):
+                raise Declined("a tensor is written into a text")
+            tx.stack[at] = number
 
     def _asks_hits(self, tx: Any, at: int, instruction: Any) -> bool:
         """Whether a number is among those of the experts that have tokens, or is not."""
@@ -324,6 +345,9 @@ class Branches:
             raise Declined(f"{seen[1].line}: a list would be longer, which line {_line(tx, instruction)} sees")
 
 
+_WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
+
+
 def _concatenates(variable: Variable | None) -> bool:
     function = vars(variable).get("value") if variable is not None else None
     return any(function is known for known in (torch.cat, torch.concat, torch.concatenate, torch.vstack))
@@ -331,6 +355,12 @@ def _concatenates(variable: Variable | None) -> bool:
 
 def _realized(variable: Variable) -> Variable:
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+
+
+def _known(variable: Variable) -> Variable:
+    """A condition on elements of hits alone, such as ``e == 2`` in the round of an expert, as the flag that it is."""
+    number = known_number(variable)
+    return variable if number is None else ConstantVariable.create(bool(number))
 
 
 def _depends_on_data(variable: Variable) -> bool:

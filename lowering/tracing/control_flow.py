@@ -114,10 +114,15 @@ class ControlFlow:
                 after = frozenset().union(*(found[i] for i in self.successors(at) if i != EXIT))
                 handler = self.instructions[at].exn_tab_entry
                 live = reads[at] | (after - writes[at])
-                live |= found[self.index_of[handler.target]] if handler else frozenset()
+                live |= found[self.index_of[handler.target]] if handler and not self._ends_with(handler) else frozenset()
                 if live != found[at]:
                     found[at], changed = live, True
         return found
+
+    def _ends_with(self, handler: Any) -> bool:
+        """Whether an error in a block is only told to its ``with``; one that this drops while tracing gives the attempt up."""
+        at = self.index_of[handler.target]
+        return [i.opname for i in self.instructions[at : at + 2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
 
 
 def _names(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:

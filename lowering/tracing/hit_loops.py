@@ -1,6 +1,6 @@
 """Loops over the experts that have tokens, traced as loops over all experts.
 
-    hit = ids.unique().tolist()                 the numbers of some of E experts: how many, only the data tell
+    hit = ids.unique()                          the numbers of some of E experts: how many, only the data tell
     for e in hit:                               E rounds, each of which is a branch on data: `is_hit(hit, e)`
         rows = torch.where(ids == e)[0]
         out[rows] += experts[e](x[rows])
@@ -14,15 +14,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, ListIteratorVariable, TensorVariable
+from torch._dynamo.variables import (
+    BaseListVariable,
+    BuiltinVariable,
+    ConstantVariable,
+    ListIteratorVariable,
+    RangeVariable,
+    TensorVariable,
+    TupleVariable,
+)
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView
-from moeblaze_ops.lowering.obligations.markers import is_hit
+from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of
+from moeblaze_ops.lowering.obligations.known_elements import known_element
+from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
+
+
+class Declined(RuntimeError):
+    """A branch changes what the graph does not show, so that its work may not be done unasked."""
 
 
 class Hits(VariableTracker):
@@ -54,26 +68,40 @@ class HitIterator(ListIteratorVariable):
         return self.hits._is_hit(tx, self.index) if self.index < len(self.items) else None
 
 
-def _hits_in(variable: TensorVariable) -> Hits | None:
+def _hits_in(variable: VariableTracker) -> Hits | None:
     """The numbers of experts that a tensor of a length that only the data tell holds; None where it is not known to."""
-    fake = variable.as_proxy().node.meta["example_value"]
-    integers = not fake.dtype.is_floating_point and fake.dtype != torch.bool
-    if fake.dim() != 1 or not integers or not free_unbacked_symbols(fake.shape[0]):
+    if type(variable) is not TensorVariable:
+        return None
+    fake = fake_of(variable.as_proxy().node)
+    in_a_row = fake.dim() == 1 or (fake.dim() == 2 and fake.shape[1] == 1)
+    if not in_a_row or fake.dtype not in _INDICES or not free_unbacked_symbols(fake.shape[0]):
         return None
     hits = Hits(variable)
     return None if _count(hits) is None else hits
 
 
-def iterator_over(variable: VariableTracker) -> HitIterator | None:
-    """What goes over all experts, where ``variable`` is a list of the numbers of some; None where it is not known to be.
+_INDICES = (torch.int64, torch.int32)
+"""What a tensor without axes selects one place by; one of bool or of bytes is a mask."""
 
-    It accepts ``for e in ids.unique().tolist()`` and refuses ``for e in ids.unique()``: a tensor is not its number, neither in a
-    set (``e in {2}``) nor in a text (``f"expert_{e}"``).
+
+def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
+    """What goes over all experts, where ``variable`` holds the numbers of some; None where it is not known to.
+
+    What a list of them gives are numbers. What a tensor gives are tensors, of which `known_number` knows the number.
     """
-    if not isinstance(variable, Hits) or variable.is_set:  # a set has an order of its own
-        return None
-    count = _count(variable)
-    return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
+    if isinstance(variable, Hits):
+        count = None if variable.is_set else _count(variable)  # a set has an order of its own
+        return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
+    hits = _hits_in(variable)
+    return None if hits is None else HitIterator(hits, [_element(tx, hits, e) for e in range(_count(hits) or 0)])
+
+
+def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", hit_number, (hits.tensor.as_proxy(), expert), {}))
+
+
+_MOST_ROUNDS = 512
+"""Experts of one loop; what has more places is a mask of tokens."""
 
 
 def _count(hits: Hits) -> int | None:
@@ -81,7 +109,15 @@ def _count(hits: Hits) -> int | None:
     node = hits.tensor.as_proxy().node
     view = GraphView(node.graph, TABLE, numbers_only=True)
     mask = hit_mask(view.value_at(node, len(view.position)))
-    return mask.shape[0] if mask is not None and isinstance(mask.shape[0], int) else None
+    return mask.shape[0] if mask is not None and isinstance(mask.shape[0], int) and mask.shape[0] <= _MOST_ROUNDS else None
+
+
+def known_number(variable: VariableTracker) -> int | None:
+    """The only element of a tensor that is made of elements of hits alone, in the round of an expert."""
+    return known_element(variable.as_proxy().node) if type(variable) is TensorVariable else None
+
+
+# What Dynamo asks of them.
 
 
 def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
@@ -92,19 +128,65 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return args[0].contains(tx, args[1])
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
+    if function is int and len(args) == 1 and (number := known_number(args[0])) is not None:
+        return ConstantVariable.create(number)
     return None
 
 
+def as_key(variable: VariableTracker) -> VariableTracker:
+    """A subscript of a tensor or a list, with numbers for elements of hits without axes, which select the same."""
+    if type(variable) is TupleVariable:
+        items = [as_key(item) for item in variable.items]
+        changed = any(one is not other for one, other in zip(items, variable.items, strict=True))
+        return TupleVariable(items) if changed else variable
+    if isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    if type(variable) is not TensorVariable:
+        return variable
+    fake = fake_of(variable.as_proxy().node)
+    if fake.dim() > 0 or fake.dtype not in _INDICES:
+        return variable
+    number = known_number(variable)
+    return variable if number is None else ConstantVariable.create(number)
+
+
+_MAKE_TEXT = (str, repr, ascii, format)
+_ASK_NUMBERS = ("item", "__index__", "__int__")
+
+
 def watch_calls(is_on: Callable[[], bool]) -> None:
-    """Let the functions that make lists of numbers, and ask them, do what `handled` says while ``is_on``."""
+    """Let what makes lists of numbers, asks them, and asks tensors for their number, do what is said above while ``is_on``."""
     call_builtin, call_method = BuiltinVariable.call_function, TensorVariable.call_method
 
     def with_hits(self, tx, args, kwargs):
-        found = handled(tx, self.fn, args) if is_on() and args and not kwargs else None
-        return call_builtin(self, tx, args, kwargs) if found is None else found
+        if is_on() and args and not kwargs:
+            args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
+            if (found := handled(tx, self.fn, args)) is not None:
+                return found
+            if any(isinstance(arg, Hits) for arg in args) or (self.fn in _MAKE_TEXT and not args[0].is_python_constant()):
+                raise Declined(f"{getattr(self.fn, '__name__', 'a function')} asks what only the data tell")
+            if self.fn is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
+                args = [args[0], as_key(args[1])]
+        return call_builtin(self, tx, args, kwargs)
 
-    def as_list(self, tx, name, args, kwargs):
-        found = _hits_in(self) if is_on() and name == "tolist" and type(self) is TensorVariable else None
-        return call_method(self, tx, name, args, kwargs) if found is None else found
+    def with_numbers(self, tx, name, args, kwargs):
+        if is_on() and type(self) is TensorVariable:
+            if name == "tolist" and (found := _hits_in(self)) is not None and fake_of(self.as_proxy().node).dim() == 1:
+                return found
+            asks = name in _ASK_NUMBERS or (name == "tolist" and fake_of(self.as_proxy().node).dim() == 0)
+            if asks and not args and (number := known_number(self)) is not None:
+                return ConstantVariable.create(number)
+        if is_on() and name in ("__getitem__", "__setitem__"):
+            args = [as_key(args[0]), *args[1:]]
+        return call_method(self, tx, name, args, kwargs)
 
-    BuiltinVariable.call_function, TensorVariable.call_method = with_hits, as_list
+    constant_method = ConstantVariable.call_method
+
+    def with_texts(self, tx, name, args, kwargs):
+        asked = (*args, *kwargs.values())
+        if is_on() and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
+            raise Declined("a text is made of what only the data tell")
+        return constant_method(self, tx, name, args, kwargs)
+
+    BuiltinVariable.call_function, TensorVariable.call_method = with_hits, with_numbers
+    ConstantVariable.call_method = with_texts

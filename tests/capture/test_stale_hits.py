@@ -10,7 +10,7 @@ from tests.corpus.loops import stale_hits as stale
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 
-@pytest.mark.parametrize("combine", stale.STALE + stale.OVER_TENSORS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", stale.STALE, ids=lambda f: f.__name__)
 def test_stale_hits_give_what_eager_gives(combine):
     """Where hits are a list, Dynamo compiles the loop for the numbers in it: as a layer, if these are all."""
     guarded.check_twins(lambda: make_layer(combine))

@@ -1,0 +1,23 @@
+"""Elements of tensors of hits: tensors in all that a program does with them, numbers where it asks for a number."""
+
+import pytest
+import torch
+
+from moeblaze_ops import compile as moeblaze_compile
+from tests.capture import test_capture as guarded
+from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.corpus.loops import hit_elements as elements
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+
+@pytest.mark.parametrize("combine", elements.LAYERS, ids=lambda f: f.__name__)
+def test_numbers_of_elements_choose_experts(combine):
+    layer = make_layer(combine)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        guarded.check(layer, torch.compile(layer, backend=backend, fullgraph=True))
+    assert len(rewritten_in(records)) == 1
+
+
+@pytest.mark.parametrize("combine", elements.NEAR_MISSES, ids=lambda f: f.__name__)
+def test_tensors_stay_tensors(combine):
+    guarded.check_twins(lambda: make_layer(combine))

@@ -1,0 +1,274 @@
+"""What loops over tensors of hits do with an element: it is a tensor, and its number only where Python asks for one.
+
+All are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out`` for x [T, D].
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def _add(self, out, x, weights, ids, e, expert):
+    token, slot = torch.where(ids == e)
+    out.index_add_(0, token, self.experts[expert](x[token]) * weights[token, slot, None])
+
+
+def _looped(use, hits=lambda self, ids: ids.unique(), name=None):
+    """A loop over hits, with ``use(self, out, x, weights, ids, e, seen)`` in its body."""
+
+    def combine(self, x, weights, ids):
+        out, seen = torch.zeros_like(x), []
+        for e in hits(self, ids):
+            use(self, out, x, weights, ids, e, seen)
+        return out
+
+    combine.__name__ = name or use.__name__
+    return combine
+
+
+def _rows_of_hits(self, ids):
+    mask = F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+    return torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+
+
+# Layers.
+
+
+def as_number(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, int(e))
+
+
+def as_index(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, e.__index__())
+
+
+def in_a_list(self, out, x, weights, ids, e, seen):
+    token, slot = torch.where(ids == e)
+    out.index_add_(0, token, list(self.experts)[e](x[token]) * weights[token, slot, None])
+
+
+def text_of_the_number(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, int(f"{e}"))
+
+
+def branch_on_the_element(self, out, x, weights, ids, e, seen):
+    if e == 2:
+        _add(self, out, x, weights, ids, e, 2)
+    else:
+        _add(self, out, x, weights, ids, e, e)
+
+
+def computed(self, out, x, weights, ids, e, seen):
+    """As many experts as before, in another order."""
+    _add(self, out, x, weights, ids, e, (e + 1) % len(self.experts))
+
+
+def first_of_a_row(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e[0], e.squeeze(0))
+
+
+def unpacked(self, out, x, weights, ids, e, seen):
+    (number,) = e
+    _add(self, out, x, weights, ids, number, number)
+
+
+LAYERS = (
+    *map(_looped, (as_number, as_index, in_a_list, text_of_the_number, branch_on_the_element, computed)),
+    *(_looped(use, _rows_of_hits) for use in (first_of_a_row, unpacked)),
+)
+
+
+# Near misses.
+
+
+def among_numbers(self, out, x, weights, ids, e, seen):
+    """A tensor is in no set of numbers."""
+    _add(self, out, x, weights, ids, e, 0 if e in {1, 2} else e)
+
+
+def key_of_a_dict(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, {0: 1, 1: 0, 2: 3}.get(e, e))
+
+
+def same_object(self, out, x, weights, ids, e, seen):
+    seen.append(e)
+    _add(self, out, x, weights, ids, e, 0 if e is seen[0] else e)
+
+
+def text_of_the_tensor(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if f"{e!r}" == "2" or str(e) == "2" else e)
+
+
+def text_by_a_method(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if "{}".format(e) == "2" else e)  # noqa: UP032
+
+
+def text_of_a_tuple(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if f"{(e,)}" == "(2,)" else e)
+
+
+def text_by_str(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if str(e) == "tensor(2)" else e)
+
+
+
+def text_by_percent(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if "%d" % e == "2" else e)  # noqa: UP031
+
+
+def text_of_a_row(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e[0], 0 if f"{e}" == "2" else e)
+
+
+def written(self, out, x, weights, ids, e, seen):
+    e += 1
+    _add(self, out, x, weights, ids, e - 1, e - 1)
+
+
+def written_through_a_view(self, out, x, weights, ids, e, seen):
+    one = e + 1
+    one.view(-1).zero_()
+    _add(self, out, x, weights, ids, e, one)
+
+
+def remembered(self, out, x, weights, ids, e, seen):
+    seen.append(e)
+    _add(self, out, x, weights, ids, e, seen[0])
+
+
+def type_of_the_element(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if isinstance(e, int) else e)
+
+
+def hits_change_in_the_loop(self, x, weights, ids):
+    """Elements are views of the hits."""
+    out, hit = torch.zeros_like(x), ids.unique()
+    for e in hit:
+        hit.fill_(1)
+        _add(self, out, x, weights, ids, e, e)
+    return out
+
+
+def asked_after_the_loop(self, x, weights, ids):
+    out, hit = torch.zeros_like(x), ids.unique()
+    for e in hit:
+        _add(self, out, x, weights, ids, e, e)
+        e.add_(1)
+    return out * (2 if 0 in hit else 1)
+
+
+def last_element_is_read(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in ids.unique():
+        _add(self, out, x, weights, ids, e, e)
+    return out * (e + 1)
+
+
+def stops_at_an_element(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in ids.unique():
+        if e == 2:
+            break
+        _add(self, out, x, weights, ids, e, e)
+    else:
+        out += 1
+    return out
+
+
+def number_of_the_round(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for i, e in enumerate(ids.unique()):
+        _add(self, out, x, weights, ids, e, i)
+    return out
+
+
+def scaled_by_the_round(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for i, e in enumerate(ids.unique().tolist()):
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, i * self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def first_round_only(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for i, e in enumerate(ids.unique()):
+        if i == 0:
+            _add(self, out, x, weights, ids, e, e)
+    return out
+
+
+def drawn_before_the_loop(self, x, weights, ids):
+    out, rounds = torch.zeros_like(x), enumerate(ids.unique())
+    next(rounds)
+    for _, e in rounds:
+        _add(self, out, x, weights, ids, e, e)
+    return out
+
+
+def drawn_once_only(self, x, weights, ids):
+    """The second loop has no rounds."""
+    out, rounds = torch.zeros_like(x), enumerate(ids.unique())
+    for _, e in rounds:
+        _add(self, out, x, weights, ids, e, e)
+    for _, e in rounds:
+        _add(self, out, x, weights, ids, e, e)
+    return out
+
+
+def returns_in_the_loop(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in ids.unique():
+        _add(self, out, x, weights, ids, e, e)
+        if e > 1:
+            return out
+    return out
+
+
+def _asked(question, name):
+    """A loop over a list of hits, whose experts depend on what else a program asks the list."""
+
+    def combine(self, x, weights, ids):
+        used, out = ids.unique().tolist(), torch.zeros_like(x)
+        swapped = bool(question(used))
+        for e in used:
+            _add(self, out, x, weights, ids, e, e ^ 1 if swapped else e)
+        return out
+
+    combine.__name__ = name
+    return combine
+
+
+QUESTIONS = {
+    "equals_a_list": lambda used: used == [0, 2],
+    "differs_from_a_list": lambda used: used != [0, 1, 2, 3],
+    "is_not_empty": lambda used: 1 if used else 0,
+    "is_empty": lambda used: not used,
+    "length": lambda used: len(used) == 4,
+    "first": lambda used: used[0] == 0,
+    "largest": lambda used: max(used) == 3,
+    "text": lambda used: str(used) == "[0, 2]" or f"{used}" == "[0, 1, 2, 3]",
+    "is_a_list": lambda used: isinstance(used, list) or type(used) is list,
+    "joined": lambda used: len(used + [1]) == 3,
+    "is_itself": lambda used: used is used,
+    "index_of_a_number": lambda used: used.index(2) == 1 if 2 in used else False,
+    "has_none": lambda used: None in used or 2.0 in used or True in used,
+    "equals_a_list_in_a_tuple": lambda used: (used, 1) == ([0, 2], 1),
+    "equals_a_set": lambda used: set(used) == {0, 2},
+    "all_and_any": lambda used: all(used) or any(used),
+    "sum": lambda used: sum(used) == 6,
+    "reversed": lambda used: list(reversed(used))[0] == 3,
+    "copied": lambda used: len(list(used)) > 2,
+}
+
+
+NEAR_MISSES = (
+    *(_asked(question, name) for name, question in QUESTIONS.items()),
+    *map(_looped, (
+        among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_percent, text_by_str,
+        text_of_a_tuple, written,
+        written_through_a_view, remembered, type_of_the_element,
+    )),
+    _looped(text_of_a_row, _rows_of_hits),
+    hits_change_in_the_loop, asked_after_the_loop, last_element_is_read, stops_at_an_element, returns_in_the_loop,
+    number_of_the_round, scaled_by_the_round, first_round_only, drawn_before_the_loop, drawn_once_only,
+)  # fmt: skip
