@@ -62,3 +62,11 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def counting(function: Callable, namespace: str) -> tuple[object, dict[str, int]]:
+    """What a call returns, and how often it called each operator of a namespace: ``c10d::`` are those of process groups."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = function()
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith(namespace)}
+    return result, {key.removeprefix(namespace): count for key, count in counts.items()}
