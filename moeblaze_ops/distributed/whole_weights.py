@@ -33,7 +33,7 @@ class RunningLayer:
         self.weights: list[WholeWeights] = []
         self.is_read = False
 
-    def run(self, function: Callable, /, *args, **kwargs) -> object:
+    def run(self, function: Callable, /, *args: object, **kwargs: object) -> object:
         """Call ``function`` as the layer, or as a part of it."""
         if torch.compiler.is_compiling():  # Dynamo lets checkpointed functions write no objects
             return _as_with_tokens(function, args, kwargs)

@@ -4,6 +4,7 @@ Transport is torch's functional collectives by the name of a process group: they
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -46,11 +47,12 @@ def first_rows(tensor: Tensor, rows: Size) -> Tensor:
     if _is_same(tensor.shape[0], rows):
         return tensor
     torch._check_value(rows <= tensor.shape[0], lambda: _too_many(rows, tensor.shape[0]))
-    return tensor.narrow(0, 0, rows)
+    # A slice would have a size of its own, and backward would gather again to know it.
+    return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
 
 
 def _too_many(own: Size, most: Size) -> str:
-    return f"sharded experts: tokens must be at most config.tokens_per_rank={most} on every rank, got {own}"
+    return f"sharded experts: tokens must be at most config.tokens_per_rank={most} on every rank, got {int(own)}"
 
 
 def _is_same(size: Size, other: Size) -> bool:
@@ -129,7 +131,7 @@ def _with_rows_fake(tensor: Tensor, rows: int) -> Tensor:
     return tensor.new_empty(rows, *tensor.shape[1:])
 
 
-def register(name: str, schema: str, real, fake) -> torch._ops.OpOverload:
+def register(name: str, schema: str, real: Callable, fake: Callable) -> torch._ops.OpOverload:
     _library.define(f"{name}{schema}", tags=_TAGS)
     _library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moeblaze::{name}", fake, lib=_library)
