@@ -179,9 +179,7 @@ def check_training() -> None:
         if name == "loop_mixtral":
             wanted = harness.joined_entries({key: p.detach() for key, p in wanted.items()}, "experts", zoo.E)
         got = {key: p.full_tensor() if hasattr(p, "full_tensor") else p for key, p in model.named_parameters()}
-        harness.assert_close(
-            {key: p.detach() for key, p in got.items()}, {key: p.detach() for key, p in wanted.items()}
-        )
+        harness.assert_close({key: p.detach() for key, p in got.items()}, {key: p.detach() for key, p in wanted.items()})
 
 
 def check_checkpointing() -> None:
