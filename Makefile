@@ -1,6 +1,6 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
-#                  test-fast test-ops test-rewrite test-slow test-export test-hf test-offline test-interpreter
+#                  test-fast test-ops test-rewrite test-capture test-slow test-export test-hf test-offline test-interpreter
 # make test-gpu    the tests that need a GPU
 # make demo        install into .venv and run the example (the GPU is used when there is one)
 # make demo-distributed  the same model with its experts spread over two processes, or over PROCESSES
@@ -31,8 +31,12 @@ DOCS_RUN := $(VENV)-docs/bin/python
 DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
-# The longest part first: two run at a time.
-PARTS := test-slow test-rewrite test-offline test-interpreter test-ops test-hf test-export test-fast
+# Two parts run at a time, on a thread each: a second one would wait for the other part's. Inductor compiles in the part's process.
+export OMP_NUM_THREADS ?= 1
+export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+
+# The longest part first.
+PARTS := test-slow test-rewrite test-capture test-offline test-interpreter test-ops test-hf test-export test-fast
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
@@ -53,7 +57,7 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) 2 $(PARTS)
 
-test-fast test-rewrite test-slow test-export test-ops test-offline:
+test-fast test-rewrite test-capture test-slow test-export test-ops test-offline:
 	$(RUN) -m pytest -m "$(@:test-%=%) and not gpu" --ignore=tests/hf --ignore=tests/interpreter $(ARGS)
 
 test-hf:

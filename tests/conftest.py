@@ -1,7 +1,13 @@
+import gc
+import os
 from pathlib import Path
+
+# Inductor builds five programs in every process to learn which vectors the CPU has, beside what the CPU says.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 from moeblaze_ops import config
 
@@ -9,7 +15,7 @@ TESTS = Path(__file__).parent
 
 # The tier of a test is that of the longest path which it lies below. `make check` runs what is fast, or below no path.
 TIERS = {
-    "capture": "rewrite",
+    "capture": "capture",
     "distributed": "slow",
     "gpu": "gpu",
     "hf": "hf",
@@ -37,6 +43,16 @@ TIERS = {
 def tier_of(file: Path) -> str:
     below = [path for path in TIERS if file.is_relative_to(TESTS / path)]
     return TIERS[max(below, key=len)] if below else "fast"
+
+
+# Dynamo flushes the CPU's caches and measures the guards of every frame that it compiled, for a log that nothing here reads.
+torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+
+
+def pytest_collection_finish():
+    """What torch and the tests themselves consist of is no garbage: the collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

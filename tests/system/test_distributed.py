@@ -10,6 +10,7 @@ from torch import nn
 
 from moeblaze_ops import compile as switch
 from tests.corpus.zoo import catalogue as zoo
+from tests.tools.ranks import start_ranks
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 pytestmark = pytest.mark.skipif(
@@ -158,7 +159,7 @@ def work(rank: int, folder: str) -> None:
 def outcomes(tmp_path_factory) -> list[dict[str, str]]:
     """What became of each check, by process; one start of the processes serves all."""
     folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    start_ranks(work, (str(folder),), PROCESSES)
     return [torch.load(folder / str(rank)) for rank in range(PROCESSES)]
 
 

@@ -159,17 +159,17 @@ def check_package(path: str, model: nn.Module) -> None:
         torch.testing.assert_close(run(x), model(x))
 
 
+# "module" is packaged by the process below that has compiled nothing.
 @needs_compiler
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["keep_input", "function"])
 def test_package(name, tmp_path):
     model = MODELS[name][0]()
     check_package(packaged(model, tmp_path), model)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["masks", "sorted"])
-def test_package_of_a_plain_model(name, tmp_path):
-    model = PLAIN[name]()
+def test_package_of_a_plain_model(tmp_path):
+    model = PLAIN["masks"]()
     with switch.recording() as records:
         path = packaged(model, tmp_path, enabled=True)
     assert len(rewritten_in(records)) == 1

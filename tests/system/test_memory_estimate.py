@@ -111,11 +111,25 @@ def make_step(shape, keep, activation, router, dtype):
     return run, torch.randn(T, D, dtype=dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("keep", ["preactivation", "input"])
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("router", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+# Every pair of activation, router and dtype.
+LAYERS = [
+    ("swiglu", False, torch.bfloat16),
+    ("swiglu", True, torch.float32),
+    ("relu2", False, torch.float32),
+    ("relu2", True, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "keep", "activation", "router", "dtype"),
+    [
+        (shape, keep, *layer)
+        for number, shape in enumerate(SHAPES)
+        for keep, layers in (("preactivation", LAYERS[number % 2 :: 2]), ("input", LAYERS[1 - number % 2 :: 2]))
+        for layer in layers
+    ],
+    ids=str,
+)
 def test_estimate_matches_what_a_gpu_step_allocates(shape, keep, activation, router, dtype, launchers_on_cpu):
     assert_estimate_matches(shape, keep, activation, router, dtype)
 
@@ -149,9 +163,7 @@ def test_estimate_knows_ranges_of_columns(keep, limit, widths, launchers_on_cpu,
 
 
 @pytest.mark.parametrize(("shape", "chunks"), [("fine", 2), ("few_experts", 3), ("wide", 2)])
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("router", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("activation", "router", "dtype"), LAYERS, ids=str)
 def test_estimate_knows_chunks_of_tokens(shape, chunks, activation, router, dtype, launchers_on_cpu, monkeypatch):
     monkeypatch.setattr(row_ranges, "MOST_RANGES", 0)
     T, D, F, _, K = SHAPES[shape]

@@ -8,6 +8,7 @@ notebook do, without a file.
     python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -17,19 +18,43 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-RUN_PAGE = """
-import linecache, sys
-names = {"__name__": "__main__"}
-for file in sys.argv[1:]:
-    print("<<<", file, flush=True)
-    with open(file) as opened:
-        source = opened.read()
-    if file.startswith("cell_"):
-        # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
-        file = f"<{file.removesuffix('.py')}>"
-        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    exec(compile(source, file, "exec"), names)
+RUN_PAGES = """
+import os, sys, traceback
+import linecache
+import torch._inductor.compile_fx
+
+def run_page(files):
+    names = {"__name__": "__main__"}
+    for file in files:
+        print("<<<", file, flush=True)
+        with open(file) as opened:
+            source = opened.read()
+        if file.startswith("cell_"):
+            # A notebook has no files: it puts the lines of a cell where tracebacks look for them.
+            file = f"<{file.removesuffix('.py')}>"
+            linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        exec(compile(source, file, "exec"), names)
+        sys.stdout.flush()
+
+for line in sys.stdin:
+    folder, *files = line.rstrip("\\n").split("\\t")
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.chdir(folder)
+    sys.path[0] = folder
+    sys.argv = files
+    sys.stdin.close()
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    try:
+        run_page(files)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     sys.stdout.flush()
+    sys.exit()
 """
 
 ENVIRONMENT = {
@@ -87,9 +112,8 @@ def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
         (folder / name).write_text(block.content)
         if name not in launched:
             files[name] = block
-    (folder / "run_page.py").write_text(RUN_PAGE)
     _install(folder)
-    parts = run(["run_page.py", *files], folder).split("<<< ")[1:]
+    parts = _run_files([*files], folder).split("<<< ")[1:]
     for part in parts:
         name, _, output = part.partition("\n")
         printed[files[name].span] = output.replace(f"{folder}/", "")
@@ -98,6 +122,27 @@ def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
             words = block.content.split()
             printed[block.span] = run(["-m", "torch.distributed.run", *words[1:]], folder).replace(f"{folder}/", "")
     return printed
+
+
+@functools.cache
+def _pages() -> subprocess.Popen:
+    """A process that has imported torch, and a child of which runs each page: the import takes longer than most pages."""
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN_PAGES],
+        env={**os.environ, **ENVIRONMENT},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run_files(files: list[str], folder: Path) -> str:
+    """What the files print, in one process."""
+    pages = _pages()
+    print(folder, *files, sep="\t", file=pages.stdin, flush=True)
+    status, (output, errors) = pages.stdout.readline(), ((folder / name).read_text() for name in ("out", "err"))
+    assert status == "0\n", output + errors
+    return output
 
 
 def _install(folder: Path) -> None:

@@ -97,9 +97,19 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> Resources:
             aligned = specialised and value % 16 == 0
         if aligned:
             attributes[position] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    compiled, report = _compile(source, target, launch.options)
+    # Launches of one step often differ in nothing that is compiled for.
+    key = (kernel.__name__, repr(signature), repr(constants), repr(attributes), repr(launch.options), capability)
+    if key not in _COMPILED:
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        _COMPILED[key] = _resources(source, capability, launch.options)
+    return _COMPILED[key]
+
+
+_COMPILED: dict[tuple, Resources] = {}
+
+
+def _resources(source: ASTSource, capability: tuple[int, int], options: dict) -> Resources:
+    compiled, report = _compile(source, GPUTarget("cuda", capability[0] * 10 + capability[1], 32), options)
     registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
     spill_bytes = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
     instruction = re.search(r"(wgmma|tcgen05)\.mma|mma\.sync", compiled.asm["ptx"])

@@ -1,5 +1,6 @@
 """Processes that run the checks of a test file together: one start of them serves all of its tests."""
 
+import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,11 +20,20 @@ def run_checks(
     """
     died = ""
     try:
-        torch.multiprocessing.spawn(_work, (ranks, checks, str(folder), device), nprocs=ranks)
+        start_ranks(_work, (ranks, checks, str(folder), device), ranks)
     except ProcessExitedException as error:
         died = f"not run, or cut off: {error}"
     outcomes = [torch.load(file) if (file := Path(folder, str(rank))).exists() else {} for rank in range(ranks)]
     return {name: [of_rank.get(name, died) for of_rank in outcomes] for name in checks}
+
+
+def start_ranks(work: Callable[..., None], arguments: tuple, ranks: int) -> None:
+    """Runs ``work(rank, *arguments)`` in ``ranks`` processes, forks of one that has done nothing but import the compiler.
+
+    To import it takes a process longer than most checks.
+    """
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"])
+    torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: str, device: str) -> None:

@@ -29,9 +29,11 @@ class Rewriting:
     run: bool = True
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
-        self.reports.append(rewrite_graph(gm))
+        report = rewrite_graph(gm)
+        self.reports.append(report)
         self.modules.append(gm)
-        return aot_eager(gm, example_inputs) if self.run else gm.forward
+        # A graph in which nothing of ours stands runs as Dynamo gave it: AOTAutograd would trace it again for nothing.
+        return aot_eager(gm, example_inputs) if self.run and report.rewritten else gm.forward
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -67,13 +69,18 @@ def rewriting_backend() -> Iterator[Callable]:
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
         switch._rewrite(gm)
-        return aot_eager(gm, example_inputs)
+        return aot_eager(gm, example_inputs) if _has_our_ops(gm) else gm.forward
 
     switch._rewriting_backends.append(backend)
     try:
         yield backend
     finally:
         switch._rewriting_backends.remove(backend)
+
+
+def _has_our_ops(gm: fx.GraphModule) -> bool:
+    nodes = (node for m in gm.modules() if isinstance(m, fx.GraphModule) for node in m.graph.nodes)
+    return any(str(node.target).startswith("moeblaze.") for node in nodes)
 
 
 def rewritten_in(records: list[switch.Record]) -> list[Candidate]:
