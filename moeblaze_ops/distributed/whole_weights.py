@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moeblaze_ops.ops.sharded.collectives import start_gather, start_reduce_scatter, wait
-from moeblaze_ops.ops.sharded.no_tokens import of_any_number, settled
+from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 
 _classes: dict[tuple, type] = {}
 
@@ -91,10 +91,12 @@ class WholeWeights:
 def _as_with_tokens(function: Callable, args: tuple, kwargs: dict) -> object:
     """Have a layer without tokens traced as one with tokens, or ranks would not do the same."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    if not any(guard_or_false(each.numel() == 0) for each in tensors):
+    empty = [each for each in tensors if guard_or_false(each.numel() == 0)]
+    if not empty:
         return function(*args, **kwargs)
-    args, kwargs = tree_map_only(Tensor, of_any_number, (args, kwargs))
-    return tree_map_only(Tensor, settled, function(*args, **kwargs))
+    number = any_number(empty[0])
+    args, kwargs = tree_map_only(Tensor, lambda each: of_any_number(each, number), (args, kwargs))
+    return tree_map_only(Tensor, lambda each: settled(each, number), function(*args, **kwargs))
 
 
 class _Gathered(torch.autograd.Function):

@@ -47,8 +47,7 @@ def first_rows(tensor: Tensor, rows: Size) -> Tensor:
     if _is_same(tensor.shape[0], rows):
         return tensor
     torch._check_value(rows <= tensor.shape[0], lambda: _too_many(rows, tensor.shape[0]))
-    # A slice would have a size of its own, and backward would gather again to know it.
-    return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
+    return tensor.narrow(0, 0, rows)
 
 
 def _too_many(own: Size, most: Size) -> str:
