@@ -77,7 +77,7 @@ def check_too_many() -> None:
     config.tokens_per_rank = 8
     try:
         run, _, _ = compiled(sharded("dense_einsum"))
-        for count in (9, 7, 5, 9):
+        for count in (9, 7, 5):
             x, error = harness.tokens_of(0, zoo.D, count), None
             try:
                 run(x)
@@ -119,22 +119,22 @@ def check_asks_once() -> None:
 
 
 def check_skipped_experts() -> None:
-    """A loop that skips experts, or leaves early, without tokens: compiled it does what it does with tokens."""
+    """A loop that skips experts without tokens: a rank without any compiles what it would with tokens."""
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
     rank = dist.get_rank()
-    for leaves_early in (False, True):
-        model, whole = Skipping(leaves_early), Skipping(leaves_early)
-        shard_experts(model, harness.axis())
-        with rewriting_backend() as backend, switch.recording() as records:
-            run = torch.compile(model, backend=backend)
-            for counts in ((5, 9), (0, 9)):
-                inputs = [harness.tokens_of(r, zoo.D, count) for r, count in enumerate(counts)]
-                expected = without_router(harness.in_one_process(whole, inputs)[rank])
-                harness.assert_close(without_router(harness.train(model, run, inputs[rank])), expected)
-        kept = [r for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None]
-        print("BECAME", rank, [[c.became or c.reason for c in r.report.candidates] for r in kept])
+    model, whole = Skipping(False), Skipping(False)
+    shard_experts(model, harness.axis())
+    with rewriting_backend() as backend, switch.recording() as records:
+        run = torch.compile(model, backend=backend)
+        for counts in ((5, 9), (0, 9)):
+            inputs = [harness.tokens_of(r, zoo.D, count) for r, count in enumerate(counts)]
+            expected = without_router(harness.in_one_process(whole, inputs)[rank])
+            harness.assert_close(without_router(harness.train(model, run, inputs[rank])), expected)
+    kept = [r for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None]
+    became = [c.became for r in kept for c in r.report.candidates]
+    assert became and all(text and "experts_over_ranks" in text for text in became), records
 
 
 def check_calls() -> None:
@@ -157,22 +157,6 @@ def check_calls() -> None:
         assert (ours.get("most_tokens", 0), ours["used_slots"]) == (questions, 1), ours
 
 
-def check_checkpointing() -> None:
-    """A checkpointed layer asks again where it runs again, in backward, on all ranks."""
-    from torch.utils.checkpoint import checkpoint
-
-    from tests.tools import sharded_layers as harness
-
-    rank = dist.get_rank()
-    model = sharded("stacked_loop")
-    run, graphs, _ = compiled(lambda x: checkpoint(model, x, use_reentrant=False))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for number, counts in enumerate([(5, 64), (0, 5)]):
-            inputs = [harness.tokens_of(10 * number + r, zoo.D, count) for r, count in enumerate(counts)]
-            got = without_router(harness.train(model, run, inputs[rank]))
-            harness.assert_close(got, without_router(wanted("stacked_loop", inputs)))
-
-
 SPELLINGS = ("loop_mixtral", "masked_sum", "stacked_loop", "dense_einsum", "gpt_oss_loop")
 CHECKS = {
     **{name: functools.partial(check_steps, name) for name in SPELLINGS},
@@ -187,7 +171,6 @@ CHECKS = {
     "too many": check_too_many,
     "asks once": check_asks_once,
     "calls": check_calls,
-    "checkpointing": check_checkpointing,
 }
 RANKS = {2: tuple(CHECKS), 4: ("dense_einsum", "stacked_loop")}
 
