@@ -5,7 +5,7 @@
 Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in one run and on the same tokens:
 
     ours      ``shard_experts`` and ``torch.compile``: tokens move, h exactly as long as the rows that arrived
-    bound     the same with room for all rows, and no host sync
+    bound     the same with room for all rows and a promised number of tokens: no host sync, and no question between hosts
     weights   the same layer with weights that move
     titan     torchtitan's flow, written plainly and compiled: argsort, 2 all-to-all, 3 ``grouped_mm``, scatter_add
     local     no communication: E / EP experts with the same number of routed rows
@@ -134,6 +134,7 @@ class Bench:
         compiled = {"backend": "moeblaze", "dynamic": False}
         torch._dynamo.reset()
         config.arrived_rows = "bound" if name == "bound" else "exact"
+        config.tokens_per_rank = self.T if name == "bound" else None
         config.experts_move = "weights" if name == "weights" else "tokens"
         if name == "local":
             model = self.layer(self.arguments.experts // self.ep)

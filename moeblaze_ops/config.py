@@ -18,17 +18,13 @@ check_expert_ids: bool = False
 """Raise for expert ids other than -1 outside [0, E) on every device, at the price of a host sync in ``dispatch``; ``moe`` does on
 a CPU either way."""
 
-check_tokens_per_rank: bool = True
-"""Before tokens move, the ranks tell each other on the host how many they have, and raise where they differ. False: the caller
-promises that they are as many on every rank."""
-
 collective_multiprocessors: int | None = None
 """Multiprocessors that our persistent kernels leave to a collective that runs beside them, in backward of a layer whose tokens
 move: as many as NCCL takes (``NCCL_MAX_CTAS``). None: not one; programs of such a kernel may have to wait for theirs then."""
 
 experts_move: Literal["auto", "tokens", "weights"] = "auto"
 """What moves between ranks that share the experts of a proven layer (``shard_experts``): its tokens, its weights, or of the two
-what is fewer bytes. Tokens must be as many on every rank to move; weights move for any number."""
+what is fewer bytes for ``tokens_per_rank``: tokens where that is None. The same on every rank."""
 
 hopper: Literal["auto", "off"] = "auto"
 """Which kernels run on Hopper GPUs: ``auto`` takes the Gluon kernels where they cover the shapes, ``off`` never does."""
@@ -66,6 +62,11 @@ value changes no bit of a result, but for the gradient of routing weights on an 
 
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""
+
+tokens_per_rank: int | None = None
+"""No rank has more tokens than that in a call of a layer whose tokens move: 1 or more, the same on every rank. Each sends so
+many rows; one with more raises, alone. None: the hosts tell each other before tokens move how many they have, and each sends
+as many rows as the largest number."""
 
 verify: Literal["off", "first"] = "off"
 """``first``: the first run of each graph with rewritten layers is compared with the graph as it was, outputs and gradients;

@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
-from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers
+from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
 from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
@@ -106,6 +106,7 @@ def _is_in_order(graph: fx.Graph) -> bool:
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     if not _is_in_order(gm.graph):
         return
+    join_gathers(gm.graph)
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:

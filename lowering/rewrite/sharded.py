@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops import config
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
+from moeblaze_ops.lowering.index_notation.expr import same_size, size_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
-from moeblaze_ops.ops.sharded.collectives import local_shard, same_tokens, start_gather
+from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 
 _TOKEN_LEGS, _WEIGHT_LEGS = 5, 3
@@ -66,54 +66,51 @@ def sharded_weights(match: MoEMatch) -> ShardedWeights | None:
 
 @dataclass(frozen=True)
 class Moving:
-    """How a layer's tokens may move: ``first`` adds nodes before the router, ``experts_TK`` are ids that the ranks agreed on."""
+    """What moves between the ranks of a layer with sharded experts, and how many bytes that are.
+
+    Every rank comes to the same choice: it follows from settings, the mesh and the weights, and not from the tokens of a rank.
+    """
 
     sharded: ShardedWeights
-    first: Inserter
-    early_TD: fx.Node
-    experts_TK: fx.Node
+    x: torch.Tensor
 
     @property
-    def bytes(self) -> tuple[int | torch.SymInt, int]:
-        """Received by a rank in forward and backward where tokens move, and where weights do."""
-        x = fake_of(self.early_TD)
-        return self.sharded.token_bytes(x.shape[0], x.shape[1], x.element_size()), self.sharded.moved_weight_bytes
+    def tokens(self) -> bool:
+        """Whether tokens move: where that is asked for, or not known to be more bytes than the weights are."""
+        most = config.tokens_per_rank
+        return config.experts_move == "tokens" or most is None or self._token_bytes(most) <= self.sharded.moved_weight_bytes
 
-    def moves_tokens(self) -> bool:
-        """Whether that is fewer bytes, or asked for; a symbolic T gets a guard on its side."""
-        tokens, weights = self.bytes
-        return config.experts_move == "tokens" or bool(tokens <= weights)
+    def describe(self) -> str:
+        most = config.tokens_per_rank
+        tokens = f"{_size(self._token_bytes(self.x.shape[0] if most is None else most))} of tokens"
+        weights = f"{_size(self.sharded.moved_weight_bytes)} of weights"
+        moved, other = (tokens, weights) if self.tokens else (weights, tokens)
+        return f"{moved} move between {self.sharded.ranks} ranks, not {other}"
 
-    def describe(self, moved: str, other: str) -> str:
-        sizes = dict(zip(("tokens", "weights"), map(_size, self.bytes), strict=True))
-        return f"{sizes[moved]} of {moved} move between {self.sharded.ranks} ranks, not {sizes[other]} of {other}"
+    def _token_bytes(self, T: int | torch.SymInt) -> int | torch.SymInt:
+        return self.sharded.token_bytes(T, self.x.shape[1], self.x.element_size())
 
 
-def may_move(insert: Inserter, match: MoEMatch, x_TD: fx.Node, experts_TK: fx.Node) -> Moving | None:
-    """How tokens may move to sharded experts; None where the layer has none, or weights have to move.
-
-    The ranks agree on the number of tokens before anything travels: each of them then comes to the same choice.
-    """
-    if config.experts_move == "weights" or match.formula is not None or free_unbacked_symbols(fake_of(x_TD)):
+def may_move(match: MoEMatch, x_TD: fx.Node) -> Moving | None:
+    """What moves, if the layer's experts are sharded and its tokens may."""
+    if config.experts_move == "weights" or match.formula is not None:
         return None
     sharded = sharded_weights(match)
-    if sharded is None:
-        return None
-    early = _is_unwritten(match)
-    first = insert.at(_behind_inputs(match.x.node)) if early else insert
-    early_TD = first.rows(match.x, match.D) if early else x_TD
-    if config.check_tokens_per_rank:
-        zero = first.call(same_tokens, early_TD, sharded.group)
-        experts_TK = insert.call(torch.add, experts_TK, zero)
-    return Moving(sharded, first, early_TD, experts_TK)
+    return None if sharded is None else Moving(sharded, fake_of(x_TD))
 
 
 def insert_moved_tokens(
-    insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, weights_TK: fx.Node | None
-) -> tuple[fx.Node, str]:
-    """Insert the layer with tokens that move, and what it became. They leave before the router chooses."""
-    sharded, x = moving.sharded, fake_of(x_TD)
-    gathered = moving.first.call(start_gather, moving.early_TD, sharded.ranks, sharded.group)
+    insert: Inserter, match: MoEMatch, sharded: ShardedWeights, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
+) -> fx.Node:
+    """Insert the layer with tokens that move. They leave before the router chooses."""
+    x, group, ranks = fake_of(x_TD), sharded.group, sharded.ranks
+    early = _is_unwritten(match)
+    first = insert.at(_behind_inputs(match.x.node)) if early else insert
+    early_TD = first.rows(match.x, match.D) if early else x_TD
+    with x.fake_mode:
+        everyone, value = x.new_empty(ranks * x.shape[0], x.shape[1]), x.new_empty(x.shape)
+    rows = config.tokens_per_rank or _most_tokens(first, early_TD, group)
+    gathered = first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group)
     w_up, b_up, w_down, b_down = (
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
@@ -121,12 +118,38 @@ def insert_moved_tokens(
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
     keep_h = learns and config.keep == "preactivation"
-    with x.fake_mode:
-        value = torch.empty_like(x, memory_format=torch.contiguous_format).requires_grad_(learns)
-    settings = (match.activation, match.weights_on_input, sharded.group, sharded.ranks, config.arrived_rows == "exact", keep_h)
+    settings = (match.activation, match.weights_on_input, group, ranks, config.arrived_rows == "exact", keep_h)
     parameters = (w_up, b_up, w_down, b_down)
-    out = insert.given(value, experts_over_ranks, x_TD, gathered, weights_TK, moving.experts_TK, *parameters, *settings)
-    return out, f"experts_over_ranks({match.activation}): {moving.describe('tokens', 'weights')}"
+    operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
+    return insert.given(value.requires_grad_(learns), experts_over_ranks, *operands)
+
+
+def _most_tokens(first: Inserter, x_TD: fx.Node, group: str) -> fx.Node:
+    """How many tokens the ranks have at most: they tell each other once in a graph for each number of their own."""
+    T = size_of(fake_of(x_TD).shape[0])
+    for asked in x_TD.graph.find_nodes(op="call_function", target=most_tokens):
+        if asked.args[1] == group and asked < x_TD and same_size(size_of(fake_of(asked).shape[0]), T):
+            return asked
+    x = fake_of(x_TD)
+    with x.fake_mode:
+        value = x.new_empty(x.shape[0], 0)
+    return first.given(value, most_tokens, x_TD, group)
+
+
+def join_gathers(graph: fx.Graph) -> None:
+    """Let all readers of a sharded parameter read its first gather: it travels once, and so does the sum of its gradients.
+
+    It joins ``w[0]`` and ``w[1]`` of two reads of a parameter, and leaves those between which something writes to it.
+    """
+    first: dict[tuple, fx.Node] = {}
+    for node in list(graph.nodes):
+        call = dtensor_call(node)
+        if call is None or any(inplace_name(user) is not None for user in node.args[0].users):
+            continue
+        same = first.setdefault((node.args[0], call[0], repr(sorted(call[1].items()))), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
 
 
 def drop_unread_gathers(graph: fx.Graph) -> None:

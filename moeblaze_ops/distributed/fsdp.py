@@ -20,7 +20,8 @@ def expert_placement(block: nn.Module, expert_mesh: "DeviceMesh", mesh: "DeviceM
 
     Args:
         block: what is passed to ``fully_shard``.
-        expert_mesh: such as ``mesh["efsdp"]``. mesh: such as ``mesh["efsdp", "ep"]._flatten()``. One axis each.
+        expert_mesh: such as ``mesh["efsdp"]``. mesh: such as ``mesh["efsdp", "ep"]._flatten()``. One axis each, or two for
+            HSDP: an axis of replicas before it.
 
     Raises:
         NotImplementedError: ``fully_shard`` of torch before 2.13 takes one mesh for all parameters of a call.

@@ -170,7 +170,7 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: Runn
             stacks[name] = key
             owner.register_parameter(key, parameter)
             taken.append(Taken(f"{group.owner}.{key}", tuple(parameter.shape), group.why))
-        _replace_entries(owner, stacks, WholeWeights(owner, layer))
+        _replace_entries(owner, stacks, WholeWeights(owner, stacks.values(), layer))
         keep_names_of_entries(owner, stacks)
     else:
         for name in group.names:
@@ -178,7 +178,7 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: Runn
             owner._parameters[name] = distributed(stored.detach(), stored)
             full = f"{group.owner}.{name}" if group.owner else name
             taken.append(Taken(full, tuple(stored.shape), group.why))
-        read_whole(owner, group.names, WholeWeights(owner, layer))
+        read_whole(owner, group.names, WholeWeights(owner, group.names, layer))
     if has_forward(owner) and group.owner != group.layer:
         run_in_layer(owner, layer)
     return taken

@@ -6,12 +6,21 @@ optimizers, ``fully_shard`` and ``state_dict`` see what is stored. Code of the l
     stored.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 Forward gathers the weights, backward reduces and scatters their gradients: the gradient of a shard is the sum over the ranks.
+
+In eager mode that happens for all weights of a layer together: once when it starts, and once in backward, whatever it reads. A
+rank that skips its experts, because no token chose one, does what the others do.
 """
 
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moeblaze_ops.ops.sharded.collectives import start_gather, start_reduce_scatter, wait
+from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 
 _classes: dict[tuple, type] = {}
 
@@ -22,18 +31,35 @@ class RunningLayer:
     def __init__(self) -> None:
         self.depth = 0
         self.weights: list[WholeWeights] = []
+        self.is_read = False
 
-    def start(self) -> None:
-        if not torch.compiler.is_compiling():  # Dynamo lets checkpointed functions write no objects
-            self.depth += 1
+    def run(self, function: Callable, /, *args: object, **kwargs: object) -> object:
+        """Call ``function`` as the layer, or as a part of it."""
+        if torch.compiler.is_compiling():  # Dynamo lets checkpointed functions write no objects
+            return _as_with_tokens(function, args, kwargs)
+        self.depth += 1
+        try:
+            whole = self._gather() if self.depth == 1 else []
+            result = function(*args, **kwargs)
+            return _tied(result, whole) if whole and not self.is_read else result
+        finally:
+            self.depth -= 1
+            if self.depth == 0:
+                self.is_read = False
+                for weights in self.weights:
+                    weights.whole.clear()
 
-    def end(self) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.depth -= 1
-        if self.depth == 0:
-            for weights in self.weights:
-                weights.read_so_far.clear()
+    def _gather(self) -> list[Tensor]:
+        """All weights of the layer; those that ``fully_shard`` unshards later, in a module inside, are gathered when read."""
+        here = [(w, name) for w in self.weights for name in w.names if w.parameters[name].device_mesh.ndim == 1]
+        if not here:
+            return []
+        stored = [weights.parameters[name] for weights, name in here]
+        mesh = stored[0].device_mesh
+        gathered = _Gathered.apply(mesh.get_group().group_name, mesh.size(), *(each.to_local() for each in stored))
+        for (weights, name), whole in zip(here, gathered, strict=True):
+            weights.whole[name] = whole
+        return list(gathered)
 
     def is_running(self) -> bool:
         """Checkpointed code of the layer runs again in backward, when the layer itself does not."""
@@ -41,21 +67,73 @@ class RunningLayer:
 
 
 class WholeWeights:
-    """The sharded parameters of one module, and the whole of those that its layer has read since it started."""
+    """The sharded parameters of one module, and the whole of each while its layer runs."""
 
-    def __init__(self, owner: nn.Module, layer: RunningLayer) -> None:
+    def __init__(self, owner: nn.Module, names: Iterable[str], layer: RunningLayer) -> None:
         self.parameters = owner._parameters
+        self.names = tuple(names)
         self.layer = layer
-        self.read_so_far: dict[str, Tensor] = {}
+        self.whole: dict[str, Tensor] = {}
         layer.weights.append(self)
 
     def read(self, name: str) -> Tensor:
-        """All experts of a parameter, gathered once while the layer runs; a compiler joins equal gathers itself."""
-        if self.layer.depth == 0 or torch.compiler.is_compiling():
+        """All experts of a parameter, gathered once while the layer runs; the rewriter joins the gathers of a graph."""
+        if torch.compiler.is_compiling():
+            return self.whole[name] if name in self.whole else whole_of(self.parameters[name])
+        if self.layer.depth == 0:
             return whole_of(self.parameters[name])
-        if name not in self.read_so_far:
-            self.read_so_far[name] = whole_of(self.parameters[name])
-        return self.read_so_far[name]
+        if name not in self.whole:
+            self.whole[name] = whole_of(self.parameters[name])
+        self.layer.is_read = True
+        return self.whole[name]
+
+
+def _as_with_tokens(function: Callable, args: tuple, kwargs: dict) -> object:
+    """Have a layer without tokens traced as one with tokens, or ranks would not do the same."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    empty = [each for each in tensors if guard_or_false(each.numel() == 0)]
+    if not empty:
+        return function(*args, **kwargs)
+    number = any_number(empty[0])
+    args, kwargs = tree_map_only(Tensor, lambda each: of_any_number(each, number), (args, kwargs))
+    return tree_map_only(Tensor, lambda each: settled(each, number), function(*args, **kwargs))
+
+
+class _Gathered(torch.autograd.Function):
+    """Shards of all ranks; backward sums the gradients over the ranks, zeros for a whole that was not read."""
+
+    @staticmethod
+    def forward(ctx, group: str, ranks: int, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.ranks = group, ranks
+        started = [start_gather(shard, shard.shape[0], ranks, group) for shard in shards]
+        return tuple(map(wait, started))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple:
+        needed = zip(ctx.needs_input_grad[2:], gradients, strict=True)
+        started = [start_reduce_scatter(gradient, ctx.ranks, ctx.group) if needs else None for needs, gradient in needed]
+        return None, None, *(None if each is None else wait(each) for each in started)
+
+
+class _Tied(torch.autograd.Function):
+    """A copy of a result through which backward reaches weights that it was not computed from."""
+
+    @staticmethod
+    def forward(ctx, result: Tensor, *whole: Tensor) -> Tensor:
+        ctx.count = len(whole)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return gradient, *(None,) * ctx.count
+
+
+def _tied(result: object, whole: list[Tensor]) -> object:
+    def tie(tensor: Tensor) -> Tensor:
+        return _Tied.apply(tensor, *whole) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, tie, result)
 
 
 def whole_of(stored: Tensor) -> Tensor:
@@ -135,23 +213,14 @@ def _stored_in_stack(key: str) -> property:
 
 def _forward_of(original: type[nn.Module]) -> Callable:
     def forward(self, *args, **kwargs):
-        layer = self._moeblaze_layer
-        layer.start()
-        try:
-            return original.forward(self, *args, **kwargs)
-        finally:
-            layer.end()
+        return self._moeblaze_layer.run(original.forward, self, *args, **kwargs)
 
     return forward
 
 
 def _in_layer(function: Callable, layer: RunningLayer) -> Callable:
     def forward(*args, **kwargs):
-        layer.start()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            layer.end()
+        return layer.run(function, *args, **kwargs)
 
     return forward
 

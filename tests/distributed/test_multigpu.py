@@ -122,25 +122,18 @@ def check_eager() -> None:
 
 
 def check_uneven_tokens() -> None:
-    """Weights move for any number of tokens; tokens that are to move raise on all ranks."""
+    """Tokens or weights move for any number of tokens on a rank, none included."""
     from moeblaze_ops import config
 
     config.arrived_rows = "exact"
     rank = dist.get_rank()
     inputs = [tokens(r, count=0 if r == 1 else 64 * (r + 1)) for r in range(dist.get_world_size())]
     expected = wanted(layer(), inputs)
-    config.experts_move = "weights"
-    model = sharded()
-    got = train(model, compiled(model), inputs[rank])
-    assert_close({**got, "router": expected["router"]}, expected)
-    config.experts_move = "tokens"
-    model = sharded()
-    try:
-        compiled(model)(tokens(rank, count=64 * (rank + 1)))
-        error = None
-    except Exception as raised:
-        error = str(raised)
-    assert error is not None and "tokens must be as many on every rank" in error, error
+    for moves in ("tokens", "weights"):
+        config.experts_move = moves
+        model = sharded()
+        got = train(model, compiled(model), inputs[rank])
+        assert_close({**got, "router": expected["router"]}, expected)
 
 
 def check_memory() -> None:

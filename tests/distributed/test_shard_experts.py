@@ -179,9 +179,7 @@ def check_training() -> None:
         if name == "loop_mixtral":
             wanted = harness.joined_entries({key: p.detach() for key, p in wanted.items()}, "experts", zoo.E)
         got = {key: p.full_tensor() if hasattr(p, "full_tensor") else p for key, p in model.named_parameters()}
-        harness.assert_close(
-            {key: p.detach() for key, p in got.items()}, {key: p.detach() for key, p in wanted.items()}
-        )
+        harness.assert_close({key: p.detach() for key, p in got.items()}, {key: p.detach() for key, p in wanted.items()})
 
 
 def check_checkpointing() -> None:
@@ -236,6 +234,76 @@ def check_copies() -> None:
         assert torch.equal(twin(x), out)
 
 
+class Skipping(nn.Module):
+    """A loop over experts that skips those without tokens, and all of them without any."""
+
+    def __init__(self, leaves_early: bool) -> None:
+        super().__init__()
+        self.layer, self.leaves_early = layer("stacked_loop"), leaves_early
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.leaves_early and x.numel() == 0:
+            return x * 1
+        weights, ids = self.layer.router(x)
+        out = torch.zeros_like(x)
+        for e in range(zoo.E):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            h = nn.functional.silu(x[token] @ self.layer.w1[e]) * (x[token] @ self.layer.w3[e])
+            out = out.index_add(0, token, (h @ self.layer.w2[e]) * weights[token, slot, None])
+        return x + out
+
+
+def check_skipped_experts() -> None:
+    """A rank that skips all experts gathers and reduces what the others do, and its result may be written to."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [harness.tokens_of(r, zoo.D, count=0 if r == 1 else 3) for r in range(world)]
+    for leaves_early in (False, True):
+        wanted = harness.in_one_process(Skipping(leaves_early), inputs)[rank]
+        model = Skipping(leaves_early)
+        shard_experts(model, harness.axis())
+        got = harness.train(model, lambda x, model=model: model(x).add_(0), inputs[rank])
+        harness.assert_close(*({k: v for k, v in results.items() if "router" not in k} for results in (got, wanted)))
+
+
+def cumulative(self, x, weights, ids):
+    """Each expert for the tokens of all before it as well: no layer that the rewriter knows."""
+    return sum(expert(x) * (weights * (ids <= e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+
+def unknown_layer() -> nn.Module:
+    torch.manual_seed(0)
+    return zoo.ModuleListMoE(cumulative)
+
+
+def check_gathers() -> None:
+    """Each parameter of a layer travels once in forward, and its gradient once in backward: eager, and in one graph."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+    from tests.tools.rewrite_harness import rewriting_backend
+
+    inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+    for make in (functools.partial(layer, "loop_mixtral"), functools.partial(layer, "stacked_loop"), unknown_layer):
+        wanted = harness.in_one_process(make(), inputs)[dist.get_rank()]
+        wanted = harness.joined_entries(wanted, "experts", zoo.E) if "w1" not in wanted else wanted
+        model = make()
+        shard_experts(model, harness.axis())
+        with rewriting_backend() as backend:
+            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            for run in (model, compiled) if make is unknown_layer else (model,):
+                x = inputs[dist.get_rank()].clone().requires_grad_()
+                run(x).sum().backward()  # compiles
+                out, forward = harness.collectives(lambda run=run, x=x: run(x))
+                _, backward = harness.collectives(out.square().sum().backward)
+                assert (forward, backward) == ({"gather": 3}, {"reduce_scatter": 3}), (forward, backward)
+                got = harness.train(model, run, inputs[dist.get_rank()])
+                harness.assert_close(*({k: v for k, v in r.items() if "router" not in k} for r in (got, wanted)))
+
+
 SAVED = ("stacked_loop", "loop_mixtral")
 
 
@@ -275,6 +343,8 @@ EVERYWHERE = {
     "checkpointing": check_checkpointing,
     "uneven tokens": check_uneven_tokens,
     "copies": check_copies,
+    "skipped experts": check_skipped_experts,
+    "gathers": check_gathers,
 }
 CHECKS = {
     4: [*(name for name in EVERYWHERE if "eager" in name), "errors", "training"],

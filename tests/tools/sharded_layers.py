@@ -62,3 +62,21 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def collectives(function: Callable) -> tuple[object, dict[str, int]]:
+    """What a call returns, and how many gathers and reduce-scatters it asked of process groups."""
+    result, counts = counting(function, "c10d::")
+    kinds: dict[str, int] = {}
+    for name, count in counts.items():
+        kind = "reduce_scatter" if "reduce_scatter" in name else "gather" if "allgather" in name else name
+        kinds[kind] = kinds.get(kind, 0) + count
+    return result, kinds
+
+
+def counting(function: Callable, namespace: str) -> tuple[object, dict[str, int]]:
+    """What a call returns, and how often it called each operator of a namespace."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = function()
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith(namespace)}
+    return result, {key.removeprefix(namespace): count for key, count in counts.items()}

@@ -12,7 +12,6 @@ from moeblaze_ops import config
 RIGHT = {
     "arrived_rows": ["exact", "bound"],
     "check_expert_ids": [True, False],
-    "check_tokens_per_rank": [True, False],
     "collective_multiprocessors": [None, 1, 16],
     "experts_move": ["auto", "tokens", "weights"],
     "hopper": ["auto", "off"],
@@ -22,6 +21,7 @@ RIGHT = {
     "max_layer_transient_bytes": [None, 1, 1 << 30],
     "max_transient_bytes": [None, 1, 1 << 30],
     "strict": [True, False],
+    "tokens_per_rank": [None, 1, 8192],
     "verify": ["off", "first"],
 }
 WRONG = [
@@ -42,6 +42,7 @@ WRONG = [
     ("max_layer_transient_bytes", "1 GiB", TypeError, "an int of 1 or more, or None, got '1 GiB'"),
     ("max_transient_bytes", 0, ValueError, "an int of 1 or more, or None, got 0"),
     ("max_transient_bytes", 512e6, TypeError, "an int of 1 or more, or None, got 512000000.0"),
+    ("tokens_per_rank", 0, ValueError, "an int of 1 or more, or None, got 0"),
     ("strict", "yes", TypeError, "True or False, got 'yes'"),
     ("kept", "input", AttributeError, "one of the knobs arrived_rows, "),
     ("snapshot", None, AttributeError, "one of the knobs arrived_rows, "),

@@ -4,20 +4,33 @@ Transport is torch's functional collectives by the name of a process group: they
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Size = int | torch.SymInt
 
 _functional = torch.ops._c10d_functional
 _library = torch.library.Library("moeblaze", "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def start_gather(local: Tensor, ranks: int, group: str) -> Tensor:
-    """Start to gather ``local`` of every rank on the first axis; the result is to be waited for, and has no gradient."""
+def start_gather(local: Tensor, rows: Size, ranks: int, group: str) -> Tensor:
+    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1.
+
+    The result is to be waited for, and has no gradient.
+    """
     with torch.no_grad():
-        return _functional.all_gather_into_tensor(local.detach().contiguous(), ranks, group)
+        sent = local.detach()
+        sent = sent.contiguous() if _is_same(local.shape[0], rows) else with_rows(sent, rows)
+        return _functional.all_gather_into_tensor(sent, ranks, group)
+
+
+def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: str) -> Tensor:
+    """``start_gather`` with so many rows, or with as many as a tensor has."""
+    return start_gather(x_TD, rows if isinstance(rows, int) else rows.shape[0], ranks, group)
 
 
 def start_reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
@@ -28,6 +41,22 @@ def start_reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
 def wait(started: Tensor) -> Tensor:
     return _functional.wait_tensor(started)
 
+
+def first_rows(tensor: Tensor, rows: Size) -> Tensor:
+    """Without the rows that ``start_gather`` put behind those of this rank."""
+    if _is_same(tensor.shape[0], rows):
+        return tensor
+    torch._check_value(rows <= tensor.shape[0], lambda: _too_many(rows, tensor.shape[0]))
+    return tensor.narrow(0, 0, rows)
+
+
+def _too_many(own: Size, most: Size) -> str:
+    return f"sharded experts: tokens must be at most config.tokens_per_rank={most} on every rank, got {int(own)}"
+
+
+def _is_same(size: Size, other: Size) -> bool:
+    """Whether two sizes are numbers and the same: a size of one rank alone gets no guard."""
+    return isinstance(size, int) and isinstance(other, int) and size == other
 
 
 def local_shard(sharded: Tensor) -> Tensor:
@@ -49,75 +78,74 @@ def _host_group(name: str) -> dist.ProcessGroup:
 
 
 def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    _read_answers()  # a host that waits for tokens that never come would not raise
     return slots_N[: int(offsets_E1[-1])].clone()
 
 
 def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
     if isinstance(slots_N.shape[0], int) and slots_N.shape[0] == 0:
         return torch.empty_like(slots_N)
-    context = torch.library.get_ctx()
-    if context._shape_env is None:
-        return slots_N.new_empty(context.new_dynamic_size(min=0))
-    # Not `new_dynamic_size`: frames may be captured without ops whose output shape depends on data, and this one is ours.
-    count = context._shape_env.create_unbacked_symint()
-    torch._check(count >= 0)
+    count = number_of_data()
     torch._check(count <= slots_N.shape[0])
     return slots_N.new_empty(count)
 
 
-_asked: dict[str, tuple[dist.Work, list[Tensor]]] = {}
-_agreed: set[tuple[str, int]] = set()
+def number_of_data() -> torch.SymInt:
+    """A size of 0 or more that nobody knows before the op runs.
+
+    Not ``new_dynamic_size``: frames may be captured without ops whose output shape depends on data, and these are ours.
+    """
+    context = torch.library.get_ctx()
+    if context._shape_env is None:
+        return context.new_dynamic_size(min=0)
+    count = context._shape_env.create_unbacked_symint()
+    torch._check(count >= 0)
+    return count
 
 
-def _same_tokens(x_TD: Tensor, group: str) -> Tensor:
+def _most_tokens(x_TD: Tensor, group: str) -> Tensor:
     host, mine = _host_group(group), x_TD.shape[0]
-    _read_answers()
-    everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(host.size())]
-    work = dist.all_gather(everyone, torch.tensor([mine], dtype=torch.int64), group=host, async_op=True)
-    if host is process_group(group) or (group, mine) not in _agreed:
-        _prove_same(work, everyone)
-        _agreed.add((group, mine))
-    else:
-        _asked[group] = work, everyone
-    return x_TD.new_zeros(1, dtype=torch.int32)
+    everyone = torch.empty(host.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(everyone, torch.tensor([mine], dtype=torch.int64), group=host)
+    return x_TD.new_empty(max(1, int(everyone.max())), 0)
 
 
-def _read_answers() -> None:
-    """Prove for every question that was asked and not answered yet that the ranks have as many tokens."""
-    while _asked:
-        _, question = _asked.popitem()
-        _prove_same(*question)
+def _most_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
+    most = number_of_data()
+    torch._check(most >= 1)
+    torch._check(most >= x_TD.shape[0])
+    return x_TD.new_empty(most, 0)
 
 
-def _prove_same(work: dist.Work, everyone: list[Tensor]) -> None:
-    work.wait()
-    counts = [int(count) for count in everyone]
-    if len(set(counts)) > 1:
-        way = 'set config.experts_move = "weights", or pad tokens with expert ids of -1'
-        raise ValueError(f"sharded experts: tokens must be as many on every rank for tokens to move ({way}), got {counts}")
+def _with_rows(tensor: Tensor, rows: int) -> Tensor:
+    own = tensor.shape[0]
+    if own > rows:
+        raise ValueError(_too_many(own, rows))
+    padded = tensor.new_empty(rows, *tensor.shape[1:])
+    padded[:own] = tensor
+    padded[own:] = -1
+    return padded
 
 
-def _same_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
-    return x_TD.new_empty(1, dtype=torch.int32)
+def _with_rows_fake(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_empty(rows, *tensor.shape[1:])
 
 
-def _register(name: str, schema: str, real, fake) -> torch._ops.OpOverload:
+def register(name: str, schema: str, real: Callable, fake: Callable) -> torch._ops.OpOverload:
     _library.define(f"{name}{schema}", tags=_TAGS)
     _library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moeblaze::{name}", fake, lib=_library)
     return getattr(torch.ops.moeblaze, name).default
 
 
-used_slots = _register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
+used_slots = register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
 """The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""
 
-same_tokens = _register("same_tokens", "(Tensor x_TD, str group) -> Tensor", _same_tokens, _same_tokens_fake)
-"""Zero, [1] int32: the ranks of the group tell each other on the host how many tokens they have.
+most_tokens = register("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
+"""[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other."""
 
-A rank waits for the answers where it has a number for the first time, or where tokens travel by gloo. Otherwise it reads them
-before the host waits for a GPU, or when it asks again.
+with_rows = register("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
+"""A copy with so many rows, the last ones filled with -1: no expert's id.
 
 Raises:
-    ValueError: the numbers differ, on all ranks the same.
+    ValueError: the tensor has more rows.
 """

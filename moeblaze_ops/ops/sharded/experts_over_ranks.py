@@ -1,6 +1,8 @@
 """A layer whose experts are spread over ranks: tokens go to the experts, and what they computed comes back.
 
-    rank r:   x [T, D]  --gather-->  x of all ranks [R*T, D]  --experts of r-->  sums [R*T, D]  --reduce-scatter-->  out [T, D]
+    rank r:   x [T, D]  --gather-->  x of all ranks [R*M, D]  --experts of r-->  sums [R*M, D]  --reduce-scatter-->  out [T, D]
+
+T is this rank's own number of tokens, M is the same on every rank and no less than any T. Rows behind T have ids of -1.
 
 Ids of foreign experts become -1 and cost nothing but their index: no routed copy of a token is made, and a token travels once to
 each rank, not once to each expert. Backward gathers ``dout`` and reduces ``dx`` the same way. It gathers x again, beside the
@@ -18,7 +20,15 @@ from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
-from moeblaze_ops.ops.sharded.collectives import process_group, start_gather, start_reduce_scatter, used_slots, wait
+from moeblaze_ops.ops.sharded.collectives import (
+    Size,
+    first_rows,
+    process_group,
+    start_gather,
+    start_reduce_scatter,
+    used_slots,
+    wait,
+)
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
 
@@ -54,8 +64,8 @@ def experts_over_ranks(
     """``moe`` of the tokens of this rank, with experts ``[r * E_local, (r + 1) * E_local)`` given on rank r.
 
     Args:
-        x_TD: tokens of this rank, as many as on every other one. Shape [T, D].
-        gathered_x: ``start_gather`` of x_TD.
+        x_TD: tokens of this rank. Shape [T, D]; T may be 0, and another one on each rank.
+        gathered_x: ``start_gather`` of x_TD. Shape [R*M, D].
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
@@ -77,11 +87,8 @@ class _Experts(torch.autograd.Function):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
         group, size = ranks.group, ranks.size
-        started = [start_gather(experts_TK.to(torch.int32), size, group)]
-        if weights_TK is not None:
-            started.append(start_gather(weights_TK, size, group))
-        ids, *all_weights = map(wait, started)
-        all_weights_TK = all_weights[0] if all_weights else None
+        rows = gathered_x.shape[0] // size
+        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, rows, size, group)
         local = ids - first_of_rank(group, num_local)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
@@ -96,7 +103,7 @@ class _Experts(torch.autograd.Function):
             out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
         ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
         ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *parameters)
-        return wait(start_reduce_scatter(out, size, group))
+        return first_rows(wait(start_reduce_scatter(out, size, group)), x_TD.shape[0])
 
     @staticmethod
     def backward(ctx, dout_TD):
@@ -115,6 +122,18 @@ class _Experts(torch.autograd.Function):
         for need, tensors in zip(needs[2:], groups, strict=True):
             filled += [of_parameters.pop(0) if need else None for _ in tensors]
         return (None,) * 6 + (dx_TD if needs[0] else None, dweights_TK if needs[1] else None, *filled)
+
+
+def _routing_of_all(
+    experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str
+) -> tuple[Tensor, Tensor | None]:
+    """Expert ids and routing weights of all ranks, in one collective: fp32 and fp64 hold ids and narrower weights exactly."""
+    if weights_TK is None:
+        return wait(start_gather(experts_TK.to(torch.int32), rows, ranks, group)), None
+    wide = torch.promote_types(weights_TK.dtype, torch.float32)
+    both = wait(start_gather(torch.cat([experts_TK.to(wide), weights_TK.to(wide)], 1), rows, ranks, group))
+    ids, weights = both.chunk(2, dim=1)
+    return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()
 
 
 def first_of_rank(group: str, num_local: int) -> int:
@@ -136,9 +155,10 @@ def _gradients(
     on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     top_k = positions_TK.shape[1]
-    dout = start_gather(dout_TD, ranks, group)
+    T, rows = x_TD.shape[0], positions_TK.shape[0] // ranks
+    dout = start_gather(dout_TD, rows, ranks, group)
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
-    all_x = start_gather(x_TD, ranks, group) if needs_all_x else None
+    all_x = start_gather(x_TD, rows, ranks, group) if needs_all_x else None
     dout = wait(dout)
     if h_NGF is None:
         all_x = wait(all_x)
@@ -166,7 +186,7 @@ def _gradients(
         results += expert_weight_grad(dout, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if needs_b_down:
         results.append(expert_bias_grad(dout, on_output, slots_N, offsets_E1, top_k, True))
-    reduced = [x_TD.new_empty(0) if started is None else wait(started) for started in (dx_TD, dweights_TK)]
+    reduced = [x_TD.new_empty(0) if started is None else first_rows(wait(started), T) for started in (dx_TD, dweights_TK)]
     return [*reduced, *results]
 
 

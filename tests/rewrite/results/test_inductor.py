@@ -200,7 +200,7 @@ CALLED = {
     "expert_weight_grad_add", "expert_bias_grad_add",
 }  # fmt: skip
 """Ops with a loop whose length only the running program knows, and ops that write into an argument."""
-ACROSS_RANKS = {"experts_over_ranks_backward", "same_tokens", "used_slots"}
+ACROSS_RANKS = {"any_number", "experts_over_ranks_backward", "most_tokens", "settled", "sized", "used_slots", "with_rows"}
 """Ops of several processes, which are called too; they are registered with the first `shard_experts`."""
 
 

@@ -1,0 +1,189 @@
+"""Ranks with different numbers of tokens, none included: tokens move, and every rank does what the others do.
+
+One compiled callable sees all steps, so ranks compile for one number, or for any, at different steps.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moeblaze_ops import compile as switch
+from tests.corpus.zoo import catalogue as zoo
+from tests.distributed.test_shard_experts import LISTED, Skipping, layer, sharded
+from tests.distributed.test_sharded_tokens import compiled, names_in
+from tests.tools.ranks import run_checks
+from tests.tools.rewrite_harness import rewriting_backend
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+STEPS = {
+    2: [(5, 64), (64, 5), (0, 1), (5, 0), (0, 0)],
+    4: [(0, 1, 5, 64), (64, 5, 1, 0), (0, 0, 0, 5)],
+}
+WITHOUT_NONE = [(5, 64), (1, 5), (5, 5)]
+
+
+def wanted(name: str, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """What this rank should have, with the gradients of a single process that had all tokens."""
+    from tests.tools import sharded_layers as harness
+
+    result = harness.in_one_process(layer(name), inputs)[dist.get_rank()]
+    return harness.joined_entries(result, "experts", zoo.E) if name in LISTED else result
+
+
+def without_router(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank without tokens has no gradient of the router, or zeros."""
+    return {key: value for key, value in results.items() if "router" not in key}
+
+
+def check_steps(name: str, steps=None, first_only: bool = False, backend: str = "aot_eager", **settings) -> None:
+    """Steps of one compiled callable. ``first_only``: all tokens choose experts of the first rank."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    before = {key: getattr(config, key) for key in settings}
+    for key, value in settings.items():
+        setattr(config, key, value)
+    try:
+        model = sharded(name)
+        run, graphs, reports = compiled(model, backend)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            for number, counts in enumerate(steps or STEPS[world]):
+                inputs = [harness.tokens_of(10 * number + r, zoo.D, count) for r, count in enumerate(counts)]
+                if first_only:
+                    towards = model.router.gate.weight[:2].sum(0) - model.router.gate.weight[2:].sum(0)
+                    inputs = [x + 20 * towards.detach() for x in inputs]
+                got = without_router(harness.train(model, run, inputs[rank]))
+                harness.assert_close(got, without_router(wanted(name, inputs)))
+    finally:
+        for key, value in before.items():
+            setattr(config, key, value)
+    names = names_in(graphs)
+    assert names.count("experts_over_ranks") == len(graphs) > 1, reports
+    assert not [called for called in names if "redistribute" in called], names
+
+
+def check_too_many() -> None:
+    """The rank that breaks the caller's promise raises before anything travels: where it compiles, or when it runs."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    config.tokens_per_rank = 8
+    try:
+        run, _, _ = compiled(sharded("dense_einsum"))
+        for count in (9, 7, 5):
+            x, error = harness.tokens_of(0, zoo.D, count), None
+            try:
+                run(x)
+            except Exception as raised:
+                error = str(raised)
+            expected = None if count < 9 else "tokens must be at most config.tokens_per_rank=8 on every rank, got 9"
+            assert (error is None and expected is None) or expected in error, error
+    finally:
+        config.tokens_per_rank = None
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer("stacked_loop"), layer("dense_einsum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(x + self.first(x))
+
+
+def check_asks_once() -> None:
+    """Two layers of a graph with the same tokens ask once; another number is another question."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    rank = dist.get_rank()
+    model = TwoLayers()
+    shard_experts(model, harness.axis())
+    run, graphs, reports = compiled(model)
+    x = harness.tokens_of(rank, zoo.D, count=8 + 8 * rank)
+    expected = harness.train(model, model, x)
+    harness.assert_close(harness.train(model, run, x), expected)
+    names = names_in(graphs)
+    assert names.count("experts_over_ranks") == 2 and names.count("most_tokens.default") == 1, names
+    run, graphs, reports = compiled(lambda x: model.second(model.first(x)[: len(x) // 2]))
+    run(x)
+    names = names_in(graphs)
+    assert names.count("experts_over_ranks") == 2 and names.count("most_tokens.default") == 2, names
+
+
+def check_skipped_experts() -> None:
+    """A loop that skips experts without tokens: a rank without any compiles what it would with tokens."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    rank = dist.get_rank()
+    model, whole = Skipping(False), Skipping(False)
+    shard_experts(model, harness.axis())
+    with rewriting_backend() as backend, switch.recording() as records:
+        run = torch.compile(model, backend=backend)
+        for counts in ((5, 9), (0, 9)):
+            inputs = [harness.tokens_of(r, zoo.D, count) for r, count in enumerate(counts)]
+            expected = without_router(harness.in_one_process(whole, inputs)[rank])
+            harness.assert_close(without_router(harness.train(model, run, inputs[rank])), expected)
+    kept = [r for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None]
+    became = [c.became for r in kept for c in r.report.candidates]
+    assert became and all(text and "experts_over_ranks" in text for text in became), records
+
+
+def check_calls() -> None:
+    """What a step asks of the process group and of the host; a promised number of tokens saves the question."""
+    from moeblaze_ops import config
+    from tests.tools import sharded_layers as harness
+
+    for promised, questions in ((None, 1), (24, 0)):
+        config.tokens_per_rank = promised
+        try:
+            run, _, _ = compiled(sharded("dense_einsum"))
+            x = harness.tokens_of(dist.get_rank(), zoo.D).requires_grad_()
+            run(x).sum().backward()  # compiles
+            out, forward = harness.collectives(lambda run=run, x=x: run(x))
+            _, backward = harness.collectives(out.sum().backward)
+            _, ours = harness.counting(lambda run=run, x=x: run(x), "moeblaze::")
+        finally:
+            config.tokens_per_rank = None
+        assert (forward, backward) == ({"gather": 2 + questions, "reduce_scatter": 1}, {"gather": 2, "reduce_scatter": 2})
+        assert (ours.get("most_tokens", 0), ours["used_slots"]) == (questions, 1), ours
+
+
+SPELLINGS = ("loop_mixtral", "masked_sum", "stacked_loop", "dense_einsum", "gpt_oss_loop")
+CHECKS = {
+    **{name: functools.partial(check_steps, name) for name in SPELLINGS},
+    "dense_bmm": functools.partial(check_steps, "dense_bmm", WITHOUT_NONE),
+    "sorted_transformers": functools.partial(check_steps, "sorted_transformers", WITHOUT_NONE),
+    "skipped experts": check_skipped_experts,
+    "all to one rank": functools.partial(check_steps, "stacked_loop", first_only=True),
+    "room for all rows": functools.partial(check_steps, "stacked_loop", arrived_rows="bound"),
+    "keeps the input": functools.partial(check_steps, "gpt_oss_loop", keep="input"),
+    "promised number": functools.partial(check_steps, "stacked_loop", tokens_per_rank=64),
+    "through Inductor": functools.partial(check_steps, "masked_sum", [(5, 64), (0, 5)], backend="inductor"),
+    "too many": check_too_many,
+    "asks once": check_asks_once,
+    "calls": check_calls,
+}
+RANKS = {2: tuple(CHECKS), 4: ("dense_einsum", "stacked_loop")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
+    return {
+        ranks: run_checks({name: CHECKS[name] for name in names}, ranks, tmp_path_factory.mktemp("ranks"))
+        for ranks, names in RANKS.items()
+    }
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in RANKS.items() for name in names])
+def test_on_ranks(outcomes, ranks, name):
+    for outcome in outcomes[ranks][name]:
+        assert outcome == "passed", outcome
