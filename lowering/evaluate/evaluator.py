@@ -17,16 +17,9 @@ from moeblaze_ops.lowering.evaluate.projections import is_mask, is_no_projection
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
-from moeblaze_ops.lowering.index_notation.expr import (
-    IDEMPOTENT,
-    Expr,
-    Indices,
-    Size,
-    TooLarge,
-    same_size,
-    subexpressions,
-)
+from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 

@@ -10,7 +10,8 @@ from itertools import permutations
 
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, differ, factors_of, same_size, subexpressions
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 

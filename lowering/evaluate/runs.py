@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, Size, lower_bound, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, lower_bound
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))

@@ -33,7 +33,7 @@ from moeblaze_ops.lowering.forms.views import (
     tensor,
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
-from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 
 def coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:

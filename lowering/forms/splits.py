@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.views import axis, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of
-from moeblaze_ops.lowering.index_notation.expr import Size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, size_of
 
 Number = tuple[Size, frozenset[tuple[Value, int]]]
 
@@ -27,7 +27,8 @@ Number = tuple[Size, frozenset[tuple[Value, int]]]
 def _item(view: GraphView, x: Any) -> Any:
     number = view.opaque(view._node)
     fake = fake_of(view._node)
-    symbols = {number} if not isinstance(fake, torch.SymBool) else fake.node.expr.free_symbols
+    whole = isinstance(fake, torch.SymInt | torch.SymBool)  # no symbol of a float is the size of anything
+    symbols = fake.node.expr.free_symbols if isinstance(fake, torch.SymBool) else {number} if whole else ()
     if isinstance(x, Value) and len(symbols) == 1 and isinstance(symbol := next(iter(symbols)), sympy.Symbol):
         view.numbers.setdefault(symbol, reshaped(view, x, ()))
     return number

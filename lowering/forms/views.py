@@ -18,7 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, fake_of
-from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 TABLE: dict[str, Callable] = {}
 """Every canonical form by operator name."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
-from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 
 class NotCanonical(Exception):

@@ -25,13 +25,8 @@ Kinds (``Expr.kind``) and their ``args``:
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import sympy
-
-Size: TypeAlias = int | sympy.Expr
 Indices: TypeAlias = tuple["Expr", ...]
 
 IDEMPOTENT = ("eq", "any", "distinct")
@@ -50,33 +45,6 @@ MAX_OPERANDS = 2**13
 
 class TooLarge(Exception):
     """A sum or a product has too many operands to be looked into."""
-
-
-_settled: ContextVar[dict[sympy.Symbol, sympy.Expr] | None] = ContextVar("settled", default=None)
-
-
-@contextmanager
-def settling(sizes: dict[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
-    """A context in which some sizes that only the data tell are known as others."""
-    token = _settled.set(sizes)
-    try:
-        yield
-    finally:
-        _settled.reset(token)
-
-
-def size_of(dim: Any) -> Size:
-    """The size of a tensor axis as an int when it is known, else as a sympy expression."""
-    expression = dim.node.expr if hasattr(dim, "node") else dim
-    if (settled := _settled.get()) and isinstance(expression, sympy.Expr):
-        expression = expression.xreplace(settled)
-    return int(expression) if getattr(expression, "is_Integer", True) else expression
-
-
-def same_size(a: Size, b: Size) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
 class Expr:

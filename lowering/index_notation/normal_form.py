@@ -6,17 +6,15 @@ from typing import Any
 
 import sympy
 
+from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
     IDEMPOTENT,
     MAX_OPERANDS,
     Expr,
-    Size,
     TooLarge,
     factors_of,
-    same_size,
-    size_of,
     subexpressions,
 )
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator

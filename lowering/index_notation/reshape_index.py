@@ -2,7 +2,7 @@
 
 import math
 
-from moeblaze_ops.lowering.index_notation.expr import Size, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
 
 
 def common_groups(a: tuple[Size, ...], b: tuple[Size, ...]) -> list[tuple[list[int], list[int]]]:

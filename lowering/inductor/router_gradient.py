@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.index_notation.expr import same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _ROUTER = slice(8, 10)

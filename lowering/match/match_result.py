@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size
+from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.match.identity_experts import Passed
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale

@@ -22,7 +22,8 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumula
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, inplace_name, target_name
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, size_of
+from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if

@@ -16,7 +16,7 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
-from moeblaze_ops.lowering.index_notation.expr import Size
+from moeblaze_ops.lowering.graph.sizes import Size
 
 _PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between"))
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import sympy
 import torch
 
-from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, Size, factors_of, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 

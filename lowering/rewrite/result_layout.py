@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import fake_of
-from moeblaze_ops.lowering.index_notation.expr import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 

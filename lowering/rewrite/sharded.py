@@ -17,7 +17,7 @@ from torch import fx
 from moeblaze_ops import config
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
-from moeblaze_ops.lowering.index_notation.expr import same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter

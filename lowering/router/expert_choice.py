@@ -11,7 +11,7 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
-from moeblaze_ops.lowering.index_notation.expr import same_size
+from moeblaze_ops.lowering.graph.sizes import same_size
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.index_notation.expr import size_of
+from moeblaze_ops.lowering.graph.sizes import size_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, shared_with_host
 from moeblaze_ops.lowering.torch_internals import dynamo_config
 

@@ -24,8 +24,8 @@ FLOORS = {
         ["experts"],
     ],
     "lowering": [
-        ["index_notation", "internal_errors", "torch_internals"],
-        ["graph", "inductor"],
+        ["graph", "internal_errors", "torch_internals"],
+        ["index_notation", "inductor"],
         ["facts"],
         ["evaluate", "forms"],
         ["match", "obligations"],
@@ -45,7 +45,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 25, "lowering": 38, "moeblaze_ops": 50}
+MOST_ARROWS = {"kernels": 25, "lowering": 37, "moeblaze_ops": 50}
 MOST_FILES = 15
 
 # What a package may know of the others. The switch hands graphs to lowering; integrations ask it what a gate computes.

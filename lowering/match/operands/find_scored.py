@@ -21,7 +21,8 @@ from operator import and_
 
 import torch
 
-from moeblaze_ops.lowering.index_notation.expr import Expr, Size, factors_of, subexpressions
+from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand

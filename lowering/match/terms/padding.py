@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of, same_size
+from moeblaze_ops.lowering.graph.sizes import same_size
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm

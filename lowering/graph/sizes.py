@@ -1,0 +1,36 @@
+"""Sizes of axes: numbers, or expressions of symbols that Dynamo has for what only a call tells."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import sympy
+
+Size: TypeAlias = int | sympy.Expr
+
+_settled: ContextVar[dict[sympy.Symbol, sympy.Expr] | None] = ContextVar("settled", default=None)
+
+
+@contextmanager
+def settling(sizes: dict[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
+    """A context in which some sizes that only the data tell are known as others."""
+    token = _settled.set(sizes)
+    try:
+        yield
+    finally:
+        _settled.reset(token)
+
+
+def size_of(dim: Any) -> Size:
+    """The size of a tensor axis as an int when it is known, else as a sympy expression."""
+    expression = dim.node.expr if hasattr(dim, "node") else dim
+    if (settled := _settled.get()) and isinstance(expression, sympy.Expr):
+        expression = expression.xreplace(settled)
+    return int(expression) if getattr(expression, "is_Integer", True) else expression
+
+
+def same_size(a: Size, b: Size) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
