@@ -66,7 +66,7 @@ class GroupRules:
     def in_group(self, mask: Value) -> Expr | None:
         """How many rows at most a mask between two bounds selects."""
         run = self.run(mask)
-        return run and self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)})
+        return None if run is None else self.algebra.substitute(run.counts, {run.var: self.algebra.const(run.number)})
 
     def _find_run(self, mask: Value) -> "Run | None":
         lower, upper = (self._terms_of(bound) for bound in mask.args)

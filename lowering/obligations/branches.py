@@ -223,7 +223,7 @@ class _Proof:
 
     def _terms(self, size: Size) -> tuple[sympy.Expr, Counter]:
         """A size as a constant, and how often each count is added to it."""
-        constant, terms = sympy.Integer(0), Counter()
+        constant, terms = sympy.Integer(0), Counter[Expr]()
         for symbol, times in sympy.expand(sympy.sympify(size)).as_coefficients_dict().items():
             element = self._element(self.view.numbers[symbol]) if symbol in self.view.numbers else None
             if element is None or not times.is_Integer:

@@ -21,8 +21,8 @@ def unproven(gm: fx.GraphModule) -> str | None:
     """What keeps the functions of ``row_groups`` from being what they took the place of; their checks are removed otherwise."""
     if writes := writes_to_rows(gm):
         return f"{', '.join(writes)} would write to a copy of rows"
-    if writes := [node for graph in _graphs(gm) for node in _writes_to_shared(graph)]:
-        return f"{', '.join(_named(writes))} writes to numbers that the host shares"
+    if shared := [node for graph in _graphs(gm) for node in _writes_to_shared(graph)]:
+        return f"{', '.join(_named(shared))} writes to numbers that the host shares"
     if groups_that_overlap(gm):
         return "rows would be in groups that are no counts of ids"
     if unknown_ids(gm) or any(map(unknown_counted_ids, _graphs(gm))):

@@ -57,7 +57,7 @@ class HostArray(VariableTracker):
     def unpack_var_sequence(self, tx: Any) -> list[VariableTracker]:
         return list(self.items)
 
-    def call_obj_hasattr(self, tx: Any, name: str) -> VariableTracker:
+    def call_obj_hasattr(self, tx: Any, name: str) -> ConstantVariable:
         return ConstantVariable.create(hasattr(np.ndarray, name))
 
     def tp_iter_impl(self, tx: Any) -> VariableTracker:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from moeblaze_ops.arguments.activations import activate, activation_gradient, is_gated
 
 _aten = torch.ops.aten
-_Value, _Slope = Callable[..., Tensor], Callable[..., Tensor]
+_Value: TypeAlias = Callable[..., Tensor]
+_Slope: TypeAlias = Callable[..., Tensor]
 
 _IN_PLACE: dict[str, tuple[_Value, _Slope]] = {
     "silu": (_aten.silu.out, _aten.silu_backward.grad_input),

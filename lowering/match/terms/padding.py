@@ -111,7 +111,7 @@ def _takes_only(algebra: Algebra, dispatch: Expr, combine: Expr, placed: _Placed
                 return False
         return True
     for other in _placed(algebra, dispatch, place):
-        own = other.all_factors
+        own = list(other.all_factors)
         if placed.slot is not None and other.slot is not None:
             hit, *own = (algebra.substitute(f, {other.slot: placed.slot}) for f in (other.hit, *own))
             other = replace(other, slot=placed.slot, hit=hit, factors=tuple(own), around=())
