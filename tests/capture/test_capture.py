@@ -148,6 +148,13 @@ def test_near_misses_are_left_alone(combine):
     assert_left_alone(check_twins(lambda: make_layer(combine)))
 
 
+@pytest.mark.parametrize("combine", (*present.TRACED, *hits.TRACED), ids=lambda f: f.__name__)
+def test_layers_that_only_tracing_proves(combine):
+    """Code that reads as another layer, and is the one that it runs: a tensor is in no set of numbers."""
+    records = check_twins(lambda: make_layer(combine))
+    assert [len(graph.report.rewritten) for graph in kept(records, moeblaze_compile.GraphRecord)] == [1]
+
+
 def test_numbers_that_are_more_than_experts():
     records = check_twins(lambda: make_layer(present.numbers_are_counted))
     assert not any(record.done for record in kept(records, moeblaze_compile.CaptureRecord))

@@ -415,9 +415,9 @@ def hits_apart_from_tokens(self, x, weights, ids):
 
 
 NEAR_MISSES = (
-    hits_apart_from_tokens,
     scaled_mask, zeros_of_the_mask, signed_sums, sums_of_other_axes, first_slots_only, more_than_one_token,
     counts_of_first_choices, among_first_choices, next_is_in_use, used_changes, used_changes_by_a_function,
     compared_with_all, means_are_joined, joined_parts_are_counted,
     ones_are_joined, joined_in_a_function,
 )  # fmt: skip
+TRACED = (hits_apart_from_tokens,)

@@ -293,9 +293,10 @@ def next_numbers(self, x, weights, ids):
 NEAR_MISSES = (
     every_id, runs_of_ids, unique_of_first_choices, all_but_the_lowest, minus_one_is_the_last, written_before,
     written_inside, number_is_a_weight, rounds_are_counted, experts_in_order_of_use, next_numbers,
-    one_number_less, one_number_less_by_another_name, one_number_less_by_a_function, tensor_in_a_set,
-    tensor_in_a_set_of_sentinels, one_hot_of_other_ids, one_hot_by_slot, one_hot_changes,
+    one_number_less, one_number_less_by_another_name, one_number_less_by_a_function,
+    one_hot_of_other_ids, one_hot_by_slot, one_hot_changes,
 )  # fmt: skip
+TRACED = (tensor_in_a_set, tensor_in_a_set_of_sentinels)
 
 
 def numbers_are_counted(self, x, weights, ids):
