@@ -20,4 +20,6 @@ def test_numbers_of_elements_choose_experts(combine):
 
 @pytest.mark.parametrize("combine", elements.NEAR_MISSES, ids=lambda f: f.__name__)
 def test_tensors_stay_tensors(combine):
+    if combine.__name__ == "text_by_a_method" and torch.__version__ < "2.13":
+        pytest.skip("Dynamo 2.11 makes another text of a tensor than eager does, whoever compiles")
     guarded.check_twins(lambda: make_layer(combine))

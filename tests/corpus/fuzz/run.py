@@ -256,7 +256,7 @@ def _gradients(module: nn.Module, x: Tensor, outs: tuple[Tensor, ...]) -> dict[s
         return {}
     sum(terms).backward()
     named = {"x": x, **dict(module.named_parameters())}
-    return {f"gradient of {n}": p.grad for n, p in named.items() if p.grad is not None}
+    return {f"gradient of {n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
 
 
 def _difference(
