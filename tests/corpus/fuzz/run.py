@@ -169,6 +169,8 @@ def check(module: nn.Module, x: Tensor) -> Outcome:
     wrong = _difference(module, x, train, actual, expected)
     if wrong and _difference(module, x, train, _compiled(module, x, train, aot_eager), expected):
         return Outcome("compile differs", detail=wrong)
+    if wrong and _reads_unwritten(module, x):
+        return Outcome("reads what nobody wrote", detail=wrong)
     if wrong and _ties(module, x):
         return Outcome("tied scores", detail=wrong)
     if wrong and x.dtype.itemsize < 4 and _kinks(module, x) and not check(module.double(), x.double()).failure:
@@ -178,6 +180,16 @@ def check(module: nn.Module, x: Tensor) -> Outcome:
         return Outcome("declined", "wrong" if wrong else "", wrong or reasons or "no candidate")
     status = f"rewritten{'' if len(backend.rewritten) == 1 else ' ' + str(len(backend.rewritten)) + ' times'}"
     return Outcome(status, "wrong" if wrong else "", wrong)
+
+
+def _reads_unwritten(module: nn.Module, x: Tensor) -> bool:
+    """Whether outputs depend on memory that was never written to, which is filled with NaN here."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        named = _run(module, module.__class__.forward, x, False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return any(not tensor.isfinite().all() for name, tensor in named.items() if name.startswith("output"))
 
 
 def _ties(module: nn.Module, x: Tensor) -> bool:
