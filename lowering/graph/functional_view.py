@@ -55,6 +55,11 @@ def fake_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def graphs_of(gm: fx.GraphModule) -> list[fx.Graph]:
+    """The graph of a module, and those of bodies of higher-order operators in it."""
+    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def storage_of(node: fx.Node) -> int | None:
     """The memory of a tensor, which its views share; None where it has none."""
     fake = fake_of(node)

@@ -21,7 +21,15 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage, inplace_name, target_name
+from moeblaze_ops.lowering.graph.functional_view import (
+    GraphView,
+    Value,
+    fake_of,
+    graphs_of,
+    has_storage,
+    inplace_name,
+    target_name,
+)
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
@@ -40,7 +48,7 @@ class Discharged:
 
 def discharge(gm: fx.GraphModule) -> Discharged:
     """Prove all branches of a graph and drop what is left of them; the graph is as it was where one is not proven."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    graphs = graphs_of(gm)
     result = Discharged()
     for graph in graphs:
         begins = [node for node in graph.nodes if node.target is branch_begins]
@@ -79,7 +87,8 @@ def _write_to_hits(view: GraphView) -> fx.Node | None:
 def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of ``gm`` that does the work of each branch: what the program computes, where the branches can be discharged."""
     taken = copy.deepcopy(gm)
-    _erase(taken.graph)
+    for graph in graphs_of(taken):
+        _erase(graph)
     return taken
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.capture import row_groups
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect, writes_beside
-from moeblaze_ops.lowering.graph.functional_view import fake_of, storage_of, target_name, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import fake_of, graphs_of, storage_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids, without_known_ids, without_known_masks
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
@@ -21,11 +21,11 @@ def unproven(gm: fx.GraphModule) -> str | None:
     """What keeps the functions of ``row_groups`` from being what they took the place of; their checks are removed otherwise."""
     if writes := writes_to_rows(gm):
         return f"{', '.join(writes)} would write to a copy of rows"
-    if shared := [node for graph in _graphs(gm) for node in _writes_to_shared(graph)]:
+    if shared := [node for graph in graphs_of(gm) for node in _writes_to_shared(graph)]:
         return f"{', '.join(_named(shared))} writes to numbers that the host shares"
     if groups_that_overlap(gm):
         return "rows would be in groups that are no counts of ids"
-    if unknown_ids(gm) or any(map(unknown_counted_ids, _graphs(gm))):
+    if unknown_ids(gm) or any(map(unknown_counted_ids, graphs_of(gm))):
         return "ids may be no numbers of experts"
     return "a mask of experts may have negative elements" if unknown_masks(gm) else None
 
@@ -48,7 +48,7 @@ def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
 
 def writes_to_rows(gm: fx.GraphModule) -> list[str]:
     """What writes to rows that were a slice and are a copy now, or to counts that were on the host, each once with its line."""
-    writes = [node for graph in _graphs(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]
+    writes = [node for graph in graphs_of(gm) for node in writes_beside(graph, lambda n: _is_of_row_groups(n, "take", "kept"))]
     return _named(writes)
 
 
@@ -77,7 +77,7 @@ def groups_that_overlap(gm: fx.GraphModule) -> bool:
     def joined(graph: fx.Graph) -> bool:
         return any(_is_of_row_groups(node, "put") for node in graph.nodes)
 
-    return any(without_running_counts(graph, searches, covering=joined(graph)) for graph in _graphs(gm))
+    return any(without_running_counts(graph, searches, covering=joined(graph)) for graph in graphs_of(gm))
 
 
 def unknown_ids(gm: fx.GraphModule) -> bool:
@@ -89,7 +89,7 @@ def unknown_ids(gm: fx.GraphModule) -> bool:
     def checks(node: fx.Node) -> bool:
         return _is_of_row_groups(node, "numbers")
 
-    return any(without_known_ids(graph, checks) for graph in _graphs(gm))
+    return any(without_known_ids(graph, checks) for graph in graphs_of(gm))
 
 
 def unknown_masks(gm: fx.GraphModule) -> bool:
@@ -101,7 +101,7 @@ def unknown_masks(gm: fx.GraphModule) -> bool:
     def checks(node: fx.Node) -> bool:
         return _is_of_row_groups(node, "masked_numbers")
 
-    return any(without_known_masks(graph, checks) for graph in _graphs(gm))
+    return any(without_known_masks(graph, checks) for graph in graphs_of(gm))
 
 
 _MADE = frozenset(("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "empty", "empty_like", "full"))
@@ -113,7 +113,7 @@ def rewritten_ids(gm: fx.GraphModule) -> list[str]:
     It accepts ``counts = ids.new_zeros(T, E); counts.scatter_(1, ids, 1)`` and refuses ``hit = ids.unique(); ids.copy_(other)``,
     through whatever alias the write is.
     """
-    found = [write for graph in _graphs(gm) for write in _writes_to_ids(graph)]
+    found = [write for graph in graphs_of(gm) for write in _writes_to_ids(graph)]
     return _named(found)
 
 
@@ -141,7 +141,7 @@ def _tells_experts(aliases: list[fx.Node], writes: list[fx.Node]) -> bool:
 
 def drop_unread_copies(gm: fx.GraphModule) -> None:
     """Remove copies of numbers that would have been on the host, where nothing reads them, and what only they are made of."""
-    for graph in _graphs(gm):
+    for graph in graphs_of(gm):
         unread: set[fx.Node] = set()
         for node in reversed(list(graph.nodes)):
             copied = node.op in ("call_function", "call_method") and _is_of_row_groups(node, "kept")
@@ -173,11 +173,7 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     """All nodes, those of bodies of higher-order operators included."""
-    return [node for graph in _graphs(gm) for node in graph.nodes]
-
-
-def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
-    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return [node for graph in graphs_of(gm) for node in graph.nodes]
 
 
 def _named(nodes: Iterable[fx.Node]) -> list[str]:
