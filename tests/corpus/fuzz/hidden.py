@@ -4,10 +4,11 @@
 ``deceive`` changes what it computes, where only running it, or tracing it, shows that.
 """
 
+import itertools
 import random
 import re
 
-from tests.corpus.fuzz.layer import Layer
+from tests.corpus.fuzz.layer import Layer, assigned
 
 # (what is replaced, the text in its place, a definition in the module, lines of ``forward`` before it)
 _CALLS = (
@@ -68,21 +69,24 @@ def _statement(layer: Layer, i: int) -> int:
     return i
 
 
+def _end(layer: Layer, head: int) -> int:
+    """The line behind the statement that begins in line ``head``."""
+    inside = itertools.takewhile(lambda line: line.startswith(" "), layer.body[head + 1 :])
+    return head + 1 + len(list(inside))
+
+
 def _loop_over_a_function(layer: Layer, rng: random.Random) -> None:
     """The rounds of a loop are calls of a nested function: ``for e in range(E): one(e)``."""
     heads = [i for i, line in enumerate(layer.body) if re.fullmatch(r"for \w+ in .*:", line)]
     if not heads:
         return
     head = rng.choice(heads)
-    end = head + 1
-    while end < len(layer.body) and layer.body[end].startswith(" "):
-        end += 1
+    end = _end(layer, head)
     rounds = layer.body[head + 1 : end]
     if any(re.search(r"\b(break|for|return)\b", line) for line in rounds):
         return
-    assigned = {name for line in rounds for name in re.findall(r"^\s*(\w+) [-+*]?= ", line)}
-    before = {name for line in layer.body[:head] for name in re.findall(r"\b(\w+)(?:, \w+)* = ", line)}
-    shared = sorted(assigned & before | {name for name in ("start",) if name in assigned})
+    changed = {name for line in rounds for name in re.findall(r"^\s*(\w+) [-+*]?= ", line)}
+    shared = sorted(changed.intersection(name for line in layer.body[:head] for name in assigned(line)))
     variable = re.match(r"for (\w+) in", layer.body[head])[1]
     function = [f"def one({variable}):", *([f"    nonlocal {', '.join(shared)}"] if shared else [])]
     function += [re.sub(r"\bcontinue\b", "return", line) for line in rounds]
@@ -197,9 +201,7 @@ def _keep_state(layer: Layer, rng: random.Random) -> str:
         return ""
     before, line, after = rng.choice(_STATE)
     head = rng.choice(heads)
-    end = head + 1
-    while end < len(layer.body) and layer.body[end].startswith(" "):
-        end += 1
+    end = _end(layer, head)
     spots = range(head + 1, end + 1)
     if "y = y" in line:
         spots = [i + 1 for i in range(head + 1, end) if re.match(r"\s+y = ", layer.body[i])]

@@ -5,6 +5,7 @@ Names in the text: ``x`` ``[T, D]``, ``logits`` and ``scores`` ``[T, E]``, ``wei
 """
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -94,6 +95,12 @@ class Layer:
             "def inputs():", f"    return torch.randn({', '.join(map(str, (*self.shape, self.D)))})", "",
         ]  # fmt: skip
         return "\n".join(lines)
+
+
+def assigned(line: str) -> list[str]:
+    """The names that a line gives values."""
+    match = re.match(r"\s*(\w+(?:, \w+)*) =", line)
+    return match[1].split(", ") if match else []
 
 
 def indented(lines: list[str], depth: int) -> list[str]:

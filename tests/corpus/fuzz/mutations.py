@@ -8,7 +8,7 @@ import ast
 import random
 import re
 
-from tests.corpus.fuzz.layer import Layer
+from tests.corpus.fuzz.layer import Layer, assigned
 
 # (pattern, replacements): one occurrence is replaced
 REPLACEMENTS = (
@@ -173,11 +173,6 @@ def _parts(layer: Layer) -> list[list[str]]:
     return [lines for lines in (layer.expert, layer.body) if lines]
 
 
-def _assigned(line: str) -> list[str]:
-    match = re.match(r"\s*(\w+(?:, \w+)*) =", line)
-    return match[1].split(", ") if match else []
-
-
 def _replace(layer: Layer, rng: random.Random) -> str:
     sites = [
         (lines, i, match, options)
@@ -195,9 +190,9 @@ def _replace(layer: Layer, rng: random.Random) -> str:
 
 def _insert(layer: Layer, rng: random.Random) -> str:
     lines = rng.choice(_parts(layer))
-    known = {name for line in lines for name in _assigned(line)} | {"", "x"}
+    known = {name for line in lines for name in assigned(line)} | {"", "x"}
     name = rng.choice([n for n in INSERTIONS if n in known])
-    first = next((i + 1 for i, line in enumerate(lines) if name in _assigned(line)), 0)
+    first = next((i + 1 for i, line in enumerate(lines) if name in assigned(line)), 0)
     i = rng.randint(first, max(first, len(lines) - 1))
     statement = rng.choice(INSERTIONS[name])
     inside = i < len(lines) and lines[i].startswith(" ") or (i and lines[i - 1].startswith(" ") and rng.random() < 0.5)
@@ -210,11 +205,11 @@ def _insert(layer: Layer, rng: random.Random) -> str:
 
 
 def _result(layer: Layer, rng: random.Random) -> str:
-    names = sorted({name for line in layer.body for name in _assigned(line)} - {"parts", "shape"})
+    names = sorted({name for line in layer.body for name in assigned(line)} - {"parts", "shape"})
     layer.body[-1] = rng.choice(RESULTS).format(rng.choice(names))
     if rng.random() < 0.4:
         spot = rng.randrange(len(layer.body) - 1)
-        known = sorted({name for line in layer.body[:spot] for name in _assigned(line)} - {"parts", "shape"})
+        known = sorted({name for line in layer.body[:spot] for name in assigned(line)} - {"parts", "shape"})
         if known:
             indent = re.match(r"\s*", layer.body[spot]).group()
             layer.body.insert(spot, f"{indent}early = {rng.choice(known)}.clone()")
