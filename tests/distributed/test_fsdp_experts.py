@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.ranks import run_checks
+from tests.tools.ranks import assert_passed, run_checks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -101,12 +101,10 @@ def of_four(tmp_path_factory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_rest_of_the_model_on_all_ranks(of_two, name):
-    for outcome in of_two[name]:
-        assert outcome == "passed", outcome
+    assert_passed(of_two[name])
 
 
 @NEEDS_A_MESH_FOR_EACH_PARAMETER
 @pytest.mark.parametrize("name", TWO_AXES)
 def test_experts_on_two_axes(of_four, name):
-    for outcome in of_four[name]:
-        assert outcome == "passed", outcome
+    assert_passed(of_four[name])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.tools.ranks import run_checks
+from tests.tools.ranks import assert_passed, run_checks
 
 pytestmark = pytest.mark.multigpu
 
@@ -186,5 +186,4 @@ def outcomes(request, tmp_path_factory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_gpus(outcomes, name):
-    for outcome in outcomes[name]:
-        assert outcome == "passed", outcome
+    assert_passed(outcomes[name])

@@ -10,7 +10,7 @@ from torch import nn
 from tests.corpus.zoo import catalogue as zoo
 from tests.distributed.test_fsdp_experts import NEEDS_A_MESH_FOR_EACH_PARAMETER, network
 from tests.distributed.test_shard_experts import layer
-from tests.tools.ranks import run_checks
+from tests.tools.ranks import assert_passed, run_checks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -121,12 +121,10 @@ def outcomes(tmp_path_factory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", PIPELINE)
 def test_pipeline(outcomes, name):
-    for outcome in outcomes[name]:
-        assert outcome == "passed", outcome
+    assert_passed(outcomes[name])
 
 
 @NEEDS_A_MESH_FOR_EACH_PARAMETER
 @pytest.mark.parametrize("name", REPLICAS)
 def test_replicas(outcomes, name):
-    for outcome in outcomes[name]:
-        assert outcome == "passed", outcome
+    assert_passed(outcomes[name])

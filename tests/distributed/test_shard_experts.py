@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.ranks import run_checks
+from tests.tools.ranks import assert_passed, run_checks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -368,8 +368,7 @@ def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
 
 @pytest.mark.parametrize(("ranks", "name"), SELECTED)
 def test_on_ranks(outcomes, ranks, name):
-    for outcome in outcomes[ranks][name]:
-        assert outcome == "passed", outcome
+    assert_passed(outcomes[ranks][name])
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
 from tests.distributed.test_shard_experts import LISTED, layer, sharded
-from tests.tools.ranks import run_checks
+from tests.tools.ranks import assert_passed, run_checks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -198,5 +198,4 @@ def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in RANKS.items() for name in names])
 def test_on_ranks(outcomes, ranks, name):
-    for outcome in outcomes[ranks][name]:
-        assert outcome == "passed", outcome
+    assert_passed(outcomes[ranks][name])

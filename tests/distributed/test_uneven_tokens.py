@@ -14,7 +14,7 @@ from moeblaze_ops import compile as switch
 from tests.corpus.zoo import catalogue as zoo
 from tests.distributed.test_shard_experts import LISTED, Skipping, layer, sharded
 from tests.distributed.test_sharded_tokens import compiled, names_in
-from tests.tools.ranks import run_checks
+from tests.tools.ranks import assert_passed, run_checks
 from tests.tools.rewrite_harness import rewriting_backend
 
 pytestmark = pytest.mark.skipif(
@@ -185,5 +185,4 @@ def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in RANKS.items() for name in names])
 def test_on_ranks(outcomes, ranks, name):
-    for outcome in outcomes[ranks][name]:
-        assert outcome == "passed", outcome
+    assert_passed(outcomes[ranks][name])

@@ -30,6 +30,12 @@ def run_checks(
     return {name: [of_rank.get(name, died) for of_rank in outcomes] for name in checks}
 
 
+def assert_passed(outcomes: list[str]) -> None:
+    """A check passed in every process."""
+    for outcome in outcomes:
+        assert outcome == "passed", outcome
+
+
 def start_ranks(work: Callable[..., None], arguments: tuple, ranks: int) -> None:
     """Runs ``work(rank, *arguments)`` in ``ranks`` processes, forks of one that has done nothing but import the compiler.
 
