@@ -77,7 +77,8 @@ def low_rank_blocks(rows_NR: Tensor | None) -> dict[str, int]:
     """What a kernel is compiled for in R more columns of its contraction: 0 where there are none."""
     if rows_NR is None:
         return {"R": 0, "BLOCK_R": 0}
-    return {"R": rows_NR.shape[1], "BLOCK_R": choose_rank_block(rows_NR.shape[1])}
+    rank = rows_NR.shape[1]
+    return {"R": rank, "BLOCK_R": choose_rank_block(operands(rows_NR), rank)}
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:

@@ -119,7 +119,7 @@ def test_kernels_compile_without_spills(layer, capability):
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
 
 
-@pytest.mark.parametrize("rank", [16, 200])
+@pytest.mark.parametrize("rank", [16, 256])
 @pytest.mark.parametrize(
     ("layer", "capability"),
     [*(("many_rows", c) for c in CAPABILITIES), *(("few_rows", c) for c in CAPABILITIES), ("fp32", (8, 0))],
