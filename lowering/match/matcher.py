@@ -27,7 +27,7 @@ from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependenc
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
 from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
-from moeblaze_ops.lowering.match.operands.low_rank import Factors, factor_views, has_low_rank, split_expert
+from moeblaze_ops.lowering.match.operands.low_rank import Factors, factor_views, has_low_rank, split_expert, sums_of
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region
@@ -331,7 +331,9 @@ class Matcher:
         order = expert_order(routings)
         prove_shared_weights(self._algebra, routings, experts)
         of_up, of_down = (), ()
+        sums: frozenset[fx.Node] = frozenset()
         if split:
+            sums = sums_of(self.view, experts, self.view.position[root])
             parts = [split_expert(self._evaluator, expert, feature) for expert in experts]
             experts, of_up, of_down = (list(part) for part in zip(*parts, strict=True))
         chosen = [experts[i] for i in order]
@@ -388,7 +390,7 @@ class Matcher:
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         of_tokens = (ids, weights, kept, passed and passed.x, named and named.tokens, named and named.weights)
         tensors = (x, *(s.operand for s in scales), *filter(None, of_tokens), *views_used)
-        region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
+        region = self._region(root, frozenset(node for tensor in tensors for node in tensor.nodes), sums, dtype, base)
         bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
@@ -399,6 +401,17 @@ class Matcher:
             named=named, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
         )  # fmt: skip
+
+    def _region(
+        self, root: fx.Node, operands: frozenset[fx.Node], sums: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None
+    ) -> Region:
+        """The nodes that go, among them ``sums``, if they can."""
+        try:
+            return prove_region(self.view, root, operands, dtype, base)
+        except Declined:
+            if not sums:
+                raise
+            return prove_region(self.view, root, operands | sums, dtype, base)
 
     def _scored_routing(self, expert: ExpertTerm, feature: Expr, token: Expr) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(expert, feature)

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from torch import fx
+
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
@@ -52,6 +54,13 @@ def has_low_rank(experts: Sequence[ExpertTerm]) -> bool:
     return any(_value_of(projection.weight) is not None for projection in projections)
 
 
+def sums_of(view: GraphView, experts: Sequence[ExpertTerm], position: int) -> frozenset[fx.Node]:
+    """Nodes that hold weights with their low-rank additions: those that somebody else reads stay."""
+    weights = (projection.weight for expert in experts for projection in (*expert.up, expert.down))
+    values = [value for weight in weights if (value := _value_of(weight)) is not None]
+    return frozenset(value.node for value in values if view.value_at(value.node, position) is value)
+
+
 def split_expert(evaluator: Evaluator, expert: ExpertTerm, output: Expr) -> tuple[ExpertTerm, Additions, Additions]:
     """An expert with its bare weights, and what is added to those of up and of down."""
     up, of_up = zip(*(_split(evaluator, half, expert.width, expert.feature_in) for half in expert.up), strict=True)
@@ -84,7 +93,7 @@ def factor_views(
         prove(len({addition.scale for addition in present}) == 1, Reason.WEIGHT_LAYOUT, "low-rank factors of several scales")
         ranks = [addition.rank for addition in present]
         a_features, b_features = list(zip(ranks, inputs, strict=True)), list(zip(outputs, ranks, strict=True))
-        common = {"index": index, "num_experts": num_experts, "halves_axis": False}
+        common = {"index": index, "num_experts": num_experts, "halves_axis": False, "may_copy": True}
         ((a,), _) = weight_views(evaluator.algebra, [[addition.a] for addition in present], a_features, **common)
         ((b,), _) = weight_views(evaluator.algebra, [[addition.b] for addition in present], b_features, **common)
         found.append(Factors(a, b, present[0].scale))
