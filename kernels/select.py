@@ -64,8 +64,8 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank) 
         return f"{dtype} is not a 16-bit type"
     if (missing := _missing_gluon()) is not None:
         return missing
-    if low_rank is not None:
-        return "the weights have a low-rank addition"
+    if low_rank is not None and not (low_rank.is_contiguous() and _is_aligned(low_rank, low_rank.shape[1])):
+        return f"the low-rank addition has a rank that is no multiple of {_ALIGNMENT}"
     if weight_on_input:
         return "the routing weights apply to the experts' input"
     if not all(isinstance(size, int) and size % _ALIGNMENT == 0 for size in first.shape[-2:]):

@@ -110,7 +110,8 @@ def moe(
     down_factors = None
     if lora_down is not None:
         a_ERF, b_EDR, scale = lora_down
-        down_factors = padded(a_ERF.to(x.dtype), scaled(b_EDR, scale, x.dtype).transpose(1, 2), -2)
+        a_ERF, b_EDR = padded(a_ERF.to(x.dtype), scaled(b_EDR, scale, x.dtype))
+        down_factors = a_ERF, b_EDR.transpose(1, 2)
     h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, activation, up_factors)
     out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, activation, down_factors)
     return out_TD.view(x.shape)
@@ -124,9 +125,9 @@ def _up_factors(
     if lora_gate is None and lora_up is None:
         return None
     if apart:
-        return padded(*beside(*given), -1)
+        return padded(*beside(*given))
     a_ERD, b_EOR = given[1]
-    return padded(a_ERD, storage.packed_up(b_EOR, gated=is_gated(activation), interleaved=interleaved, transposed=False), -1)
+    return padded(a_ERD, storage.packed_up(b_EOR, gated=is_gated(activation), interleaved=interleaved, transposed=False))
 
 
 def _resolved(keep: str, x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -> str:

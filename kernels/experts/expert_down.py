@@ -188,7 +188,7 @@ def launch_expert_down(
         """The rows in expert order, or with slots those of each token."""
         given = (a, w_part, b_part, offsets_E1, blocks_B2, y_ND, slots_N, None if slots_N is None else weights_TK)
         if on_hopper:
-            hopper_ops.down_rows(*given)
+            hopper_ops.down_rows(*given, v_NR, lora_part)
         else:
             _launch_portable(D, *given, v_NR, lora_part)
 

@@ -298,7 +298,8 @@ def launch_expert_down_backward(
         num_partials = hopper_partials(F, w_down[0].shape[2])
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
         written = (dh_NGF, partials_CN, wa_NF)
-        hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early)
+        given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
+        hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF)
     else:
         config = _choose_config(h_NGF, w_down)
         num_partials = ceil_div(F, config.block_n)

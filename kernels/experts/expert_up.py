@@ -224,7 +224,8 @@ def launch_expert_up(
     operands_of = {"gathered": x_TD, "weights": w_up, "biases": b_up, "weight_on_input": weighted, "low_rank": u_NR}
     if why_portable("expert_up", **operands_of) is None:
         top_k = positions_TK.shape[1]
-        hopper_ops.expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+        given = (x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation)
+        hopper_ops.expert_up(*given, h_NGF, a_NF, u_NR, lora_b_EGFR)
         return h_NGF, a_NF
 
     config = choose_expert_up(

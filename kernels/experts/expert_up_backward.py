@@ -257,7 +257,7 @@ def launch_expert_up_backward_part(
         product = (None, None) if slots_N is None or router is None else router
         given = (dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND, slots_N, *product)
         if on_hopper:
-            hopper_ops.up_backward_rows(*given, early)
+            hopper_ops.up_backward_rows(*given, early, du_NR, lora_part)
         else:
             _launch_portable(D, *given, du_NR, lora_part)
 
@@ -303,7 +303,7 @@ def launch_expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blo
     y_NC = rows_NGF.new_empty((rows_NGF.shape[0], w_EGFC.shape[3]))
     given = (rows_NGF, [w_EGFC], offsets_E1, blocks_B2, y_NC, None, None, None)
     if why_portable("expert_rows", rows=(rows_NGF,), weights=[w_EGFC]) is None:
-        hopper_ops.up_backward_rows(*given, False)
+        hopper_ops.up_backward_rows(*given, False, None, None)
     else:
         _launch_portable(y_NC.shape[1], *given, None, None)
     return y_NC

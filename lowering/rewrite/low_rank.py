@@ -27,7 +27,7 @@ def low_rank_of_up(insert: Inserter, match: MoEMatch, x_TD: fx.Node, routing: li
     if not any(match.low_rank_up):
         return ()
     a_ERD, b_EGFR = _of_halves(insert, match.low_rank_up, match.dtype)
-    a_ERD, b_EGFR = _padded(insert, a_ERD, b_EGFR, 3)
+    a_ERD, b_EGFR = _padded(insert, a_ERD, b_EGFR)
     weight = insert.call("unsqueeze", insert.call("detach", a_ERD), 1)
     rows = insert.call(_ops.expert_up.default, insert.call("detach", x_TD), [weight], [], None, *routing, IDENTITY)
     return insert.call("squeeze", insert.items(rows, 1)[0], 1), a_ERD, b_EGFR
@@ -38,7 +38,8 @@ def low_rank_of_down(insert: Inserter, match: MoEMatch, a_rows: fx.Node, routing
     if match.low_rank_down is None:
         return ()
     a_ERF, b_EDR = _factors(insert, match.low_rank_down, match.dtype)
-    a_ERF, b_ERD = _padded(insert, a_ERF, insert.call("transpose", b_EDR, 1, 2), 1)
+    a_ERF, b_EDR = _padded(insert, a_ERF, b_EDR)
+    b_ERD = insert.call("transpose", b_EDR, 1, 2)
     rows = insert.call("detach", a_rows)
     rows = rows if fake_of(rows).dim() == 3 else insert.call("unsqueeze", rows, 1)
     weight = insert.call("unsqueeze", insert.call("transpose", insert.call("detach", a_ERF), 1, 2), 1)
@@ -75,11 +76,9 @@ def _factors(insert: Inserter, factors: Factors, dtype: torch.dtype) -> tuple[fx
     return a, b
 
 
-def _padded(insert: Inserter, a_ERI: fx.Node, b: fx.Node, rank_axis: int) -> tuple[fx.Node, fx.Node]:
-    """Both factors with ranks of zeros up to a multiple of RANK_UNIT, contiguous."""
+def _padded(insert: Inserter, a_ERI: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Both factors with ranks of zeros up to a multiple of RANK_UNIT, contiguous; the ranks of b are its last axis."""
     missing = -fake_of(a_ERI).shape[1] % RANK_UNIT
     if missing:
-        behind = fake_of(b).dim() - 1 - rank_axis
-        a_ERI = insert.call(F.pad, a_ERI, (0, 0, 0, missing))
-        b = insert.call(F.pad, b, (0, 0) * behind + (0, missing))
+        a_ERI, b = insert.call(F.pad, a_ERI, (0, 0, 0, missing)), insert.call(F.pad, b, (0, missing))
     return tuple(node if fake_of(node).is_contiguous() else insert.call("contiguous", node) for node in (a_ERI, b))

@@ -20,12 +20,11 @@ RANK_UNIT = 8
 """Ranks are padded to a multiple of it: rows of 16 bytes, in which GPUs copy."""
 
 
-def padded(a_ERI: Tensor, b: Tensor, rank_axis: int) -> Factors:
-    """Both factors with zeros up to a multiple of RANK_UNIT ranks, contiguous; ``rank_axis`` of b counts from the end."""
+def padded(a_ERI: Tensor, b: Tensor) -> Factors:
+    """Both factors with zeros up to a multiple of RANK_UNIT ranks, contiguous; the ranks of b are its last axis."""
     missing = -a_ERI.shape[1] % RANK_UNIT
     if missing:
-        a_ERI = F.pad(a_ERI, (0, 0, 0, missing))
-        b = F.pad(b, (0, 0) * (-rank_axis - 1) + (0, missing))
+        a_ERI, b = F.pad(a_ERI, (0, 0, 0, missing)), F.pad(b, (0, missing))
     return a_ERI.contiguous(), b.contiguous()
 
 

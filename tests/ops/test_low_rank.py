@@ -337,6 +337,6 @@ def test_forward_mode_raises():
 
 @pytest.mark.parametrize("rank", [1, 8, 11])
 def test_padding_adds_ranks_of_zeros(rank):
-    a, b = low_rank.padded(torch.ones(2, rank, 3), torch.ones(2, 4, rank), -1)
+    a, b = low_rank.padded(torch.ones(2, rank, 3), torch.ones(2, 4, rank))
     assert a.shape[1] == b.shape[2] == -(-rank // 8) * 8 and a.is_contiguous() and b.is_contiguous()
     assert torch.equal(b @ a, torch.full((2, 4, 3), float(rank)))
