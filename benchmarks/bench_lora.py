@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import moeblaze_ops
-import moeblaze_ops.compile  # noqa: F401
+import moeblaze_ops.compile
 from bench_layer import SHAPES, GroupedMoE, Shape, interleaved_medians, load_device, memory
 from environment import command, describe
 

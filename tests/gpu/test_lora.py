@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
 from moeblaze_ops import config
@@ -67,6 +68,57 @@ def assert_no_worse_than_merged_weights(tensors, experts, run=lambda function: f
     for name, got, other, want in zip(("out", *LEARNED), ours, merged, truth, strict=True):
         mine, theirs = ((value - want).norm() / want.norm() for value in (got, other))
         assert mine <= 1.5 * theirs + torch.finfo(torch.bfloat16).eps / 4, (name, float(mine), float(theirs))
+
+
+def _calls(rank, num_experts=E, width=D, hidden=H, T=700):
+    """Arguments of every operator that a layer with factors calls, on the CPU in fp32."""
+    _, experts = case(T, rank, num_experts)
+    routing = torch.ops.moeblaze.dispatch(experts, num_experts)
+    slots, offsets, _, blocks = routing
+    N = T * K
+
+    def new(*shape):
+        return (torch.randn(shape) / shape[-1] ** 0.5).bfloat16().float()
+
+    x, h, a, rows, dout = new(T, width), new(N, 2, hidden), new(N, hidden), new(N, rank), new(T, width)
+    w_up, w_down = [new(num_experts, 2, hidden, width)], [new(num_experts, width, hidden).mT]
+    up_a, up_b = new(num_experts, rank, width), new(num_experts, 2, hidden, rank)
+    down_a, down_b = new(num_experts, rank, hidden), new(num_experts, width, rank).mT
+    weights, numbers = torch.rand(T, K), torch.arange(N, dtype=torch.int32)
+    return {
+        "u": ("expert_up", x, [up_a.unsqueeze(1)], [], None, *routing, "identity"),
+        "v": ("expert_rows", a.unsqueeze(1), down_a.mT.unsqueeze(1), offsets, blocks),
+        "du": ("expert_rows", h, up_b, offsets, blocks),
+        "up": ("expert_up", x, w_up, [], None, *routing, "swiglu", rows, up_a, up_b),
+        "down": ("expert_down", h, a, w_down, [], weights, *routing, "swiglu", rows, down_a, down_b),
+        "down_backward": ("expert_down_backward", dout, h, w_down, [], weights, *routing, "swiglu", rows, down_a),
+        "up_backward": ("expert_up_backward", h, None, w_up, None, *routing, None, None, None, rows, up_a),
+        "d_up_a": ("expert_weight_grad", x, rows.unsqueeze(1), [up_a.unsqueeze(1)], None, slots, offsets, K),
+        "d_up_b": ("expert_weight_grad", rows, h, [up_b], None, numbers, offsets, 1),
+        "d_down_a": ("expert_weight_grad", a, rows.unsqueeze(1), [down_a], None, numbers, offsets, 1),
+        "d_down_b": ("expert_weight_grad", dout, rows.unsqueeze(1), [down_b], weights, slots, offsets, K),
+    }  # fmt: skip
+
+
+CALLS = ("u", "v", "du", "up", "down", "down_backward", "up_backward", "d_up_a", "d_up_b", "d_down_a", "d_down_b")
+
+
+@pytest.mark.parametrize("rank", [16, 8, 200])
+@pytest.mark.parametrize("call", CALLS)
+def test_operators_with_low_rank_columns(path, call, rank):
+    name, *arguments = _calls(rank)[call]
+
+    def low(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.cuda() if leaf is arguments[4] or not leaf.is_floating_point() else leaf.to("cuda", torch.bfloat16)
+
+    op = getattr(torch.ops.moeblaze, name)
+    got, expected = op(*tree_map(low, arguments)), op(*arguments)
+    for ours, wanted in zip(tree_leaves(got), tree_leaves(expected), strict=True):
+        if wanted.numel():
+            error = (ours.float().cpu() - wanted).norm() / wanted.norm()
+            assert error < 0.02, float(error)
 
 
 @pytest.mark.parametrize("rank", [1, 8, 16, 20, 64, 200])

@@ -169,7 +169,9 @@ def test_storages_fit(compiled, storage, widths, dtype):
 
 
 @pytest.mark.parametrize("rank", [8, 200])
-@pytest.mark.parametrize(("storage", "widths"), [("packed", "even"), ("packed", "ragged"), ("f_inner", "narrow"), ("split", "even")])
+@pytest.mark.parametrize(
+    ("storage", "widths"), [("packed", "even"), ("packed", "ragged"), ("f_inner", "narrow"), ("split", "even")]
+)
 def test_low_rank_columns_fit(compiled, storage, widths, rank):
     num_f, num_d = WIDTHS[widths]
     x, h, a, y, rows = empty(T, num_d), empty(N, 2, num_f), empty(N, num_f), empty(N, num_d), empty(N, rank)
