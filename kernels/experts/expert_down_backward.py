@@ -13,6 +13,8 @@ everything else in the epilogue. Each column tile leaves its part of the row sum
 row of it holds ``<dout, b>``; they are added in order and moved to token order by a small kernel, without atomics.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -293,7 +295,8 @@ def launch_expert_down_backward(
         wa_NF = h_NGF.new_empty((num_rows, F))
     routing = (slots_N, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
-    operands_of = {"gathered": dout_TD, "rows": (h_NGF,), "weights": w_down, "scale": weights_TK, "low_rank": q_NR}
+    operands_of: dict[str, Any] = {"gathered": dout_TD, "rows": (h_NGF,), "weights": w_down}
+    operands_of |= {"scale": weights_TK, "low_rank": q_NR}
     if why_portable("expert_down_backward", **operands_of) is None:
         num_partials = hopper_partials(F, w_down[0].shape[2])
         partials_CN = _new_partials(h_NGF, num_partials, b_down)

@@ -12,6 +12,8 @@ BLOCK_N columns of F, gate and up together: rows of x are read through the index
 copy of x exists. Programs are numbered so that a group of row tiles walks over the weight's column tiles together.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -221,7 +223,8 @@ def launch_expert_up(
         h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
     a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
     weighted = weights_TK is not None
-    operands_of = {"gathered": x_TD, "weights": w_up, "biases": b_up, "weight_on_input": weighted, "low_rank": u_NR}
+    operands_of: dict[str, Any] = {"gathered": x_TD, "weights": w_up, "biases": b_up}
+    operands_of |= {"weight_on_input": weighted, "low_rank": u_NR}
     if why_portable("expert_up", **operands_of) is None:
         top_k = positions_TK.shape[1]
         given = (x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation)

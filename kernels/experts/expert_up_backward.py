@@ -13,6 +13,7 @@ between.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -204,7 +205,7 @@ def launch_expert_up_backward(
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
     into = (dx_TD, dweights_TK)
     low_rank = None if du_NR is None else (du_NR, lora_a_ERD)
-    options = {"max_bytes": max_bytes, "router": router, "low_rank": low_rank}
+    options: dict[str, Any] = {"max_bytes": max_bytes, "router": router, "low_rank": low_rank}
     launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into, **options)()
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 

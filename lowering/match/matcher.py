@@ -27,7 +27,7 @@ from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependenc
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
 from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
-from moeblaze_ops.lowering.match.operands.low_rank import Factors, factor_views, has_low_rank, split_expert, sums_of
+from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region
@@ -330,7 +330,8 @@ class Matcher:
         lead = experts[0]
         order = expert_order(routings)
         prove_shared_weights(self._algebra, routings, experts)
-        of_up, of_down = (), ()
+        of_up: list[Additions] = []
+        of_down: list[Additions] = []
         sums: frozenset[fx.Node] = frozenset()
         if split:
             sums = sums_of(self.view, experts, self.view.position[root])

@@ -53,7 +53,7 @@ def _of_halves(insert: Inserter, halves: tuple[Factors | None, ...], dtype: torc
     if all(half is not None and (half.a, half.scale) == (first.a, first.scale) for half in halves):
         pairs = [_factors(insert, half, dtype) for half in halves]
         return pairs[0][0], insert.call(torch.stack, [b for _, b in pairs], 1)
-    given = [half and _factors(insert, half, dtype) for half in halves]
+    given = [None if half is None else _factors(insert, half, dtype) for half in halves]
     ranks = [fake_of(pair[0]).shape[1] if pair else 0 for pair in given]
     none_EFR = next(pair[1] for pair in given if pair)
     parts = []

@@ -1,5 +1,7 @@
 """``moeblaze::expert_down`` and its backward: back to the model width, summed over each token's experts."""
 
+from typing import Any
+
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import IDENTITY, activate
@@ -36,7 +38,8 @@ def _expert_down_gradient(ctx, dout_TD):
     w_down, b_down = parameters[: ctx.num_w_down], parameters[ctx.num_w_down :]
     top_k = positions_TK.shape[1]
     dout_TD = dout_TD.contiguous()
-    low_rank, q_NR, dlora_a, dlora_b = (), None, None, None
+    low_rank: tuple = ()
+    q_NR, dlora_a, dlora_b = None, None, None
     if v_NR is not None:
         q_NR = expert_up(dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
         low_rank = (q_NR, lora_a)
@@ -90,10 +93,10 @@ def _expert_down_backward_fake(
 def _overwriting_launcher():
     from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 
-    def launch(dout_TD, h_NGF, *args) -> tuple[Tensor, Tensor, Tensor]:
+    def launch(dout_TD, h_NGF, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         _, G, F = h_NGF.shape
         dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
-        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=dense)  # type: ignore[call-arg]
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=dense)  # type: ignore[misc]
 
     return launch
 

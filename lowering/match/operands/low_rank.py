@@ -10,6 +10,7 @@ factors are stored, where each of them has its element is a linear function of e
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -93,7 +94,7 @@ def factor_views(
         prove(len({addition.scale for addition in present}) == 1, Reason.WEIGHT_LAYOUT, "low-rank factors of several scales")
         ranks = [addition.rank for addition in present]
         a_features, b_features = list(zip(ranks, inputs, strict=True)), list(zip(outputs, ranks, strict=True))
-        common = {"index": index, "num_experts": num_experts, "halves_axis": False, "may_copy": True}
+        common: dict[str, Any] = {"index": index, "num_experts": num_experts, "halves_axis": False, "may_copy": True}
         ((a,), _) = weight_views(evaluator.algebra, [[addition.a] for addition in present], a_features, **common)
         ((b,), _) = weight_views(evaluator.algebra, [[addition.b] for addition in present], b_features, **common)
         found.append(Factors(a, b, present[0].scale))
@@ -129,11 +130,11 @@ def _addition(evaluator: Evaluator, e: Expr, output: Expr, feature: Expr) -> Add
     prove(e.kind == "sum", Reason.PROJECTION_WEIGHTS, f"'{e.kind}' as a low-rank addition")
     rank, body = evaluator.algebra.open(e)
     numbers, factors = zip(*(_number_and_rest(evaluator.algebra, factor) for factor in factors_of(body)), strict=True)
-    factors = [factor for factor in factors if factor is not evaluator.algebra.one]
-    of_output = [factor for factor in factors if output in factor.free]
-    of_input = [factor for factor in factors if feature in factor.free]
-    each_once = len(factors) == 2 and len(of_output) == len(of_input) == 1 and of_output != of_input
-    with_ranks = all(rank in factor.free for factor in factors)
+    tensors = [factor for factor in factors if factor is not evaluator.algebra.one]
+    of_output = [factor for factor in tensors if output in factor.free]
+    of_input = [factor for factor in tensors if feature in factor.free]
+    each_once = len(tensors) == 2 and len(of_output) == len(of_input) == 1 and of_output != of_input
+    with_ranks = all(rank in factor.free for factor in tensors)
     prove(each_once and with_ranks, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is no product of two factors")
     return Addition(of_input[0], of_output[0], rank, number * prod(numbers))
 
