@@ -79,19 +79,22 @@ class GroupedMoE(nn.Module):
         return torch.softmax(logits, dim=-1, dtype=torch.float32), experts
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.with_weights(x, self.w_up, self.w_down)
+
+    def with_weights(self, x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
         T, K, E = x.shape[0], self.shape.K, self.shape.E
         weights, experts = self.route(x)
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)
         offsets = torch.histc(flat.int(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
         rows = x[order // K]
-        h = torch._grouped_mm(rows, self.w_up.transpose(1, 2), offs=offsets)
+        h = torch._grouped_mm(rows, w_up.transpose(1, 2), offs=offsets)
         if self.shape.activation == "swiglu":
             gate, up = h.chunk(2, dim=-1)
             a = F.silu(gate) * up
         else:
             a = F.silu(h)
-        y = torch._grouped_mm(a, self.w_down.transpose(1, 2), offs=offsets)
+        y = torch._grouped_mm(a, w_down.transpose(1, 2), offs=offsets)
         y = y * weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
         inverse = torch.argsort(order)
         return y[inverse].view(T, K, -1).sum(1)

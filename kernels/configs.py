@@ -158,6 +158,11 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
     return replace(fitted, num_stages=2 * fitted.num_stages - 1)
 
 
+def choose_rank_block(operands: Operands, rank: int) -> int:
+    """Columns of a low-rank product that are contracted at a time: few, since they lie in registers beside the sums."""
+    return _clip(32 if operands.tensor_cores else 16, rank, 16)
+
+
 def choose_column_ranges(num_rows: int | None, D: int, element_size: int, max_bytes: int | None) -> list[range]:
     """Columns of a ``[num_rows, D]`` buffer to compute in turns, so that the part for one of them takes ``max_bytes`` at most.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
-from moeblaze_ops.kernels.configs import Operands
+from moeblaze_ops.kernels.configs import Operands, choose_rank_block
 from moeblaze_ops.kernels.tracing import is_traceable
 
 
@@ -66,6 +66,19 @@ def mean_rows(num_rows: int, num_experts: int) -> int | None:
 def gate_and_up(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The gate and the up part of a list of up weights or biases, as views; the same one twice when ungated."""
     return tensors[0].select(1, 0), tensors[-1].select(1, tensors[-1].shape[1] - 1)
+
+
+def strides_of(tensor: Tensor | None, rank: int) -> tuple[int | None, ...]:
+    """Strides as a kernel takes them, None for each of ``rank`` axes of a tensor that there is not."""
+    return (None,) * rank if tensor is None else tensor.stride()
+
+
+def low_rank_blocks(rows_NR: Tensor | None) -> dict[str, int]:
+    """What a kernel is compiled for in R more columns of its contraction: 0 where there are none."""
+    if rows_NR is None:
+        return {"R": 0, "BLOCK_R": 0}
+    rank = rows_NR.shape[1]
+    return {"R": rank, "BLOCK_R": choose_rank_block(operands(rows_NR), rank)}
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:

@@ -31,6 +31,7 @@ def why_portable(
     scale: Tensor | None = None,
     biases: Sequence[Tensor] = (),
     weight_on_input: bool = False,
+    low_rank: Tensor | None = None,
 ) -> str | None:
     """Why the portable form of ``kernel`` has to run, or None when the Hopper form can.
 
@@ -42,13 +43,14 @@ def why_portable(
         scale: routing weights.
         biases: biases, F or D last.
         weight_on_input: the routing weights scale the experts' input.
+        low_rank: what of a low-rank addition is in expert order.
     """
-    reason = _why_not(gathered, weights, rows, scale, biases, weight_on_input)
+    reason = _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank)
     log.debug("%s: %s", kernel, "Hopper kernels" if reason is None else f"portable kernels, because {reason}")
     return reason
 
 
-def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | None:
+def _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank) -> str | None:
     first = weights[0]
     if settings().hopper == "off":
         return "config.hopper is 'off'"
@@ -62,6 +64,8 @@ def _why_not(gathered, weights, rows, scale, biases, weight_on_input) -> str | N
         return f"{dtype} is not a 16-bit type"
     if (missing := _missing_gluon()) is not None:
         return missing
+    if low_rank is not None and not (low_rank.is_contiguous() and _is_aligned(low_rank, low_rank.shape[1])):
+        return f"the low-rank addition has a rank that is no multiple of {_ALIGNMENT}"
     if weight_on_input:
         return "the routing weights apply to the experts' input"
     if not all(isinstance(size, int) and size % _ALIGNMENT == 0 for size in first.shape[-2:]):

@@ -121,3 +121,36 @@ def rows_times_weight(
         row_tile += BLOCK_K * stride_row_k
         w_tile += BLOCK_K * stride_w_k
     return accumulator
+
+
+@triton.jit
+def add_low_rank(
+    accumulator,
+    row_pointers,
+    stride_row_r,
+    w_ptr,
+    stride_w_r,
+    stride_w_n,
+    cols,
+    num_cols,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    ALLOW_TF32: tl.constexpr,
+):
+    """``accumulator`` plus the product of R more columns of whole rows with columns of one expert's low-rank factor.
+
+    Pointers are as for ``rows_times_weight``.
+    """
+    rs = tl.arange(0, BLOCK_R)
+    row_tile = row_pointers[:, None] + rs[None, :] * stride_row_r  # [BLOCK_M, BLOCK_R]
+    w_tile = w_ptr + rs.to(tl.int64)[:, None] * stride_w_r + cols.to(tl.int64)[None, :] * stride_w_n  # [BLOCK_R, BLOCK_N]
+    # One step for most ranks: nothing is gained by stages, which would take shared memory beside those of the other loop.
+    for r in tl.range(0, R, BLOCK_R, num_stages=1):
+        in_r = r + rs < R
+        rows = load_tile(row_tile, in_r, in_r, True, R % BLOCK_R == 0)
+        w = load_tile(w_tile, in_r, cols < num_cols, R % BLOCK_R == 0, EVEN_N)
+        accumulator = multiply_add(rows, w, accumulator, ALLOW_TF32)
+        row_tile += BLOCK_R * stride_row_r
+        w_tile += BLOCK_R * stride_w_r
+    return accumulator

@@ -6,17 +6,19 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.arguments.activations import is_gated
-from moeblaze_ops.arguments.validation_calls import check_moe
+from moeblaze_ops.arguments.validation_calls import check_lora, check_moe
 from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.expert_down import expert_down
 from moeblaze_ops.ops.expert_mlp import expert_mlp
 from moeblaze_ops.ops.expert_mlp_chunked import expert_mlp_chunked
 from moeblaze_ops.ops.expert_mlp_ranged import expert_mlp_ranged
-from moeblaze_ops.ops.expert_up import expert_up
+from moeblaze_ops.ops.low_rank import Factors, beside, down_with_factors, padded, scaled, up_with_factors
+
+LoRA = tuple[Tensor, Tensor, float | Tensor]
+"""A low-rank addition to a weight: A, B and the scale of their product."""
 
 
 @not_scriptable
@@ -36,6 +38,9 @@ def moe(
     transposed: bool = False,
     weight_on: str = "output",
     keep: str | None = None,
+    lora_up: LoRA | None = None,
+    lora_down: LoRA | None = None,
+    lora_gate: LoRA | None = None,
 ) -> Tensor:
     """Each token's experts applied to it, weighted and summed; no token is dropped and none is padded.
 
@@ -65,6 +70,12 @@ def moe(
             only x, the output and their gradients grow with T then. ``"auto"``: the first of the two that fits the
             memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept,
             and chunks are taken where they are with ``"input"``.
+        lora_up, lora_down: low-rank additions ``(A, B, scale)`` that make the weights ``W + scale * B @ A`` (LoRA).
+            Whatever ``transposed`` says, A is [E, r, D] and B [E, F, r] for up (packed [E, 2F, r], in the order of
+            ``w_up``), [E, r, F] and [E, D, r] for down; any rank r, any strides, the dtype of x or fp32. The scale is a
+            number, or one for each expert [E]. They are r more columns of the products with W, in the same sum: nothing of
+            the size of W is written, and weights that need no gradient get none. Not with ``keep="input"``.
+        lora_gate: the same for ``w_gate``.
 
     Returns:
         Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
@@ -74,10 +85,13 @@ def moe(
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
+        NotImplementedError: low-rank additions with ``keep="input"``.
     """
     keep = config.keep if keep is None else keep
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
     check_moe(x, weights, experts, w_up, w_down, w_gate, biases, activation, interleaved, transposed, weight_on, keep)
+    given = {"lora_up": lora_up, "lora_gate": lora_gate, "lora_down": lora_down}
+    check_lora(x, given, w_up, w_gate, w_down, transposed, keep)
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, activation, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -87,13 +101,33 @@ def moe(
     weights_TK = weights.reshape(-1, weights.shape[-1])
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
-    if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
+    has_lora = any(lora is not None for lora in given.values())
+    if not has_lora and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
-    h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
-    out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
+    up_factors = _up_factors(x, lora_gate, lora_up, w_gate is not None, activation, interleaved)
+    down_factors = None
+    if lora_down is not None:
+        a_ERF, b_EDR, scale = lora_down
+        a_ERF, b_EDR = padded(a_ERF.to(x.dtype), scaled(b_EDR, scale, x.dtype))
+        down_factors = a_ERF, b_EDR.transpose(1, 2)
+    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, activation, up_factors)
+    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, activation, down_factors)
     return out_TD.view(x.shape)
+
+
+def _up_factors(
+    x: Tensor, lora_gate: LoRA | None, lora_up: LoRA | None, apart: bool, activation: str, interleaved: bool
+) -> Factors | None:
+    """The low-rank addition to the up weights as the ops take it."""
+    given = [None if lora is None else (lora[0].to(x.dtype), scaled(*lora[1:], x.dtype)) for lora in (lora_gate, lora_up)]
+    if lora_gate is None and lora_up is None:
+        return None
+    if apart:
+        return padded(*beside(*given))
+    a_ERD, b_EOR = given[1]
+    return padded(a_ERD, storage.packed_up(b_EOR, gated=is_gated(activation), interleaved=interleaved, transposed=False))
 
 
 def _resolved(keep: str, x_TD: Tensor, weights_TK: Tensor, w_up: list[Tensor]) -> str:

@@ -2,7 +2,7 @@
 
 For row r in expert order, of expert e:
 
-    y[r, :]   = a[r] @ w[e] + b[e]
+    y[r, :]   = a[r] @ w[e] + b[e]                 with a low-rank addition  a[r] @ w[e] + v[r] @ lora_b[e] + b[e], in one sum
     out[t, :] = sum_k weights[t, k] * y[positions[t, k], :]
 
 ``y`` is ``[N, D]``, written once in the activation's dtype and gathered by ``combine``: deterministic, and faster than
@@ -22,15 +22,24 @@ from moeblaze_ops.kernels.launch import (
     ceil_div,
     is_multiple,
     launch,
+    low_rank_blocks,
     mean_rows,
     operands,
     static_size,
+    strides_of,
 )
 from moeblaze_ops.kernels.rows.combine import combine
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows
 from moeblaze_ops.kernels.select import why_portable
-from moeblaze_ops.kernels.tiles import count_row_tiles, grouped_order, load_slot_weights, locate_row_tile, rows_times_weight
+from moeblaze_ops.kernels.tiles import (
+    add_low_rank,
+    count_row_tiles,
+    grouped_order,
+    load_slot_weights,
+    locate_row_tile,
+    rows_times_weight,
+)
 
 
 @triton.jit
@@ -42,6 +51,8 @@ def _expert_down_kernel(
     slots_ptr,
     offsets_ptr,
     blocks_ptr,
+    v_ptr,
+    lora_ptr,
     y_ptr,
     F,
     D,
@@ -53,6 +64,12 @@ def _expert_down_kernel(
     stride_b_e,
     stride_b_d,
     stride_weights_t,
+    stride_v_n,
+    stride_v_r,
+    stride_lora_e,
+    stride_lora_r,
+    stride_lora_d,
+    R: tl.constexpr,
     SINGLE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -62,6 +79,7 @@ def _expert_down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
@@ -97,6 +115,21 @@ def _expert_down_kernel(
         EVEN_D,
         ALLOW_TF32,
     )
+    if R > 0:
+        y = add_low_rank(
+            y,
+            v_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_v_n,
+            stride_v_r,
+            lora_ptr + expert * stride_lora_e,
+            stride_lora_r,
+            stride_lora_d,
+            cols,
+            D,
+            R,
+            BLOCK_R,
+            EVEN_D,
+            ALLOW_TF32,
+        )
     if HAS_BIAS:
         bias_ptrs = b_ptr + expert * stride_b_e + cols * stride_b_d
         y += tl.load(bias_ptrs, mask=col_in, other=0.0).to(tl.float32)[None, :]
@@ -122,6 +155,9 @@ def launch_expert_down(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    v_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
+    lora_b_ERD: Tensor | None = None,
     max_bytes: int | None = None,
 ) -> Tensor:
     """The experts' outputs summed over each token's slots, in token order.
@@ -134,6 +170,8 @@ def launch_expert_down(
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
         activation: a name in ``ACTIVATION_IDS``.
+        v_NR, lora_b_ERD: rows in expert order and the factor that they are multiplied by, h's dtype, any strides; None for no
+            low-rank addition. Of ``lora_a_ERF`` v was made: it is not read.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:
@@ -144,28 +182,31 @@ def launch_expert_down(
     num_rows, D = slots_N.shape[0], w.shape[2]
     out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
-    on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down) is None
+    on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down, low_rank=v_NR) is None
 
-    def write(y_ND, w_part, b_part, slots_N=None) -> None:
+    def write(y_ND, w_part, b_part, lora_part, slots_N=None) -> None:
         """The rows in expert order, or with slots those of each token."""
         given = (a, w_part, b_part, offsets_E1, blocks_B2, y_ND, slots_N, None if slots_N is None else weights_TK)
         if on_hopper:
-            hopper_ops.down_rows(*given)
+            hopper_ops.down_rows(*given, v_NR, lora_part)
         else:
-            _launch_portable(D, *given)
+            _launch_portable(D, *given, v_NR, lora_part)
 
     if has_single_rows(positions_TK):
-        write(out_TD, w_down, b_down, slots_N)
+        write(out_TD, w_down, b_down, lora_b_ERD, slots_N)
         fill_unused_tokens(positions_TK, out_TD)
         return out_TD
     for first, y_ND in row_chunks(h_NGF, num_rows, D, max_bytes):
         columns = first, y_ND.shape[1]
-        write(y_ND, [w.narrow(2, *columns)], [b.narrow(1, *columns) for b in b_down])
+        lora_part = None if lora_b_ERD is None else lora_b_ERD.narrow(2, *columns)
+        write(y_ND, [w.narrow(2, *columns)], [b.narrow(1, *columns) for b in b_down], lora_part)
         combine(y_ND, weights_TK, positions_TK, out_TD.narrow(1, *columns))
     return out_TD
 
 
-def _launch_portable(width, a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK) -> None:
+def _launch_portable(
+    width, a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, v_NR, lora_b_ERD
+) -> None:
     """Fills ``y_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
     (w_EFD,) = w_down
     num_experts, F, D = w_EFD.shape
@@ -183,6 +224,8 @@ def _launch_portable(width, a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, s
         slots_N,
         offsets_E1,
         blocks_B2,
+        v_NR,
+        lora_b_ERD,
         y_ND,
         F,
         D,
@@ -190,6 +233,9 @@ def _launch_portable(width, a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, s
         *w_EFD.stride(),
         *(b_down[0].stride() if b_down else (0, 0)),
         0 if weights_TK is None else weights_TK.stride(0),
+        *strides_of(v_NR, 2),
+        *strides_of(lora_b_ERD, 3),
+        **low_rank_blocks(v_NR),
         SINGLE=slots_N is not None,
         HAS_WEIGHTS=weights_TK is not None,
         HAS_BIAS=bool(b_down),

@@ -2,7 +2,7 @@
 
 For row r in expert order, of expert e and slot ``s = slots[r]``, token ``t = s // K``, with weight ``v = weights.flatten()[s]``:
 
-    da'         = dout[t] @ w[e]^T
+    da'         = dout[t] @ w[e]^T                      with a low-rank addition  dout[t] @ w[e]^T + q[r] @ lora_a[e], in one sum
     a           = act(h[r])
     dweights[s] = <da', a> + <dout[t], b[e]>
     dh[r]       = act'(h[r]) (v * da')
@@ -12,6 +12,8 @@ A program computes one tile of BLOCK_M rows by BLOCK_N columns of F: one product
 everything else in the epilogue. Each column tile leaves its part of the row sums ``<da', a>`` in ``partials_CN`` and a last
 row of it holds ``<dout, b>``; they are added in order and moved to token order by a small kernel, without atomics.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -29,12 +31,15 @@ from moeblaze_ops.kernels.launch import (
     ceil_div,
     is_multiple,
     launch,
+    low_rank_blocks,
     mean_rows,
     operands,
     static_size,
+    strides_of,
 )
 from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import (
+    add_low_rank,
     count_row_tiles,
     grouped_order,
     load_slot_weights,
@@ -91,6 +96,8 @@ def _expert_down_backward_kernel(
     slots_ptr,
     offsets_ptr,
     blocks_ptr,
+    q_ptr,
+    lora_ptr,
     dh_ptr,
     wa_ptr,
     partials_ptr,
@@ -107,6 +114,12 @@ def _expert_down_backward_kernel(
     stride_w_d,
     stride_weights_t,
     stride_weights_k,
+    stride_q_n,
+    stride_q_r,
+    stride_lora_e,
+    stride_lora_r,
+    stride_lora_f,
+    R: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -117,6 +130,7 @@ def _expert_down_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
@@ -154,6 +168,21 @@ def _expert_down_backward_kernel(
         ALLOW_TF32,
     )
 
+    if R > 0:
+        da = add_low_rank(
+            da,
+            q_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_q_n,
+            stride_q_r,
+            lora_ptr + expert.to(tl.int64) * stride_lora_e,
+            stride_lora_r,
+            stride_lora_f,
+            cols,
+            F,
+            R,
+            BLOCK_R,
+            EVEN_F,
+            ALLOW_TF32,
+        )
     scale = tl.full((BLOCK_M,), 1.0, tl.float32)
     if HAS_WEIGHTS:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
@@ -227,6 +256,8 @@ def launch_expert_down_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    q_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
     overwrite_h: bool = False,
     dweights_TK: Tensor | None = None,
     first_row: int = 0,
@@ -244,6 +275,8 @@ def launch_expert_down_backward(
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous. Of a range of rows, slots, offsets
             and blocks are its own, positions those of all rows.
         activation: a name in ``ACTIVATION_IDS``.
+        q_NR, lora_a_ERF: rows in expert order and the factor that they are multiplied by, dout's dtype, any strides; None for no
+            low-rank addition.
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
         dweights_TK: written in place of a new tensor, contiguous; by another range of rows than the first one, only where the
             slots are in it.
@@ -262,16 +295,20 @@ def launch_expert_down_backward(
         wa_NF = h_NGF.new_empty((num_rows, F))
     routing = (slots_N, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
-    if why_portable("expert_down_backward", gathered=dout_TD, rows=(h_NGF,), weights=w_down, scale=weights_TK) is None:
+    operands_of: dict[str, Any] = {"gathered": dout_TD, "rows": (h_NGF,), "weights": w_down}
+    operands_of |= {"scale": weights_TK, "low_rank": q_NR}
+    if why_portable("expert_down_backward", **operands_of) is None:
         num_partials = hopper_partials(F, w_down[0].shape[2])
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
         written = (dh_NGF, partials_CN, wa_NF)
-        hopper_ops.down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early)
+        given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
+        hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF)
     else:
         config = _choose_config(h_NGF, w_down)
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
-        _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, dh_NGF, partials_CN, wa_NF)
+        written = (dh_NGF, partials_CN, wa_NF)
+        _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, q_NR, lora_a_ERF, *written)
     if weights_TK is None:
         return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
     if b_down:
@@ -327,6 +364,8 @@ def _launch_portable(
     blocks_B2,
     top_k,
     activation,
+    q_NR,
+    lora_a_ERF,
     dh_NGF,
     partials_CN,
     wa_NF,
@@ -346,6 +385,8 @@ def _launch_portable(
         slots_N,
         offsets_E1,
         blocks_B2,
+        q_NR,
+        lora_a_ERF,
         dh_NGF,
         wa_NF,
         partials_CN,
@@ -356,6 +397,9 @@ def _launch_portable(
         *h_NGF.stride(),
         *w.stride(),
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        *strides_of(q_NR, 2),
+        *strides_of(lora_a_ERF, 3),
+        **low_rank_blocks(q_NR),
         TOP_K=top_k,
         ACTIVATION=ACTIVATION_IDS[activation],
         GATED=G == 2,

@@ -9,6 +9,8 @@ with the routing weight as ``s`` or as ``v`` and 1 for the other. The kernels ar
 and ``expert_down_backward``.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
@@ -51,7 +53,7 @@ def launch_expert_mlp(
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     on_input, on_output = _sides(weights_TK, weight_on_input)
     h_NGF, a_NF = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, activation, store_h=activation == _IDENTITY)
-    return launch_expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation, max_bytes)
+    return launch_expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation, max_bytes=max_bytes)
 
 
 def launch_expert_mlp_backward(
@@ -90,8 +92,9 @@ def launch_expert_mlp_backward(
     h_NGF, _ = launch_expert_up(x_TD, w_up, b_up, on_input, *routing, _IDENTITY, h_NGF=dh_NGF)
     # In a graph that is traced other kernels may come between these two.
     early = not is_traceable()
-    rest = (on_output, *routing, activation, True, dweights_TK, first_row, wa_NF, early)
-    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, *rest)
+    into: dict[str, Any] = {"overwrite_h": True, "dweights_TK": dweights_TK, "first_row": first_row}
+    into |= {"wa_NF": wa_NF, "early": early}
+    return launch_expert_down_backward(dout_TD, h_NGF, w_down, b_down, on_output, *routing, activation, **into)
 
 
 def _sides(weights_TK, weight_on_input):

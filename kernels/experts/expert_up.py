@@ -5,10 +5,14 @@ For row r in expert order, of expert e and slot ``s = slots[r]``, token ``t = s 
     h[r, g, :] = scale * (x[t] @ w[e, g]^T) + b[e, g]        scale = weights.flatten()[s], or 1
     a[r, :]    = act(h[r])                                   from h as it is stored, so that backward agrees
 
+With a low-rank addition R more columns are contracted, ``h = scale * (x @ w^T + u[r] @ lora_b[e, g]^T) + b``, in the same sum.
+
 ``h`` is ``[N, G, F]`` and ``a`` is ``[N, F]``, both contiguous. A program computes one tile of BLOCK_M rows by
 BLOCK_N columns of F, gate and up together: rows of x are read through the index, once for both, and no routed
 copy of x exists. Programs are numbered so that a group of row tiles walks over the weight's column tiles together.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -24,12 +28,15 @@ from moeblaze_ops.kernels.launch import (
     gate_and_up,
     is_multiple,
     launch,
+    low_rank_blocks,
     mean_rows,
     operands,
     static_size,
+    strides_of,
 )
 from moeblaze_ops.kernels.select import why_portable
 from moeblaze_ops.kernels.tiles import (
+    add_low_rank,
     count_row_tiles,
     grouped_order,
     load_slot_weights,
@@ -50,6 +57,8 @@ def _expert_up_kernel(
     slots_ptr,
     offsets_ptr,
     blocks_ptr,
+    u_ptr,
+    lora_ptr,
     h_ptr,
     a_ptr,
     D,
@@ -68,6 +77,13 @@ def _expert_up_kernel(
     stride_up_bias_f,
     stride_weights_t,
     stride_weights_k,
+    stride_u_n,
+    stride_u_r,
+    stride_lora_e,
+    stride_lora_g,
+    stride_lora_f,
+    stride_lora_r,
+    R: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -81,6 +97,7 @@ def _expert_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
@@ -123,6 +140,18 @@ def _expert_up_kernel(
             up = multiply_add(x, load_tile(up_tile, in_k, col_in, EVEN_D, EVEN_F), up, ALLOW_TF32)
             up_tile += BLOCK_K * stride_up_d
 
+    if R > 0:
+        u_rows = u_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_u_n
+        lora_ptr += expert * stride_lora_e
+        gate = add_low_rank(
+            gate, u_rows, stride_u_r, lora_ptr, stride_lora_r, stride_lora_f, cols, F, R, BLOCK_R, EVEN_F, ALLOW_TF32
+        )
+        if GATED:
+            lora_ptr += stride_lora_g
+            up = add_low_rank(
+                up, u_rows, stride_u_r, lora_ptr, stride_lora_r, stride_lora_f, cols, F, R, BLOCK_R, EVEN_F, ALLOW_TF32
+            )
+
     if HAS_WEIGHTS:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)[:, None]
         gate *= scale
@@ -160,6 +189,9 @@ def launch_expert_up(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    u_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
+    lora_b_EGFR: Tensor | None = None,
     store_h: bool = True,
     h_NGF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -172,6 +204,8 @@ def launch_expert_up(
         weights_TK: routing weights that scale an expert's input, or None. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
         activation: a name in ``ACTIVATION_IDS``; "identity" leaves a empty.
+        u_NR, lora_b_EGFR: rows in expert order and the factor that they are multiplied by, x's dtype, any strides; None for no
+            low-rank addition. Of ``lora_a_ERD`` u was made: it is not read.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
         h_NGF: written in place of a new tensor, contiguous.
 
@@ -189,9 +223,12 @@ def launch_expert_up(
         h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
     a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
     weighted = weights_TK is not None
-    if why_portable("expert_up", gathered=x_TD, weights=w_up, biases=b_up, weight_on_input=weighted) is None:
+    operands_of: dict[str, Any] = {"gathered": x_TD, "weights": w_up, "biases": b_up}
+    operands_of |= {"weight_on_input": weighted, "low_rank": u_NR}
+    if why_portable("expert_up", **operands_of) is None:
         top_k = positions_TK.shape[1]
-        hopper_ops.expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+        given = (x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation)
+        hopper_ops.expert_up(*given, h_NGF, a_NF, u_NR, lora_b_EGFR)
         return h_NGF, a_NF
 
     config = choose_expert_up(
@@ -215,6 +252,8 @@ def launch_expert_up(
         slots_N,
         offsets_E1,
         blocks_B2,
+        u_NR,
+        lora_b_EGFR,
         h_NGF if store_h else None,
         a_NF if store_a else None,
         D,
@@ -225,6 +264,9 @@ def launch_expert_up(
         *(gate_bias.stride() if b_up else (0, 0)),
         *(up_bias.stride() if b_up else (0, 0)),
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        *strides_of(u_NR, 2),
+        *strides_of(lora_b_EGFR, 4),
+        **low_rank_blocks(u_NR),
         TOP_K=positions_TK.shape[1],
         ACTIVATION=ACTIVATION_IDS[activation],
         GATED=gated,

@@ -2,7 +2,7 @@
 
 For row r in expert order, of expert e:
 
-    dxe[r, :] = sum_{g, f} dh[r, g, f] * w[e, g, f, :]
+    dxe[r, :] = sum_{g, f} dh[r, g, f] * w[e, g, f, :]               with a low-rank addition  + du[r] @ lora_a[e], in one sum
     dx[t, :]  = sum_k weights[t, k] * dxe[positions[t, k], :]        weights None: 1
     dweights[t, k] = <dxe[positions[t, k], :], x[t, :]>              when the weights scale an expert's input
 
@@ -13,6 +13,7 @@ between.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -28,16 +29,26 @@ from moeblaze_ops.kernels.launch import (
     gate_and_up,
     is_multiple,
     launch,
+    low_rank_blocks,
     mean_rows,
     operands,
     static_size,
+    strides_of,
 )
 from moeblaze_ops.kernels.rows.add_rows import add_rows
 from moeblaze_ops.kernels.rows.combine import add_row_dots, combine
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
 from moeblaze_ops.kernels.select import why_portable
-from moeblaze_ops.kernels.tiles import add_channels, count_row_tiles, grouped_order, load_tile, locate_row_tile, multiply_add
+from moeblaze_ops.kernels.tiles import (
+    add_channels,
+    add_low_rank,
+    count_row_tiles,
+    grouped_order,
+    load_tile,
+    locate_row_tile,
+    multiply_add,
+)
 
 
 @triton.jit
@@ -50,6 +61,8 @@ def _expert_up_backward_kernel(
     blocks_ptr,
     left_ptr,
     right_ptr,
+    du_ptr,
+    lora_ptr,
     dx_ptr,
     F,
     D,
@@ -66,6 +79,12 @@ def _expert_up_backward_kernel(
     stride_left_c,
     stride_right_c,
     stride_right_d,
+    stride_du_n,
+    stride_du_r,
+    stride_lora_e,
+    stride_lora_r,
+    stride_lora_d,
+    R: tl.constexpr,
     SINGLE: tl.constexpr,
     CHANNELS: tl.constexpr,
     G: tl.constexpr,
@@ -75,6 +94,7 @@ def _expert_up_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
@@ -117,6 +137,21 @@ def _expert_up_backward_kernel(
         dh = load_tile(dh_tile, in_f, in_f, True, EVEN_F)
         w = load_tile(w_tile, in_f, col_in, EVEN_F, EVEN_D)
         accumulator = multiply_add(dh, w, accumulator, ALLOW_TF32)
+    if R > 0:
+        accumulator = add_low_rank(
+            accumulator,
+            du_ptr + last_row.to(tl.int64) * stride_du_n,
+            stride_du_r,
+            lora_ptr + expert * stride_lora_e,
+            stride_lora_r,
+            stride_lora_d,
+            cols,
+            D,
+            R,
+            BLOCK_R,
+            EVEN_D,
+            ALLOW_TF32,
+        )
     row_in = rows < end_row
     dx = accumulator.to(dx_ptr.dtype.element_ty)
     if SINGLE:
@@ -143,6 +178,8 @@ def launch_expert_up_backward(
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
     max_bytes: int | None = None,
+    du_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the tokens, and of routing weights that scale an expert's input.
 
@@ -154,6 +191,8 @@ def launch_expert_up_backward(
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
         dlogits_TE, w_router_ED: what is multiplied and added to dx, dh's dtype, any strides; None for nothing.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
+        du_NR, lora_a_ERD: rows in expert order and the factor that they are multiplied by, dh's dtype, any strides; None for no
+            low-rank addition.
 
     Returns:
         dx_TD of shape [T, D] in dh's dtype, and dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots
@@ -165,7 +204,9 @@ def launch_expert_up_backward(
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
     into = (dx_TD, dweights_TK)
-    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into, max_bytes=max_bytes, router=router)()
+    low_rank = None if du_NR is None else (du_NR, lora_a_ERD)
+    options: dict[str, Any] = {"max_bytes": max_bytes, "router": router, "low_rank": low_rank}
+    launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into, **options)()
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
 
 
@@ -184,6 +225,7 @@ def launch_expert_up_backward_part(
     max_bytes: int | None = None,
     router: tuple[Tensor, Tensor] | None = None,
     early: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> Callable[[], None]:
     """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 
@@ -199,6 +241,7 @@ def launch_expert_up_backward_part(
         max_bytes: of the rows that are summed, as for ``row_chunks``.
         router: dlogits_TE and w_router_ED, or None; with all rows only.
         early: as for ``hopper_up_backward_rows``.
+        low_rank: du_NR and lora_a_ERD, or None.
         Others: as for ``launch_expert_up_backward``.
 
     Returns:
@@ -207,19 +250,20 @@ def launch_expert_up_backward_part(
     D = w_up[0].shape[3]
     first_row, num_rows = (0, dh_NGF.shape[0]) if rows is None else (rows.start, len(rows))
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
-    on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up) is None
+    du_NR, lora_a_ERD = low_rank or (None, None)
+    on_hopper = why_portable("expert_up_backward", rows=(dh_NGF,), weights=w_up, low_rank=du_NR) is None
 
-    def write(dx_ND, w_part, slots_N=None) -> None:
+    def write(dx_ND, w_part, lora_part, slots_N=None) -> None:
         """The rows in expert order, or with slots those of each token, the router's product added."""
         product = (None, None) if slots_N is None or router is None else router
         given = (dh_NGF, w_part, offsets_E1, blocks_B2, dx_ND, slots_N, *product)
         if on_hopper:
-            hopper_ops.up_backward_rows(*given, early)
+            hopper_ops.up_backward_rows(*given, early, du_NR, lora_part)
         else:
-            _launch_portable(D, *given)
+            _launch_portable(D, *given, du_NR, lora_part)
 
     if weights_TK is None and has_single_rows(positions_TK, router):
-        write(dx_TD, w_up, slots_N)
+        write(dx_TD, w_up, lora_a_ERD, slots_N)
         if first_row == 0:
             fill_unused_tokens(positions_TK, dx_TD, router)
         return lambda: None
@@ -239,12 +283,36 @@ def launch_expert_up_backward_part(
     for first, dx_ND in row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
         if last is not None:
             add_up(*last)
-        write(dx_ND, [w.narrow(3, first, dx_ND.shape[1]) for w in w_up])
+        columns = first, dx_ND.shape[1]
+        lora_part = None if lora_a_ERD is None else lora_a_ERD.narrow(2, *columns)
+        write(dx_ND, [w.narrow(3, *columns) for w in w_up], lora_part)
         last = first, dx_ND
     return lambda: add_up(*last)
 
 
-def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD) -> None:
+def launch_expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2: Tensor) -> Tensor:
+    """``y[r] = sum over g, f of rows[r, g, f] w[e, g, f, :]`` for every row r of every expert e, in expert order.
+
+    Args:
+        rows_NGF: rows in expert order, any strides.
+        w_EGFC: one matrix for each expert and half, the dtype of the rows, any strides.
+        offsets_E1, blocks_B2: from ``dispatch``, int32, contiguous.
+
+    Returns:
+        y_NC: shape [N, C], contiguous, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
+    """
+    y_NC = rows_NGF.new_empty((rows_NGF.shape[0], w_EGFC.shape[3]))
+    given = (rows_NGF, [w_EGFC], offsets_E1, blocks_B2, y_NC, None, None, None)
+    if why_portable("expert_rows", rows=(rows_NGF,), weights=[w_EGFC]) is None:
+        hopper_ops.up_backward_rows(*given, False, None, None)
+    else:
+        _launch_portable(y_NC.shape[1], *given, None, None)
+    return y_NC
+
+
+def _launch_portable(
+    width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, du_NR, lora_a_ERD
+) -> None:
     """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
     num_experts, _, F, D = w_up[0].shape
     num_rows, G, _ = dh_NGF.shape
@@ -265,6 +333,8 @@ def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N,
         blocks_B2,
         left_TC,
         right_CD,
+        du_NR,
+        lora_a_ERD,
         dx_ND,
         F,
         D,
@@ -272,6 +342,9 @@ def _launch_portable(width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N,
         *gate.stride(),
         *up.stride(),
         *product_strides(product),
+        *strides_of(du_NR, 2),
+        *strides_of(lora_a_ERD, 3),
+        **low_rank_blocks(du_NR),
         SINGLE=slots_N is not None,
         CHANNELS=num_channels(product),
         G=G,

@@ -85,7 +85,8 @@ class RowsPlan:
     """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input.
 
     With one expert a token rows go ``to_tokens``, perhaps weighted, and with a product of ``channels`` added. ``early``, here
-    and below: products begin before the kernel launched last has ended.
+    and below: products begin before the kernel launched last has ended. ``rank``, here and below: columns that a low-rank
+    addition adds to what is contracted, 0 for none.
     """
 
     tile: Tile
@@ -98,6 +99,7 @@ class RowsPlan:
     has_weights: bool = False
     channels: int = 0
     early: bool = False
+    rank: int = 0
     a_k_inner: bool = True
     gathered: bool = False
     instruction_n: int = 256
@@ -105,6 +107,11 @@ class RowsPlan:
     @property
     def column_blocks(self) -> int:
         return ceil_div(self.columns, self.tile.block_n)
+
+    @property
+    def steps(self) -> int:
+        """Stages that a tile takes."""
+        return self.parts * ceil_div(self.contracted, self.tile.block_k) + ceil_div(self.rank, self.tile.block_k)
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,14 @@ class GatherPlan:
     store_h: bool = True
     warps: Warps = TWELVE_WARPS
     early: bool = False
+    rank: int = 0
     a_k_inner: bool = True
     gathered: bool = True
+
+    @property
+    def steps(self) -> int:
+        """Stages that a tile takes."""
+        return ceil_div(self.contracted, self.tile.block_k) + ceil_div(self.rank, self.tile.block_k)
 
     @property
     def instruction_n(self) -> int:

@@ -20,7 +20,13 @@ from moeblaze_ops.kernels.hopper.activations import activate_backward
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
-from moeblaze_ops.kernels.hopper.launch import describe_weight, launch_persistent, needs_wide_offsets
+from moeblaze_ops.kernels.hopper.launch import (
+    describe,
+    describe_factor,
+    describe_weight,
+    launch_persistent,
+    needs_wide_offsets,
+)
 from moeblaze_ops.kernels.hopper.tiles import allocate_ring, begin, read_tile_order
 
 
@@ -204,6 +210,8 @@ def _down_backward_kernel(
     dout_ptr,
     stride_dout8,
     weight_desc,
+    low_rows_desc,
+    low_weight_desc,
     h_ptr,
     weights_ptr,
     outputs,
@@ -218,11 +226,15 @@ def _down_backward_kernel(
     handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
     begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
+    if PLAN.rank > 0:
+        low_rank = (low_rows_desc, low_weight_desc)
+    else:
+        low_rank = ()
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), ring, order, (), handoff, PLAN)),
             (consume, (gl.constexpr(1), ring, order, (), handoff, PLAN)),
-            (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), PLAN)),
+            (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), low_rank, PLAN)),
             (_finish, (handoff, order, h_ptr, slots_ptr, gl.to_tensor(num_rows), weights_ptr, outputs, PLAN)),
         ],
         [4, PLAN.warps.gather, PLAN.warps.finish],
@@ -243,6 +255,7 @@ def _plan(
     activation: str,
     has_weights: bool,
     early: bool,
+    rank: int,
 ) -> GatherPlan:
     return GatherPlan(
         tile=down_backward_tile(columns, contracted),
@@ -257,6 +270,7 @@ def _plan(
         has_weights=has_weights,
         warps=down_backward_warps(contracted, activation),
         early=early,
+        rank=rank,
     )
 
 
@@ -274,6 +288,8 @@ def hopper_down_backward(
     partials_CN: Tensor,
     wa_NF: Tensor,
     early: bool = False,
+    q_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
 ) -> None:
     """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
 
@@ -287,6 +303,8 @@ def hopper_down_backward(
         partials_CN: output, fp32, contiguous, ``num_partials(F, D)`` rows; dweights of a slot is the sum of its
             row's column, plus ``<dout, b>`` where the projection has a bias.
         early: begin before the kernel launched last has ended, if that writes nothing that is read here but h.
+        q_NR, lora_a_ERF: what ``q[r] @ lora_a[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and any
+            strides.
 
     ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
     """
@@ -305,13 +323,19 @@ def hopper_down_backward(
         activation,
         weights_TK is not None,
         early,
+        0 if q_NR is None else q_NR.shape[1],
     )
+    low_rank = (None, None)
+    if q_NR is not None:
+        factor = describe_factor(lora_a_ERF, False, tile.block_n, tile.block_k, b_k_inner)
+        low_rank = describe(q_NR.unsqueeze(0), 1, tile.block_m, tile.block_k), factor
     launch_persistent(
         _down_backward_kernel,
         dout_TD.device,
         dout_TD,
         dout_TD.stride(0) // 8,
         weight_desc,
+        *low_rank,
         h_NGF,
         partials_CN if weights_TK is None else weights_TK,
         (dh_NGF, wa_NF, partials_CN),

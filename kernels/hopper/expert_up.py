@@ -18,6 +18,7 @@ from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, reinterpr
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
     describe,
+    describe_factor,
     describe_weight,
     launch_persistent,
     needs_wide_offsets,
@@ -98,6 +99,9 @@ def _expert_up_kernel(
     stride_x8,
     first_weight_desc,
     last_weight_desc,
+    low_rows_desc,
+    first_low_desc,
+    last_low_desc,
     bias_ptrs,
     h_desc,
     h_ptr,
@@ -113,11 +117,17 @@ def _expert_up_kernel(
     begin(False)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
+    if PLAN.rank == 0:
+        low_rank = ()
+    elif PLAN.parts == 1:
+        low_rank = (low_rows_desc, first_low_desc)
+    else:
+        low_rank = (low_rows_desc, first_low_desc, last_low_desc)
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), ring, order, bias_ptrs, handoff, PLAN)),
             (consume, (gl.constexpr(1), ring, order, bias_ptrs, handoff, PLAN)),
-            (produce, (ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN)),
+            (produce, (ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, low_rank, PLAN)),
             (_finish, (handoff, order, h_desc, h_ptr, a_ptr, PLAN)),
         ],
         [4, PLAN.warps.gather, PLAN.warps.finish],
@@ -136,6 +146,7 @@ def _plan(
     activation: str,
     bias_stride: int | None,
     store_h: bool,
+    rank: int,
 ) -> GatherPlan:
     return GatherPlan(
         tile=up_tile(columns, parts),
@@ -149,6 +160,7 @@ def _plan(
         gated=parts == 2,
         bias_stride=bias_stride,
         store_h=store_h,
+        rank=rank,
     )
 
 
@@ -163,6 +175,8 @@ def hopper_expert_up(
     activation: str,
     h_NGF: Tensor,
     a_NF: Tensor,
+    u_NR: Tensor | None = None,
+    lora_b_EGFR: Tensor | None = None,
 ) -> None:
     """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
 
@@ -173,6 +187,8 @@ def hopper_expert_up(
         slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
         h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``, and h is
             never written when it has no rows.
+        u_NR, lora_b_EGFR: what ``u[r] @ lora_b[e, g]^T`` is added of in the same sum, or None. Contiguous, R a multiple of 8,
+            and any strides.
 
     Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
     """
@@ -193,7 +209,13 @@ def hopper_expert_up(
         activation,
         bias_stride(biases),
         h_NGF.shape[0] > 0,
+        0 if u_NR is None else u_NR.shape[1],
     )
+    low_rank = (None, None, None)
+    if u_NR is not None:
+        blocks = (part_n, tile.block_k, described[0][1])
+        factors = [describe_factor(factor_EFR, True, *blocks) for factor_EFR in part_views([lora_b_EGFR])]
+        low_rank = describe(u_NR.unsqueeze(0), 1, tile.block_m, tile.block_k), factors[0], factors[-1]
     h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(
         _expert_up_kernel,
@@ -202,6 +224,7 @@ def hopper_expert_up(
         x_TD.stride(0) // 8,
         described[0][0],
         described[-1][0],
+        *low_rank,
         biases,
         h_desc,
         h_NGF,

@@ -23,6 +23,7 @@ from moeblaze_ops.kernels.hopper.tiles import (
     allocate_barriers,
     allocate_matrices,
     bias_accumulator,
+    load_low_rank,
     load_weight,
     multiply,
     row_layout,
@@ -105,10 +106,11 @@ def load_slots(slots_ptr, first, end, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.constexpr):
+def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, low_rank, PLAN: gl.constexpr):
     """Fills the ring with weights and, one step ahead of them, gathered token rows, which take longer to arrive.
 
-    The rows of the next tile are looked up a tile ahead. After the last tile comes a step of rows that nobody reads.
+    The rows of the next tile are looked up a tile ahead. After the last tile comes a step of rows that nobody reads. Low-rank
+    rows come by TMA, beside their factor: a step ahead of them, those who gather arrive with nothing.
     """
     block_k: gl.constexpr = PLAN.tile.block_k
     last_k: gl.constexpr = (PLAN.contracted - 1) // block_k * block_k
@@ -116,6 +118,7 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.con
     num_programs = gl.num_programs(0)
     step = 0
     expert, first, end, column_block = order.locate(gl.program_id(0))
+    row = first
     row_offsets = row_starts(load_slots(slots_ptr, first, end, PLAN.tile.block_m), stride_x8, PLAN)
     next_expert, first, end, next_column_block = order.locate(gl.program_id(0) + num_programs)
     next_slots = load_slots(slots_ptr, first, end, PLAN.tile.block_m)
@@ -128,8 +131,23 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, PLAN: gl.con
             _copy_step_rows(ring, step + 1, x_ptr, row_offsets, k + block_k, PLAN)
             step += 1
         row_offsets = row_starts(next_slots, stride_x8, PLAN)
-        ring.wait_empty(step + 1)
-        _load_step_weights(ring, step, weight_descs, expert, last_k, column, PLAN)
+        if PLAN.rank > 0:
+            last_r: gl.constexpr = (PLAN.rank - 1) // block_k * block_k
+            ring.wait_empty(step + 1)
+            _load_step_weights(ring, step, weight_descs, expert, last_k, column, PLAN)
+            copy_rows_arrive(ring.ready.index((step + 1) % ring.STAGES), increment_count=False)
+            step += 1
+            for r in range(0, last_r, block_k):
+                ring.wait_empty(step + 1)
+                load_low_rank(ring, step, low_rank, expert, row, r, column, PLAN)
+                copy_rows_arrive(ring.ready.index((step + 1) % ring.STAGES), increment_count=False)
+                step += 1
+            ring.wait_empty(step + 1)
+            load_low_rank(ring, step, low_rank, expert, row, last_r, column, PLAN)
+            row = first
+        else:
+            ring.wait_empty(step + 1)
+            _load_step_weights(ring, step, weight_descs, expert, last_k, column, PLAN)
         _copy_step_rows(ring, step + 1, x_ptr, row_offsets, 0, PLAN)
         step += 1
         expert = next_expert
@@ -146,7 +164,7 @@ def consume(HALF: gl.constexpr, ring, order, bias_ptrs, handoff, PLAN: gl.conste
     tile: gl.constexpr = PLAN.tile
     half_m: gl.constexpr = tile.half_m
     layout: gl.constexpr = accumulator_layout(PLAN)
-    num_steps: gl.constexpr = (PLAN.contracted + tile.block_k - 1) // tile.block_k
+    num_steps: gl.constexpr = PLAN.steps
     step = 0
     num_tiles = 0
     next_expert, next_first, next_end, next_column_block = order.locate(gl.program_id(0))

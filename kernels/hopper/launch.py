@@ -61,6 +61,21 @@ def describe_weight(w_EFD: Tensor, contract_d: bool, block_n: int, block_k: int)
     return describe(stored, 1, *((block_n, block_k) if k_inner else (block_k, block_n))), k_inner
 
 
+def describe_factor(
+    factor_EXY: Tensor, contract_last: bool, block_n: int, block_k: int, k_inner: bool
+) -> TensorDescriptor:
+    """The descriptor of a low-rank factor in the order of axes of the weight beside it, to which a small copy may bring it.
+
+    Args:
+        factor_EXY: one matrix an expert. contract_last: whether its last axis is contracted, or the one before.
+        block_n, block_k: as for ``describe_weight``.
+        k_inner: whether the contracted axis of the weight is its inner one.
+    """
+    last_inner = k_inner == contract_last
+    stored = factor_EXY if last_inner else factor_EXY.transpose(1, 2)
+    return describe(stored.contiguous(), 1, *((block_n, block_k) if k_inner else (block_k, block_n)))
+
+
 def bias_stride(biases: list[Tensor]) -> int | None:
     """Elements from one expert's bias to the next one's, None without a bias."""
     return biases[0].stride(0) if biases else None

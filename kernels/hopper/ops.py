@@ -34,32 +34,51 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
     return call
 
 
-def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF) -> None:
+def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF, u_NR, lora_b_EGFR) -> None:
     from moeblaze_ops.kernels.hopper.expert_up import hopper_expert_up
 
-    hopper_expert_up(x_TD, w_up, b_up or [], slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF)
+    written, low_rank = (h_NGF, a_NF), (u_NR, lora_b_EGFR)
+    hopper_expert_up(x_TD, w_up, b_up or [], slots_N, offsets_E1, blocks_B2, top_k, activation, *written, *low_rank)
 
 
-def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK) -> None:
+def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, v_NR, lora_b_ERD) -> None:
     from moeblaze_ops.kernels.hopper.row_gemm import hopper_down_rows
 
-    hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND, slots_N, weights_TK)
+    hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, v_NR, lora_b_ERD)
 
 
-def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early) -> None:
+def _up_backward_rows(
+    dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early, du_NR, lora_a_ERD
+) -> None:
     from moeblaze_ops.kernels.hopper.row_gemm import hopper_up_backward_rows
 
-    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early)
+    added = (left_TC, right_CD, early, du_NR, lora_a_ERD)
+    hopper_up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, *added)
 
 
 def _down_backward(
-    dout_TD, h_NGF, w_down, weights_TK, slots_N, offsets_E1, blocks_B2, top_k, activation, dh_NGF, partials_CN, wa_NF, early
+    dout_TD,
+    h_NGF,
+    w_down,
+    weights_TK,
+    slots_N,
+    offsets_E1,
+    blocks_B2,
+    top_k,
+    activation,
+    dh_NGF,
+    partials_CN,
+    wa_NF,
+    early,
+    q_NR,
+    lora_a_ERF,
 ) -> None:
     from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward
 
     routing = (slots_N, offsets_E1, blocks_B2)
     written = (dh_NGF, partials_CN, wa_NF)
-    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early)
+    low_rank = (q_NR, lora_a_ERF)
+    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early, *low_rank)
 
 
 def _weight_grad(
@@ -84,23 +103,23 @@ def _weight_grad(
 
 expert_up = _register(
     "expert_up(Tensor x_TD, Tensor[] w_up, Tensor[]? b_up, Tensor slots_N, Tensor offsets_E1, Tensor blocks_B2,"
-    " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF) -> ()",
+    " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF, Tensor? u_NR, Tensor? lora_b_EGFR) -> ()",
     _expert_up,
 )
 down_rows = _register(
     "down_rows(Tensor a_NF, Tensor[] w_down, Tensor[]? b_down, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) y_ND,"
-    " Tensor? slots_N, Tensor? weights_TK) -> ()",
+    " Tensor? slots_N, Tensor? weights_TK, Tensor? v_NR, Tensor? lora_b_ERD) -> ()",
     _down_rows,
 )
 up_backward_rows = _register(
     "up_backward_rows(Tensor dh_NGF, Tensor[] w_up, Tensor offsets_E1, Tensor blocks_B2, Tensor(a!) dx_ND,"
-    " Tensor? slots_N, Tensor? left_TC, Tensor? right_CD, bool early) -> ()",
+    " Tensor? slots_N, Tensor? left_TC, Tensor? right_CD, bool early, Tensor? du_NR, Tensor? lora_a_ERD) -> ()",
     _up_backward_rows,
 )
 down_backward = _register(
     "down_backward(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
     " Tensor blocks_B2, int top_k, str activation, Tensor(a!) dh_NGF, Tensor(b!) partials_CN, Tensor(c!) wa_NF,"
-    " bool early) -> ()",
+    " bool early, Tensor? q_NR, Tensor? lora_a_ERF) -> ()",
     _down_backward,
 )
 weight_grad = _register(

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import RowsPlan, rows_tile
 from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gdc_wait, gl, gluon, mbarrier, tma_store, tma_store_wait
-from moeblaze_ops.kernels.hopper.launch import bias_stride, describe, describe_weight, launch_persistent, part_views
+from moeblaze_ops.kernels.hopper.launch import (
+    bias_stride,
+    describe,
+    describe_factor,
+    describe_weight,
+    launch_persistent,
+    part_views,
+)
 from moeblaze_ops.kernels.hopper.tiles import (
     CHUNK,
     accumulator_layout,
@@ -23,6 +30,7 @@ from moeblaze_ops.kernels.hopper.tiles import (
     allocate_ring,
     begin,
     bias_accumulator,
+    load_low_rank,
     load_matrix,
     load_weight,
     multiply,
@@ -34,7 +42,7 @@ from moeblaze_ops.kernels.hopper.tiles import (
 
 
 @gluon.jit
-def _produce(ring, order, rows_desc, weight_descs, PLAN: gl.constexpr):
+def _produce(ring, order, rows_desc, weight_descs, low_rank, PLAN: gl.constexpr):
     tile: gl.constexpr = PLAN.tile
     parts: gl.constexpr = PLAN.parts
     step = 0
@@ -52,6 +60,11 @@ def _produce(ring, order, rows_desc, weight_descs, PLAN: gl.constexpr):
                 mbarrier.expect(ready, tile.a_bytes + tile.b_bytes)
                 load_matrix(rows_desc, part, first, k, ready, ring.a.index(stage))
                 load_weight(ring, step, 0, weight_descs[part], expert, k, column, PLAN)
+                step += 1
+        if PLAN.rank > 0:
+            for k in range(0, PLAN.rank, tile.block_k):
+                ring.wait_empty(step)
+                load_low_rank(ring, step, low_rank, expert, first, k, column, PLAN)
                 step += 1
 
 
@@ -125,7 +138,7 @@ def _consume(
     tile: gl.constexpr = PLAN.tile
     half_m: gl.constexpr = tile.half_m
     layout: gl.constexpr = accumulator_layout(PLAN)
-    num_steps: gl.constexpr = PLAN.parts * ((PLAN.contracted + tile.block_k - 1) // tile.block_k)
+    num_steps: gl.constexpr = PLAN.steps
     staged = staging.index(HALF)
     step = 0
     next_expert, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
@@ -157,6 +170,8 @@ def _rows_kernel(
     rows_desc,
     first_weight_desc,
     last_weight_desc,
+    low_rows_desc,
+    low_weight_desc,
     bias_ptrs,
     slots_ptr,
     weights_ptr,
@@ -179,6 +194,10 @@ def _rows_kernel(
     begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
+    if PLAN.rank > 0:
+        low_rank = (low_rows_desc, low_weight_desc)
+    else:
+        low_rank = ()
     routing = (slots_ptr, weights_ptr, gl.to_tensor(stride_weights_t))
     left_strides = (gl.to_tensor(stride_left_t), gl.to_tensor(stride_left_c))
     right_strides = (gl.to_tensor(stride_right_c), gl.to_tensor(stride_right_d))
@@ -187,7 +206,7 @@ def _rows_kernel(
         [
             (_consume, (gl.constexpr(0), ring, order, bias_ptrs, routing, product, y_desc, y_ptr, staging, PLAN)),
             (_consume, (gl.constexpr(1), ring, order, bias_ptrs, routing, product, y_desc, y_ptr, staging, PLAN)),
-            (_produce, (ring, order, rows_desc, weight_descs, PLAN)),
+            (_produce, (ring, order, rows_desc, weight_descs, low_rank, PLAN)),
         ],
         [4, 1],
         [240, 24],
@@ -207,13 +226,26 @@ def _plan(
     has_weights: bool,
     channels: int,
     early: bool,
+    rank: int,
 ) -> RowsPlan:
     form = (contracted, columns, parts, b_k_inner, bias_stride)
-    return RowsPlan(rows_tile(columns), *form, to_tokens, has_weights, channels, early)
+    return RowsPlan(rows_tile(columns), *form, to_tokens, has_weights, channels, early, rank)
 
 
 def _launch_rows(
-    rows_NGF, weights, biases, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, left_TC=None, right_CD=None, early=False
+    rows_NGF,
+    weights,
+    biases,
+    offsets_E1,
+    blocks_B2,
+    y_ND,
+    slots_N,
+    weights_TK,
+    left_TC=None,
+    right_CD=None,
+    early=False,
+    low_NR=None,
+    factor_ERD=None,
 ) -> None:
     if rows_NGF.shape[0] == 0:
         return
@@ -222,7 +254,12 @@ def _launch_rows(
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
     channels = 0 if left_TC is None else left_TC.shape[1]
     form = (rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
-    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early)
+    low_rank, rank = (None, None), 0
+    if low_NR is not None:
+        rank = low_NR.shape[1]
+        factor = describe_factor(factor_ERD, False, tile.block_n, tile.block_k, described[0][1])
+        low_rank = describe(low_NR.unsqueeze(0), 1, tile.block_m, tile.block_k), factor
+    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early, rank)
     product = (y_ND, 0, 0, y_ND, 0, 0) if left_TC is None else (left_TC, *left_TC.stride(), right_CD, *right_CD.stride())
     launch_persistent(
         _rows_kernel,
@@ -230,6 +267,7 @@ def _launch_rows(
         describe(rows_NGF.transpose(0, 1), 1, tile.block_m, tile.block_k),
         described[0][0],
         described[-1][0],
+        *low_rank,
         tuple(biases),
         offsets_E1 if slots_N is None else slots_N,
         offsets_E1 if weights_TK is None else weights_TK,
@@ -252,6 +290,8 @@ def hopper_down_rows(
     y_ND: Tensor,
     slots_N: Tensor | None = None,
     weights_TK: Tensor | None = None,
+    v_NR: Tensor | None = None,
+    lora_b_ERD: Tensor | None = None,
 ) -> None:
     """Writes ``y[r] = a[r] @ W[e] + b[e]`` for every row r of every expert e; rows past the last expert's are left alone.
 
@@ -263,10 +303,13 @@ def hopper_down_rows(
         y_ND: the output, contiguous.
         slots_N: with one expert a token, the slots: row r is written at ``y[slots[r]]``. None for ``y[r]``.
         weights_TK: with slots, what the rows are multiplied by once they are rounded. Shape [T, 1], or None.
+        v_NR, lora_b_ERD: what ``v[r] @ lora_b[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and any
+            strides.
 
     Accumulates in fp32 from the bias; two runs agree bit for bit.
     """
-    _launch_rows(a_NF.unsqueeze(1), w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK)
+    low_rank = {"low_NR": v_NR, "factor_ERD": lora_b_ERD}
+    _launch_rows(a_NF.unsqueeze(1), w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, **low_rank)
 
 
 def hopper_up_backward_rows(
@@ -279,6 +322,8 @@ def hopper_up_backward_rows(
     left_TC: Tensor | None = None,
     right_CD: Tensor | None = None,
     early: bool = False,
+    du_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
 ) -> None:
     """Writes ``dx_rows[r] = sum over g, f of dh[r, g, f] W[e, g, f]``, one row for every routed row, in expert order.
 
@@ -291,7 +336,10 @@ def hopper_up_backward_rows(
         left_TC, right_CD: with slots, a product of at most 8 channels that is added to the rounded rows; any strides, or None.
         early: begin before the kernel launched last has ended, if that does not write what is read here: only what this one
             writes waits for it.
+        du_NR, lora_a_ERD: what ``du[r] @ lora_a[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and
+            any strides.
 
     Accumulates in fp32; two runs agree bit for bit.
     """
-    _launch_rows(dh_NGF, part_views(w_up), [], offsets_E1, blocks_B2, dx_rows_ND, slots_N, None, left_TC, right_CD, early)
+    added = (left_TC, right_CD, early, du_NR, lora_a_ERD)
+    _launch_rows(dh_NGF, part_views(w_up), [], offsets_E1, blocks_B2, dx_rows_ND, slots_N, None, *added)

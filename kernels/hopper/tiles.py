@@ -193,6 +193,20 @@ def load_weight(ring, step, part: gl.constexpr, descriptor, expert, k, column, P
         load_matrix(descriptor, expert, k, column, ready, buffer.slice(part * part_n, part_n, 1))
 
 
+@gluon.jit
+def load_low_rank(ring, step, low_rank, expert, row, k, column, PLAN: gl.constexpr):
+    """Starts the loads of a stage of low-rank columns: rows in expert order, and each part's block of columns of the factor.
+
+    Rows past the expert's are those of other experts: what comes of them is not stored.
+    """
+    parts: gl.constexpr = len(low_rank) - 1
+    ready = ring.ready.index(step % ring.STAGES)
+    mbarrier.expect(ready, PLAN.tile.a_bytes + PLAN.tile.b_bytes)
+    load_matrix(low_rank[0], 0, row, k, ready, ring.a.index(step % ring.STAGES))
+    for part in gl.static_range(parts):
+        load_weight(ring, step, part, low_rank[1 + part], expert, k, column, PLAN)
+
+
 @gluon.constexpr_function
 def accumulator_layout(plan):
     """wgmma's layout of a half tile over the four warps of a consumer."""

@@ -6,11 +6,14 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 
 
 def is_weight(value: Value, *, gathered: bool) -> bool:
-    """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one."""
+    """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one.
+
+    One with a low-rank addition is a matrix like any other.
+    """
     while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane"):
         gathered = gathered and value.op != "index"
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
-    return value.op == "input" and not gathered
+    return value.op in ("input", "low_rank") and not gathered
 
 
 def is_no_projection(contract: Value) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moeblaze_ops.lowering.forms.low_rank import low_rank_sum
 from moeblaze_ops.lowering.forms.symbolic_floats import changing
 from moeblaze_ops.lowering.forms.views import (
     axis,
@@ -37,6 +38,8 @@ def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Val
     numbers = (int, float, bool)
     args = tuple(changing(view, a, dtype) if isinstance(a, torch.SymFloat) else a for a in args)
     xs = tuple(full(view, a, (), dtype) if isinstance(a, numbers) else tensor(a) for a in args)
+    if name == "add" and (total := low_rank_sum(view, *xs)) is not None:
+        return total
     return view.make("pointwise", name, xs, params)
 
 

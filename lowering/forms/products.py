@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moeblaze_ops.lowering.forms.pointwise import pointwise
+from moeblaze_ops.lowering.forms.pointwise import pointwise, times
 from moeblaze_ops.lowering.forms.views import axis, cast, form, full, output_dtype, require, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 
@@ -135,6 +135,6 @@ def _linear(view: GraphView, x: Any, weight: Any, bias: Any = None) -> Value:
 
 @form("addmm", "baddbmm")
 def _addmm(view: GraphView, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
-    require(beta == 1 and alpha == 1, "no scales")
-    product = _matmul(view, a, b)
+    require(beta == 1, "no scale of what is added to")
+    product = times(view, alpha, _matmul(view, a, b))
     return pointwise(view, "add", product, cast(view, tensor(bias), product.dtype))

@@ -24,9 +24,10 @@ def expert_up(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    *low_rank: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
-    h_NGF, a_NF = _ops.expert_up(x_TD, w_up, b_up, weights_TK, *routing, IDENTITY)
+    h_NGF, a_NF = _ops.expert_up(x_TD, w_up, b_up, weights_TK, *routing, IDENTITY, *low_rank)
     return h_NGF, a_NF if activation == IDENTITY else activate(h_NGF, activation)
 
 
@@ -41,9 +42,12 @@ def expert_down_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    q_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
-    da_N1F, _ = _ops.expert_up(dout_TD, [w.unsqueeze(1) for w in w_down], [], None, *routing, IDENTITY)
+    low_rank = () if q_NR is None else (q_NR, None, lora_a_ERF.transpose(1, 2).unsqueeze(1))
+    da_N1F, _ = _ops.expert_up(dout_TD, [w.unsqueeze(1) for w in w_down], [], None, *routing, IDENTITY, *low_rank)
     wide = torch.promote_types(h_NGF.dtype, torch.float32)
     da_NF, a_NF = da_N1F[:, 0].to(wide), activate(h_NGF, activation)
     if weights_TK is None:

@@ -14,6 +14,7 @@ from moeblaze_ops.lowering.match.identity_experts import Passed
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.find_scored import Named
+from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.match.region import Region
@@ -49,7 +50,13 @@ class MoEMatch:
     kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
     passed: Passed | None = None  # experts that give a token back
     named: Named | None = None  # the tokens that experts name themselves
+    low_rank_up: tuple[Factors | None, ...] = ()  # what is added to each half of the up weights
+    low_rank_down: Factors | None = None
     subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
+
+    @property
+    def has_low_rank(self) -> bool:
+        return any(self.low_rank_up) or self.low_rank_down is not None
 
     @property
     def copied_bytes(self) -> int:

@@ -27,6 +27,7 @@ from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependenc
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
 from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
+from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region
@@ -69,9 +70,13 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 class Matcher:
-    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
+    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not.
 
-    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
+    ``split_low_rank``: weights with low-rank additions are matched as the weights and the factors, where they can be.
+    """
+
+    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False, split_low_rank: bool = True):
+        self._split_low_rank = split_low_rank
         self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
@@ -290,6 +295,21 @@ class Matcher:
         later: tuple[Value, ...],
     ) -> MoEMatch:  # fmt: skip
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
+        if not (self._split_low_rank and has_low_rank(experts)):
+            return self._prove_experts(root, value, tokens, feature, terms, experts, base, later)
+        try:
+            return self._prove_experts(root, value, tokens, feature, terms, experts, base, later, split=True)
+        except Declined as declined:
+            try:
+                return self._prove_experts(root, value, tokens, feature, terms, experts, base, later)
+            except Declined:
+                raise declined from None
+
+    def _prove_experts(
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr],
+        experts: Sequence[ExpertTerm], base: fx.Node | None, later: tuple[Value, ...], split: bool = False,
+    ) -> MoEMatch:  # fmt: skip
+        """The layer, its low-rank factors apart from the weights where they are ``split``."""
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
         experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
         experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
@@ -310,6 +330,13 @@ class Matcher:
         lead = experts[0]
         order = expert_order(routings)
         prove_shared_weights(self._algebra, routings, experts)
+        of_up: list[Additions] = []
+        of_down: list[Additions] = []
+        sums: frozenset[fx.Node] = frozenset()
+        if split:
+            sums = sums_of(self.view, experts, self.view.position[root])
+            parts = [split_expert(self._evaluator, expert, feature) for expert in experts]
+            experts, of_up, of_down = (list(part) for part in zip(*parts, strict=True))
         chosen = [experts[i] for i in order]
         indices = [weight_index(routing, expert) for routing, expert in ((routings[i], experts[i]) for i in order)]
         num_experts = extent(routings[order[0]].expert, len(order))
@@ -320,6 +347,13 @@ class Matcher:
         w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
         num_experts = E
         (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
+        low_rank_up: tuple[Factors | None, ...] = ()
+        low_rank_down = None
+        if split:
+            widths, inputs, outputs = [e.width for e in chosen], [e.feature_in for e in chosen], [feature] * len(chosen)
+            up, down = [of_up[i] for i in order], [of_down[i] for i in order]
+            low_rank_up = factor_views(self._evaluator, up, widths, inputs, indices, E)
+            (low_rank_down,) = factor_views(self._evaluator, down, outputs, widths, indices, E)
         b_up: tuple[WeightView, ...] = ()
         if _all_or_none([u.bias for e in chosen for u in e.up]):
             b_up, _ = views([[u.bias for u in e.up] for e in chosen], [(e.width,) for e in chosen], True)
@@ -350,13 +384,14 @@ class Matcher:
         scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
-        views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []))
+        factors = [view for added in filter(None, (*low_rank_up, low_rank_down)) for view in (added.a, added.b)]
+        views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []), *factors)
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         of_tokens = (ids, weights, kept, passed and passed.x, named and named.tokens, named and named.weights)
         tensors = (x, *(s.operand for s in scales), *filter(None, of_tokens), *views_used)
-        region = prove_region(self.view, root, frozenset(node for tensor in tensors for node in tensor.nodes), dtype, base)
+        region = self._region(root, frozenset(node for tensor in tensors for node in tensor.nodes), sums, dtype, base)
         bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
@@ -364,9 +399,20 @@ class Matcher:
             activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
             spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
-            named=named,
+            named=named, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
         )  # fmt: skip
+
+    def _region(
+        self, root: fx.Node, operands: frozenset[fx.Node], sums: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None
+    ) -> Region:
+        """The nodes that go, among them ``sums``, if they can."""
+        try:
+            return prove_region(self.view, root, operands, dtype, base)
+        except Declined:
+            if not sums:
+                raise
+            return prove_region(self.view, root, operands | sums, dtype, base)
 
     def _scored_routing(self, expert: ExpertTerm, feature: Expr, token: Expr) -> tuple[ExpertTerm, Routing] | None:
         index = expert_index(expert, feature)

@@ -15,13 +15,14 @@ import moeblaze_ops.ops.expert_mlp_ranged
 import moeblaze_ops.ops.expert_up
 import moeblaze_ops.ops.route  # noqa: F401
 from moeblaze_ops import config
-from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.activations import IDENTITY, is_gated
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32, fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.activation import emit
+from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
@@ -113,7 +114,7 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keeps_input = _keeps_input(match, fake_of(x_TD))
+    keeps_input = not match.has_low_rank and _keeps_input(match, fake_of(x_TD))
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
     parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
     if parts == "chunks":
@@ -130,13 +131,16 @@ def _insert_whole(
     if parts == "whole":
         return insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings), f"expert_mlp({match.activation})"
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
-    became = f"expert_up({match.activation}) -> expert_down"
-    up = insert.call(_ops.expert_up.default, x_TD, w_up, b_up, up_weights, *routing, match.activation)
+    up_rank, down_rank = describe_ranks(match)
+    became = f"expert_up({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
+    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *low_rank_of_up(insert, match, x_TD, routing))
+    up = insert.call(_ops.expert_up.default, *up_operands)
     h_NGF, a_NF = insert.items(up, 2)
     if match.formula is not None:
         h_NGF, a_NF = _activated(insert, match, h_NGF), None
         became = "expert_up -> unfused activation -> expert_down"
-    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation)
+    low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *low_rank)
     return insert.call(_ops.expert_down.default, *operands), became
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
@@ -139,7 +140,8 @@ def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, G
     views: dict[fx.Node, GraphView] = {}
     switches = any(target_name(node) == "_set_grad_enabled" for node in graph.nodes if node.op == "call_function")
     for gradient_off in (False, True) if switches else (False,):
-        matcher = Matcher(graph, gradient_off=gradient_off)
+        # With the input alone kept, a weight with a low-rank addition is one that is computed.
+        matcher = Matcher(graph, gradient_off=gradient_off, split_low_rank=config.keep != "input")
         found = matcher.matches()
         results += found
         views |= {result.root: matcher.view for result in found}

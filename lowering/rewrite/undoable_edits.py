@@ -117,9 +117,10 @@ class Inserter:
         """
         if all(view.apart and not view.cast for view in views):
             return [self.viewed(node, view) for view in views for node in view.nodes]
-        return [self._whole(view) for view in views]
+        return [self.whole(view) for view in views]
 
-    def _whole(self, view: WeightView) -> fx.Node:
+    def whole(self, view: WeightView) -> fx.Node:
+        """One tensor of all experts, stacked where they are stored apart, in the dtype in which it is used."""
         stored = view.nodes[0]
         if view.apart:
             stored = self.call(torch.stack, [self._part(node, view) for node in view.nodes])

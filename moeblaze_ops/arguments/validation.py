@@ -54,11 +54,50 @@ def check_expert_up(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    u_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
+    lora_b_EGFR: Tensor | None = None,
 ) -> UpShape:
     shape = _check_projection(op, x_TD, w_up, b_up, activation)
     check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
     check_routing_weights(op, weights_TK, x_TD, positions_TK)
+    factors = {"lora_a_ERD": (lora_a_ERD, [shape.E, "R", shape.D]), "lora_b_EGFR": (lora_b_EGFR, [*shape[:3], "R"])}
+    _check_low_rank(op, "u_NR", u_NR, slots_N.shape[0], factors, x_TD)
     return shape
+
+
+def _check_low_rank(
+    op: str, name: str, rows: Tensor | None, num_rows: int, factors: dict[str, tuple[Tensor | None, list]], like: Tensor
+) -> None:
+    """Rows [N, R] of a low-rank addition with its factors and their shapes, in which "R" stands for R; all of them or none."""
+    for factor, (tensor, _) in factors.items():
+        require((tensor is None) == (rows is None), op, factor, f"be given exactly when {name} is", shape_or_none(tensor))
+    if rows is None:
+        return
+    fits = rows.dim() == 2 and rows.shape[0] == num_rows and rows.shape[1] >= 1
+    require(fits, op, name, f"have shape [{num_rows}, R], one row per slot", f"shape {shape_of(rows)}")
+    check_like(op, name, rows, like)
+    for factor, (tensor, sizes) in factors.items():
+        expected = [rows.shape[1] if size == "R" else size for size in sizes]
+        require(list(tensor.shape) == expected, op, factor, f"have shape {expected}", f"shape {shape_of(tensor)}")
+        check_like(op, factor, tensor, like)
+
+
+def check_expert_rows(op: str, rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2: Tensor) -> None:
+    check_float(op, "rows_NGF", rows_NGF)
+    require(rows_NGF.dim() == 3, op, "rows_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(rows_NGF)}")
+    require(w_EGFC.dim() == 4, op, "w_EGFC", "have 4 dimensions [E, G, F, C]", f"shape {shape_of(w_EGFC)}")
+    check_like(op, "w_EGFC", w_EGFC, rows_NGF)
+    require(rows_NGF.shape[1] in (1, 2), op, "rows_NGF", "have G of 1 or 2 on axis 1", rows_NGF.shape[1])
+    expected = list(rows_NGF.shape[1:])
+    require(list(w_EGFC.shape[1:3]) == expected, op, "w_EGFC", f"have G, F = {expected} of rows_NGF", shape_of(w_EGFC))
+    for name, tensor in (("offsets_E1", offsets_E1), ("blocks_B2", blocks_B2)):
+        require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
+        check_device(op, name, tensor, rows_NGF)
+    E = w_EGFC.shape[0]
+    require(list(offsets_E1.shape) == [E + 1], op, "offsets_E1", f"have shape [{E + 1}]", shape_of(offsets_E1))
+    fits = blocks_B2.dim() == 2 and blocks_B2.shape[1] == 2
+    require(fits, op, "blocks_B2", "have shape [B, 2] (from dispatch)", shape_of(blocks_B2))
 
 
 def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], activation: str) -> UpShape:
@@ -102,6 +141,9 @@ def check_expert_down(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    v_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
+    lora_b_ERD: Tensor | None = None,
 ) -> None:
     check_float(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
@@ -118,6 +160,9 @@ def check_expert_down(
     check_routing(op, h_NGF, w_down[0].shape[0], T, slots_N, offsets_E1, positions_TK, blocks_B2)
     require(slots_N.shape[0] == N, op, "h_NGF", f"have {slots_N.shape[0]} rows, one per slot", N)
     check_routing_weights(op, weights_TK, h_NGF, positions_TK)
+    E, _, D = w_down[0].shape
+    factors = {"lora_a_ERF": (lora_a_ERF, [E, "R", F]), "lora_b_ERD": (lora_b_ERD, [E, "R", D])}
+    _check_low_rank(op, "v_NR", v_NR, N, factors, h_NGF)
 
 
 def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like: Tensor) -> None:
@@ -301,6 +346,8 @@ def check_expert_up_backward(
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
     max_bytes: int | None = None,
+    du_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
 ) -> UpShape:
     shape = check_up_weights(op, w_up, [], dh_NGF)
     T = _num_tokens(op, positions_TK)
@@ -321,6 +368,7 @@ def check_expert_up_backward(
         check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
         check_like(op, "w_router_ED", w_router_ED, dh_NGF)
     require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
+    _check_low_rank(op, "du_NR", du_NR, slots_N.shape[0], {"lora_a_ERD": (lora_a_ERD, [shape.E, "R", shape.D])}, dh_NGF)
     return shape
 
 
@@ -336,11 +384,15 @@ def check_expert_down_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    q_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
 ) -> None:
     check_expert_down(op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     expected = [positions_TK.shape[0], w_down[0].shape[2]]
     require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
     check_like(op, "dout_TD", dout_TD, h_NGF)
+    E, F, _ = w_down[0].shape
+    _check_low_rank(op, "q_NR", q_NR, slots_N.shape[0], {"lora_a_ERF": (lora_a_ERF, [E, "R", F])}, h_NGF)
 
 
 def check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
@@ -362,3 +414,7 @@ def check_float(op: str, name: str, tensor: Tensor) -> None:
 
 def shape_of(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
+
+
+def shape_or_none(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"shape {shape_of(tensor)}"

@@ -75,6 +75,45 @@ def check_moe(
             refuse_type("moe", name, "be a floating-point tensor", tensor.dtype)
 
 
+def check_lora(
+    x: Tensor, loras: dict[str, Any], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool, keep: str
+) -> None:
+    """The low-rank additions that ``moe`` is called with, by name, once its weights are checked."""
+    given = {name: lora for name, lora in loras.items() if lora is not None}
+    if "lora_gate" in given and w_gate is None:
+        refuse("moe", "lora_gate", "come with w_gate (pack it into lora_up otherwise)", "factors")
+    if given and keep == "input":
+        rule = "be 'preactivation' or 'auto' with low-rank additions (torch.utils.checkpoint keeps a layer's input alone)"
+        raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
+    E, outputs, D = (w_up.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, 2)))
+    F = w_down.shape[1 if transposed else 2]
+    for name, lora in given.items():
+        _check_factors(name, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
+
+
+def _check_factors(name: str, lora: Any, x: Tensor, E: int, inputs: int, outputs: int) -> None:
+    if not isinstance(lora, tuple | list) or len(lora) != 3:
+        refuse_type("moe", name, "be a tuple (A, B, scale)", kind_of(lora))
+    for part, tensor in zip(("A", "B"), lora, strict=False):
+        check_tensor("moe", f"{part} of {name}", tensor)
+        if tensor.device != x.device:
+            refuse("moe", f"{part} of {name}", f"be on {x.device} like x", tensor.device)
+        if tensor.dtype not in (x.dtype, torch.float32) and not _casts(x):
+            refuse_type("moe", f"{part} of {name}", f"be float32 or {x.dtype}, the dtype of x", tensor.dtype)
+    a, b, scale = lora
+    if a.dim() != 3 or a.shape[0] != E or a.shape[1] == 0 or a.shape[2] != inputs:
+        refuse("moe", f"A of {name}", f"have shape [{E}, r, {inputs}] with a rank r of 1 or more", f"shape {list(a.shape)}")
+    expected = [E, outputs, a.shape[1]]
+    if list(b.shape) != expected:
+        refuse("moe", f"B of {name}", f"have shape {expected}", f"shape {list(b.shape)}")
+    if isinstance(scale, Tensor):
+        check_tensor("moe", f"scale of {name}", scale)
+        if list(scale.shape) != [E]:
+            refuse("moe", f"scale of {name}", f"be a number or have shape [{E}]", f"shape {list(scale.shape)}")
+    elif isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
+        refuse_type("moe", f"scale of {name}", "be a number or a tensor [E]", kind_of(scale))
+
+
 def _casts(x: Tensor) -> bool:
     """Whether autocast makes dtypes one before an op sees them."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)

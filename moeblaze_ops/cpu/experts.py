@@ -4,7 +4,7 @@ Rows past the last used one (unused slots) are zero. Half-precision sums over a 
 fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,11 +36,14 @@ def expert_up(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    u_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
+    lora_b_EGFR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     shape = up_shape(w_up)
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
     a_NF = x_TD.new_empty(0 if activation == IDENTITY else slots_N.shape[0], shape.F)
-    up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1])
+    up = _UpRows(x_TD, w_up, b_up, weights_TK, slots_N, positions_TK.shape[1], u_NR, lora_b_EGFR)
     blocks = row_blocks(offsets_E1, slots_N.shape[0], shape.F)
     for block in blocks:
         h_rows = up.write(h_NGF[block.rows], block)
@@ -61,8 +64,11 @@ def expert_down(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    v_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
+    lora_b_ERD: Tensor | None = None,
 ) -> Tensor:
-    down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK)
+    down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK, v_NR, lora_b_ERD)
     for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
         down.add(activate(h_NGF[block.rows], activation) if a_NF is None else a_NF[block.rows], block)
     return down.sums_TD.to(h_NGF.dtype)
@@ -108,11 +114,13 @@ def expert_down_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
+    q_NR: Tensor | None = None,
+    lora_a_ERF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh_NGF = torch.empty_like(h_NGF, memory_format=torch.contiguous_format)
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
-    down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK)
+    down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK, q_NR, lora_a_ERF)
     blocks = row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2])
     for block in blocks:
         down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation)
@@ -172,12 +180,23 @@ def expert_up_backward(
     dlogits_TE: Tensor | None = None,
     w_router_ED: Tensor | None = None,
     max_bytes: int | None = None,
+    du_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
-    dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, slots_N, offsets_E1, positions_TK, dweights_TK)
+    routing = (slots_N, offsets_E1, positions_TK)
+    dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, *routing, dweights_TK, du_NR, lora_a_ERD)
     if dlogits_TE is not None:
         dx_TD += dlogits_TE.to(dx_TD.dtype) @ w_router_ED.to(dx_TD.dtype)
     return dx_TD.to(dh_NGF.dtype), dweights_TK
+
+
+def expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2: Tensor) -> Tensor:
+    y_NC = rows_NGF.new_zeros(rows_NGF.shape[0], w_EGFC.shape[3])
+    parts = list(zip(rows_NGF.unbind(1), map(matrices, w_EGFC.unbind(1)), strict=True))
+    for block in row_blocks(offsets_E1, rows_NGF.shape[0], max(w_EGFC.shape[2:])):
+        y_NC[block.rows] = _sum_of_products(parts, block, w_EGFC.shape[3])
+    return y_NC
 
 
 def expert_up_backward_part(
@@ -210,15 +229,19 @@ def _up_backward_sums(
     offsets_E1: Tensor,
     positions_TK: Tensor,
     dweights_TK: Tensor,
+    du_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the tokens in the dtype of sums; fills what the rows give of dweights."""
     T, K = positions_TK.shape
     D = up_shape(w_up).D
     dx_TD = dh_NGF.new_zeros(T, D, dtype=sum_dtype(dh_NGF))
-    halves = [matrices(half) for half in up_halves(w_up)]
+    parts = [(dh_NGF[:, g], matrices(half)) for g, half in enumerate(up_halves(w_up))]
+    if du_NR is not None:
+        parts.append((du_NR, matrices(lora_a_ERD)))
     tokens_N = row_tokens(slots_N, K)
     for block in row_blocks(offsets_E1, slots_N.shape[0], D):
-        dx_rows = _input_gradients(dh_NGF[block.rows], halves, block, D)
+        dx_rows = _sum_of_products(parts, block, D)
         tokens = tokens_N[block.rows]
         if weights_TK is not None:
             slots = slots_N[block.rows]
@@ -229,15 +252,16 @@ def _up_backward_sums(
     return dx_TD
 
 
-def _input_gradients(dh_rows: Tensor, halves: list, block: RowBlock, D: int) -> Tensor:
-    """What reaches the inputs of a block's rows, in the dtype of sums."""
-    wide = sum_dtype(dh_rows)
-    dx_rows = dh_rows.new_empty(dh_rows.shape[0], D)
-    sums = dx_rows if wide == dx_rows.dtype else dx_rows.new_zeros(dx_rows.shape, dtype=wide)
-    for g, of_experts in enumerate(halves):
-        multiply(dh_rows[:, g], of_experts, dx_rows, block, add=g > 0 and sums is dx_rows)
-        if sums is not dx_rows:
-            sums += dx_rows
+def _sum_of_products(parts: Sequence[tuple[Tensor, Sequence[Tensor]]], block: RowBlock, width: int) -> Tensor:
+    """The products of a block's rows with the matrices of their experts, one for each part, summed in the dtype of sums."""
+    lead = parts[0][0][block.rows]
+    wide = sum_dtype(lead)
+    product = lead.new_empty(lead.shape[0], width)
+    sums = product if wide == product.dtype else product.new_zeros(product.shape, dtype=wide)
+    for i, (rows, of_experts) in enumerate(parts):
+        multiply(rows[block.rows], of_experts, product, block, add=i > 0 and sums is product)
+        if sums is not product:
+            sums += product
     return sums
 
 
@@ -252,9 +276,12 @@ class _UpRows:
         weights_TK: Tensor | None,
         slots_N: Tensor,
         top_k: int,
+        u_NR: Tensor | None = None,
+        lora_b_EGFR: Tensor | None = None,
     ) -> None:
-        self.x_TD, self.weights_TK, self.slots_N = x_TD, weights_TK, slots_N
+        self.x_TD, self.weights_TK, self.slots_N, self.u_NR = x_TD, weights_TK, slots_N, u_NR
         self.tokens_N = row_tokens(slots_N, top_k)
+        self.low_rank = [] if lora_b_EGFR is None else [transposed(half) for half in lora_b_EGFR.unbind(1)]
         self.halves, self.biases = [transposed(half) for half in up_halves(w_up)], bias_halves(b_up)
 
     def write(self, h_rows: Tensor, block: RowBlock) -> Tensor:
@@ -264,6 +291,8 @@ class _UpRows:
         for g, of_experts in enumerate(self.halves):
             half_rows = h_rows[:, g]
             multiply(x_rows, of_experts, half_rows, block)
+            if self.u_NR is not None:
+                multiply(self.u_NR[block.rows], self.low_rank[g], half_rows, block, add=True)
             if scale is not None:
                 half_rows *= scale
             if self.biases:
@@ -282,8 +311,11 @@ class _DownRows:
         weights_TK: Tensor | None,
         slots_N: Tensor,
         positions_TK: Tensor,
+        v_NR: Tensor | None = None,
+        lora_b_ERD: Tensor | None = None,
     ) -> None:
         (w_EFD,) = w_down
+        self.v_NR, self.low_rank = v_NR, None if lora_b_ERD is None else matrices(lora_b_ERD)
         self.of_experts, self.b_down, self.weights_TK, self.slots_N = matrices(w_EFD), b_down, weights_TK, slots_N
         self.tokens_N = row_tokens(slots_N, positions_TK.shape[1])
         self.sums_TD = like.new_zeros(positions_TK.shape[0], w_EFD.shape[2], dtype=sum_dtype(like))
@@ -291,6 +323,8 @@ class _DownRows:
     def add(self, a_rows: Tensor, block: RowBlock) -> None:
         y_rows = a_rows.new_empty(a_rows.shape[0], self.sums_TD.shape[1])
         multiply(a_rows, self.of_experts, y_rows, block)
+        if self.v_NR is not None:
+            multiply(self.v_NR[block.rows], self.low_rank, y_rows, block, add=True)
         y_rows = y_rows.to(self.sums_TD.dtype)
         if self.b_down:
             add_biases(y_rows, self.b_down[0], block)
@@ -312,7 +346,10 @@ class _DownGradients:
         weights_TK: Tensor | None,
         slots_N: Tensor,
         dweights_TK: Tensor,
+        q_NR: Tensor | None = None,
+        lora_a_ERF: Tensor | None = None,
     ) -> None:
+        self.q_NR, self.low_rank = q_NR, None if lora_a_ERF is None else matrices(lora_a_ERF)
         self.dout_TD, self.b_down, self.weights_TK = dout_TD, b_down, weights_TK
         self.slots_N, self.dweights_TK, self.wa_NF = slots_N, dweights_TK, wa_NF
         self.of_experts, self.tokens_N = transposed(w_down[0]), row_tokens(slots_N, dweights_TK.shape[1])
@@ -323,6 +360,8 @@ class _DownGradients:
         dout_rows = self.dout_TD.index_select(0, self.tokens_N[block.rows])
         da_rows = h_rows.new_empty(h_rows.shape[0], h_rows.shape[2])
         multiply(dout_rows, self.of_experts, da_rows, block)
+        if self.q_NR is not None:
+            multiply(self.q_NR[block.rows], self.low_rank, da_rows, block, add=True)
         scale = row_weights(self.weights_TK, slots)
         dscale = backward_into(dh_rows, self.wa_NF[block.rows], da_rows, h_rows, scale, activation)
         if dscale is None:

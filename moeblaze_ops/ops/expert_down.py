@@ -1,5 +1,7 @@
 """``moeblaze::expert_down`` and its backward: back to the model width, summed over each token's experts."""
 
+from typing import Any
+
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import IDENTITY, activate
@@ -7,36 +9,47 @@ from moeblaze_ops.arguments.separate_experts import split_as_given
 from moeblaze_ops.arguments.validation import check_expert_down, check_expert_down_backward
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
-from moeblaze_ops.ops.expert_up import routing_gradient_like
+from moeblaze_ops.ops.expert_rows import row_products_grad
+from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_low_rank, routing_gradient_like
 from moeblaze_ops.ops.register import register_op
-from moeblaze_ops.ops.weight_grad import expert_bias_grad, weight_gradients
+from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, weight_gradients
 
 _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2"
 
 
-def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation):
+def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, *rest):
     return h_NGF.new_empty((positions_TK.shape[0], w_down[0].shape[2]))
 
 
 def _expert_down_setup_context(ctx, inputs, output) -> None:
-    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = inputs
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank = inputs
     ctx.set_materialize_grads(False)
     ctx.activation = activation
     ctx.num_w_down, ctx.num_b_down = len(w_down), len(b_down)
-    ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_down, *b_down)
+    ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *low_rank, *w_down, *b_down)
 
 
 def _expert_down_gradient(ctx, dout_TD):
     b_none = [None] * ctx.num_b_down
     if dout_TD is None:
-        return None, None, [None] * ctx.num_w_down, b_none, None, None, None, None, None, None
-    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *parameters = ctx.saved_tensors
+        return None, None, [None] * ctx.num_w_down, b_none, *[None] * 9
+    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, v_NR, lora_a, lora_b, *parameters = ctx.saved_tensors
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     w_down, b_down = parameters[: ctx.num_w_down], parameters[ctx.num_w_down :]
     top_k = positions_TK.shape[1]
     dout_TD = dout_TD.contiguous()
+    low_rank: tuple = ()
+    q_NR, dlora_a, dlora_b = None, None, None
+    if v_NR is not None:
+        q_NR = expert_up(dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
+        low_rank = (q_NR, lora_a)
     dh_NGF, dweights_TK, wa_NF = expert_down_backward(
-        dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, ctx.activation
+        dout_TD, h_NGF, w_down, b_down, weights_TK, *routing, ctx.activation, *low_rank
     )
+    if ctx.needs_input_grad[11]:
+        dlora_a = row_products_grad(wa_NF, q_NR.unsqueeze(1), lora_a, None, offsets_E1)
+    if ctx.needs_input_grad[12]:
+        (dlora_b,) = expert_weight_grad(dout_TD, v_NR.unsqueeze(1), [lora_b], weights_TK, slots_N, offsets_E1, top_k)
     dw_down: list = [None] * ctx.num_w_down
     db_down: list = b_none
     if any(ctx.needs_input_grad[2]):
@@ -45,12 +58,13 @@ def _expert_down_gradient(ctx, dout_TD):
         db_down = [expert_bias_grad(dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
     dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
     dweights_TK = None if weights_TK is None else dweights_TK
-    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None
+    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b
 
 
 def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) -> Tensor:
     """The output is linear in a, in the weights with their biases, and in the routing weights: three products at most."""
-    *routing, activation = rest
+    *routing, activation, v_NR, _, _ = rest
+    refuse_low_rank("expert_down", v_NR)
     a_and_tangent = activate(h_NGF, activation)
     primals, tangents = parted((h_NGF, a_NF, w_down, b_down, weights_TK))
     h_NGF, a_NF, w_down, b_down, weights_TK = primals
@@ -69,7 +83,7 @@ def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) ->
 
 
 def _expert_down_backward_fake(
-    dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+    dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank
 ):
     N, G, F = h_NGF.shape
     dh_NGF = h_NGF.new_empty((N, G, F))
@@ -79,34 +93,41 @@ def _expert_down_backward_fake(
 def _overwriting_launcher():
     from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 
-    def launch(dout_TD, h_NGF, *args) -> tuple[Tensor, Tensor, Tensor]:
+    def launch(dout_TD, h_NGF, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         _, G, F = h_NGF.shape
         dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
-        return launch_expert_down_backward(dout_TD, h_NGF, *args, dense)  # type: ignore[call-arg]
+        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=dense)  # type: ignore[misc]
 
     return launch
 
 
 def _down_flops(h_shape, a_shape, w_down_shapes, *args, **kwargs) -> int:
     _, F, D = w_down_shapes[0]
-    return 2 * h_shape[0] * F * D
+    low_rank = low_rank_flops(args[7], args[9]) if len(args) > 7 else 0
+    return 2 * h_shape[0] * F * D + low_rank
+
+
+def _down_backward_flops(dout_shape, h_shape, w_down_shapes, *args, **kwargs) -> int:
+    low_rank = low_rank_flops(*args[7:9]) if len(args) > 7 else 0
+    return _down_flops(h_shape, None, w_down_shapes) + low_rank
 
 
 expert_down_backward = register_op(
     "expert_down_backward",
-    f"(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation,"
+    " Tensor? q_NR=None, Tensor? lora_a_ERF=None) -> (Tensor, Tensor, Tensor)",
     fake=_expert_down_backward_fake,
     cpu=cpu.expert_down_backward,
     kernel="experts.expert_down_backward:launch_expert_down_backward",
     check=check_expert_down_backward,
     overwriting=(1, _overwriting_launcher),
-    flops=lambda dout_shape, h_shape, w_down_shapes, *args, **kwargs: _down_flops(h_shape, None, w_down_shapes),
+    flops=_down_backward_flops,
 )
 """One GEMM and everything that hangs on it: gradients of h and of the routing weights, and the scaled activation.
 
 With ``dA'[r] = dout[token(r)] @ W[e]^T`` and a = act(h) recomputed: ``dweights[slot] = <dA'[r], a[r]> +
-<dout[token(r)], b[e]>``, ``dh = act'(h) * s * dA'`` and ``wa = s * a`` (SonicMoE, arXiv 2512.14080, eq. 11-13).
+<dout[token(r)], b[e]>``, ``dh = act'(h) * s * dA'`` and ``wa = s * a`` (SonicMoE, arXiv 2512.14080, eq. 11-13). With a low-rank
+addition ``q_NR[r] @ lora_a_ERF[e]`` is added in the sum of ``dA'[r]``; q is ``dout[token(r)] @ B[e]``.
 
 Returns:
     dh_NGF, dweights_TK (zero at unused slots, in the dtype of the weights; [0, K] fp32 without weights), wa_NF.
@@ -116,7 +137,8 @@ Returns:
 
 expert_down = register_op(
     "expert_down",
-    f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation) -> Tensor",
+    f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation,"
+    " Tensor? v_NR=None, Tensor? lora_a_ERF=None, Tensor? lora_b_ERD=None) -> Tensor",
     fake=_expert_down_fake,
     cpu=cpu.expert_down,
     kernel="experts.expert_down:launch_expert_down",
@@ -124,7 +146,7 @@ expert_down = register_op(
     backward=_expert_down_gradient,
     setup_context=_expert_down_setup_context,
     forward_mode=_expert_down_forward_mode,
-    autocast=(0, 1, 2, 3),
+    autocast=(0, 1, 2, 3, 10, 11, 12),
     flops=_down_flops,
 )
 """Project each row back to the model width and sum each token's rows, weighted.
@@ -140,6 +162,10 @@ Args:
     weights_TK: routing weights, fp32 or dtype of h, or None for 1.
     slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
     activation: the one of ``expert_up``.
+    v_NR: with a low-rank addition to the weight, ``W + A^T B`` of [E, F, D]: ``a[r] @ A[e]^T`` in expert order, what is computed
+        with and not differentiated. None for none. ``ops.low_rank`` makes it.
+    lora_a_ERF, lora_b_ERD: the factors A [E, R, F] and B [E, R, D], dtype of h, any strides. Given exactly when v is.
+        ``a @ W + v @ B`` is one fp32 sum; nothing of the size of W is written.
 
 Returns:
     out_TD in token order, dtype of h. Rows are rounded to that dtype before the sum over K, which is taken in fp32

@@ -1,5 +1,7 @@
 """``moeblaze::expert_up`` and its backward: x to the experts' hidden width, rows of x read by index."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,15 @@ from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_b
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
+from moeblaze_ops.ops.expert_rows import expert_rows, row_products_grad
 from moeblaze_ops.ops.register import register_op
-from moeblaze_ops.ops.weight_grad import up_bias_gradients, weight_gradients
+from moeblaze_ops.ops.weight_grad import expert_weight_grad, up_bias_gradients, weight_gradients
 
 _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2"
 
 
 def _expert_up_fake(
-    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank
 ) -> tuple[Tensor, Tensor]:
     N, shape = slots_N.shape[0], up_shape(w_up)
     h_NGF = x_TD.new_empty((N, shape.G, shape.F))
@@ -25,41 +28,58 @@ def _expert_up_fake(
 
 
 def _expert_up_setup_context(ctx, inputs, output) -> None:
-    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation = inputs
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.num_w_up = len(w_up)
     ctx.num_b_up = len(b_up)
     ctx.num_joined_b_up = num_joined(b_up, offsets_E1.shape[0] - 1)
-    ctx.save_for_backward(x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up)
+    ctx.save_for_backward(x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *low_rank, *w_up)
 
 
 def _expert_up_gradient(ctx, dh_NGF, da_NF):
-    none_for_inputs = (None, [None] * ctx.num_w_up, [None] * ctx.num_b_up, None, None, None, None, None, None)
+    none_for_inputs = (None, [None] * ctx.num_w_up, [None] * ctx.num_b_up, *[None] * 9)
     if dh_NGF is None:
         return none_for_inputs
-    x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *w_up = ctx.saved_tensors
+    x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, u_NR, lora_a, lora_b, *w_up = ctx.saved_tensors
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     top_k = positions_TK.shape[1]
     dh_NGF = dh_NGF.contiguous()
-    dx_TD, dweights_TK = None, None
+    dx_TD, dweights_TK, du_NR, dlora_a, dlora_b = None, None, None, None, None
     dw_up: list = [None] * ctx.num_w_up
     db_up: list = [None] * ctx.num_b_up
-    if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+    needs_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[3]
+    if u_NR is not None and (needs_x or ctx.needs_input_grad[10]):
+        du_NR = expert_rows(dh_NGF, lora_b, offsets_E1, blocks_B2)
+    if needs_x:
         x_or_none = None if weights_TK is None else x_TD
-        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
+        low_rank = () if u_NR is None else (None, None, None, du_NR, lora_a)
+        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, *routing, *low_rank)
         dweights_TK = None if weights_TK is None else dscale_TK
+    if ctx.needs_input_grad[10]:
+        like = [lora_a.unsqueeze(1)]
+        dlora_a = expert_weight_grad(x_TD, du_NR.unsqueeze(1), like, weights_TK, slots_N, offsets_E1, top_k)[0].squeeze(1)
+    if ctx.needs_input_grad[11]:
+        dlora_b = row_products_grad(u_NR, dh_NGF, lora_b, _weights_of_rows(weights_TK, slots_N), offsets_E1)
     if any(ctx.needs_input_grad[2]):
         db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
     # Last: expert_up_backward needs room for [N, D], which the weight gradient would be allocated on top of.
     if any(ctx.needs_input_grad[1]):
         dw_up = weight_gradients(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
     dw_up, db_up = split_as_given(dw_up, ctx.num_w_up), split_as_given(db_up, ctx.num_b_up)
-    return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None
+    return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b
+
+
+def _weights_of_rows(weights_TK: Tensor | None, slots_N: Tensor) -> Tensor | None:
+    """The routing weight of each row, [N, 1]; that of slot 0 for a row of an unused slot, which nobody reads."""
+    return None if weights_TK is None else weights_TK.reshape(-1)[slots_N.clamp(min=0).long()].unsqueeze(1)
 
 
 def _expert_up_forward_mode(*args) -> tuple[Tensor, Tensor]:
     """h is linear in x, in the weights with their biases, and in the routing weights: three products at most."""
     primals, tangents = parted(args)
+    refuse_low_rank("expert_up", primals[-3])
+    primals, tangents = primals[:-3], tangents[:-3]
     (x_TD, w_up, b_up, weights_TK, *routing, _), (dx_TD, dw_up, db_up, dweights_TK, *_) = primals, tangents
     h_NGF, a_NF = expert_up(*primals)
     terms: list[tuple] = []
@@ -79,6 +99,13 @@ def _expert_up_backward_fake(
     return dh_NGF.new_empty((positions_TK.shape[0], up_shape(w_up).D)), routing_gradient_like(weights_TK, positions_TK)
 
 
+def refuse_low_rank(op: str, rows_NR: Tensor | None) -> None:
+    """Refuse tangents of forward mode where a weight has a low-rank addition."""
+    if rows_NR is not None:
+        way_round = "take the gradient in reverse mode, or give W + B A as the weight"
+        raise NotImplementedError(f"{op}: forward-mode AD is not available with low-rank factors, {way_round}")
+
+
 def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:
     """An empty gradient of the routing weights: [T, K] of their dtype, or [0, K] fp32 where there are none."""
     if weights_TK is None:
@@ -86,18 +113,26 @@ def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Te
     return positions_TK.new_empty(positions_TK.shape, dtype=weights_TK.dtype)
 
 
-def _up_flops(x_shape, w_up_shapes, b_up, weights, slots_shape, *args, **kwargs) -> int:
-    return sum(2 * slots_shape[0] * G * F * D for _, G, F, D in w_up_shapes)
+def low_rank_flops(rows_shape, factor_shape) -> int:
+    """Of the product of rows [N, R] with a factor that has R on some axis, for each expert."""
+    return 2 * rows_shape[0] * prod(factor_shape[1:]) if rows_shape else 0
+
+
+def _up_flops(
+    x_shape, w_up_shapes, b_up, weights, slots_shape, offsets, positions, blocks, activation, u=None, a=None, b=None, **kwargs
+) -> int:
+    return sum(2 * slots_shape[0] * G * F * D for _, G, F, D in w_up_shapes) + low_rank_flops(u, b)
 
 
 def _up_backward_flops(dh_shape, x_shape, w_up_shapes, *args, **kwargs) -> int:
-    return sum(2 * dh_shape[0] * G * F * D for _, G, F, D in w_up_shapes)
+    low_rank = low_rank_flops(*args[8:10]) if len(args) > 8 else 0
+    return sum(2 * dh_shape[0] * G * F * D for _, G, F, D in w_up_shapes) + low_rank
 
 
 expert_up_backward = register_op(
     "expert_up_backward",
     f"(Tensor dh_NGF, Tensor? x_TD, Tensor[] w_up, Tensor? weights_TK, {_ROUTING}, Tensor? dlogits_TE=None,"
-    " Tensor? w_router_ED=None, int? max_bytes=None) -> (Tensor, Tensor)",
+    " Tensor? w_router_ED=None, int? max_bytes=None, Tensor? du_NR=None, Tensor? lora_a_ERD=None) -> (Tensor, Tensor)",
     fake=_expert_up_backward_fake,
     cpu=cpu.expert_up_backward,
     kernel="experts.expert_up_backward:launch_expert_up_backward",
@@ -110,13 +145,15 @@ expert_up_backward = register_op(
 ``dweights_TK[t, k] = <rows[positions_TK[t, k]], x_TD[t]>``; without weights s is 1 and dweights is [0, K].
 ``dlogits_TE @ w_router_ED``, the gradient that reaches x through a linear router, is added to dx_TD if given (dtype of dh, any
 strides, E any number): in the same fp32 sum, where a product of its own would read and write dx_TD once more.
+With a low-rank addition ``du_NR[r] @ lora_a_ERD[e]`` is added in the sum of ``rows[r]``; du is ``dh B``, from ``expert_rows``.
 On CUDA ``rows`` takes at most max_bytes, or those of 256 columns; None: ``config.max_transient_bytes``.
 Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
 """
 
 expert_up = register_op(
     "expert_up",
-    f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation) -> (Tensor, Tensor)",
+    f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation, Tensor? u_NR=None,"
+    " Tensor? lora_a_ERD=None, Tensor? lora_b_EGFR=None) -> (Tensor, Tensor)",
     fake=_expert_up_fake,
     cpu=cpu.expert_up,
     kernel="experts.expert_up:launch_expert_up",
@@ -124,7 +161,7 @@ expert_up = register_op(
     backward=_expert_up_gradient,
     setup_context=_expert_up_setup_context,
     forward_mode=_expert_up_forward_mode,
-    autocast=(0, 1, 2),
+    autocast=(0, 1, 2, 9, 10, 11),
     flops=_up_flops,
 )
 """Project every routed token to its expert's hidden width and activate, without a routed copy of x.
@@ -140,6 +177,11 @@ Args:
     weights_TK: routing weights on the experts' input (fp32 or dtype of x), or None.
     slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
     activation: a name in ``activations.ACTIVATIONS``, or ``identity``.
+    u_NR: with a low-rank addition to the weights, ``W + B A``: ``x[token(r)] @ A[e]^T`` in expert order, what is computed with
+        and not differentiated, since the op differentiates x and A. None for none. ``ops.low_rank`` makes it.
+    lora_a_ERD, lora_b_EGFR: the factors A [E, R, D] and B [E, G, F, R], dtype of x, any strides; what multiplies their product is
+        in one of them. Given exactly when u is. ``x @ W^T + u @ B^T`` is one fp32 sum; nothing of the size of W is written,
+        and W, if it needs no gradient, gets none.
 
 Returns:
     h_NGF: pre-activation in expert order, differentiable. Rows of unused slots are zero on CPU, unspecified on CUDA.

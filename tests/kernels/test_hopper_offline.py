@@ -168,6 +168,26 @@ def test_storages_fit(compiled, storage, widths, dtype):
     assert_fits(compiled)
 
 
+@pytest.mark.parametrize("rank", [8, 200])
+@pytest.mark.parametrize(
+    ("storage", "widths"), [("packed", "even"), ("packed", "ragged"), ("f_inner", "narrow"), ("split", "even")]
+)
+def test_low_rank_columns_fit(compiled, storage, widths, rank):
+    num_f, num_d = WIDTHS[widths]
+    x, h, a, y, rows = empty(T, num_d), empty(N, 2, num_f), empty(N, num_f), empty(N, num_d), empty(N, rank)
+    w_up = up_weights(storage, 2, num_f, num_d)
+    w_down = up_weights("f_inner" if storage == "f_inner" else "packed", 1, num_f, num_d)[0][:, 0]
+    lora_a, lora_b = empty(E, rank, num_d), empty(E, 2, num_f, rank)
+    table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, "swiglu")
+    hopper_expert_up(x, w_up, [], *table, h, a, rows, lora_b)
+    hopper_down_rows(a, [w_down], [], OFFSETS_E1, BLOCKS_B2, y, None, None, rows, lora_a)
+    partials = empty(num_partials(num_f, num_d), N, dtype=torch.float32)
+    hopper_down_backward(x, h, [w_down], None, *table, h, partials, a, False, rows, empty(E, rank, num_f))
+    hopper_up_backward_rows(h, w_up, OFFSETS_E1, BLOCKS_B2, y, du_NR=rows, lora_a_ERD=lora_a)
+    assert len(compiled) == 4
+    assert_fits(compiled)
+
+
 @pytest.mark.parametrize(
     ("widths", "channels", "dtype"),
     [

@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad, laun
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
-from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
+from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
 from tests.tools.offline import compile_launch, recorded_launches, with_wide_sizes
@@ -64,9 +65,32 @@ def train(dtype, sizes, activation, bias, weight_on_input):
         launch_expert_bias_grad_add(out, new(E, D, dtype=torch.float32), on_output, slots, offsets, K, True)
 
 
-def check_resources(layer, capability, on_tensor_cores):
+def train_low_rank(dtype, sizes, activation, bias, weight_on_input, rank):
+    """Calls every launcher that a frozen layer with low-rank additions has in a training step, once."""
+    T, E, K, D, F = sizes
+    G = 2 if "glu" in activation else 1
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    x, w_up, w_down = new(T, D), [new(E, G, F, D)], [new(E, D, F).transpose(1, 2)]
+    up, down = (new(E, rank, D), new(E, G, F, rank)), (new(E, rank, F), new(E, rank, D))
+    routing = launch_dispatch(new(T, K, dtype=torch.int64), E)
+    u = launch_expert_up(x, [up[0].unsqueeze(1)], [], None, *routing, "identity")[0].squeeze(1)
+    h, a = launch_expert_up(x, w_up, [], None, *routing, activation, u, *up)
+    v = launch_expert_rows(a.unsqueeze(1), down[0].transpose(1, 2).unsqueeze(1), routing[1], routing[3])
+    weights = new(T, K, dtype=torch.float32)
+    out = launch_expert_down(h, a, w_down, [], weights, *routing, activation, v, *down)
+    dh, _, wa = launch_expert_down_backward(out, h, w_down, [], weights, *routing, activation, v, down[0])
+    launch_expert_up_backward(dh, None, w_up, None, *routing, None, None, None, u, up[0])
+    launch_expert_weight_grad(x, u.unsqueeze(1), [up[0].unsqueeze(1)], None, *routing[:2], K)
+    launch_expert_weight_grad(u, dh, [up[1]], None, *routing[:2], 1)
+    launch_expert_weight_grad(wa, v.unsqueeze(1), [down[0]], None, *routing[:2], 1)
+
+
+def check_resources(layer, capability, on_tensor_cores, step=train):
     with recorded_launches(capability) as launches:
-        train(*LAYERS[layer])
+        step(*LAYERS[layer])
     for launch in launches:
         resources = compile_launch(launch, capability)
         assert resources.spill_bytes == 0, launch.name
@@ -93,6 +117,17 @@ TARGETS = [
 @pytest.mark.parametrize(("layer", "capability"), TARGETS, ids=name_of)
 def test_kernels_compile_without_spills(layer, capability):
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
+
+
+@pytest.mark.parametrize("rank", [16, 256])
+@pytest.mark.parametrize(
+    ("layer", "capability"),
+    [*(("many_rows", c) for c in CAPABILITIES), *(("few_rows", c) for c in CAPABILITIES), ("fp32", (8, 0))],
+    ids=name_of,
+)
+def test_low_rank_kernels_compile_without_spills(layer, capability, rank):
+    step = partial(train_low_rank, rank=rank)
+    check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32, step=step)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=name_of)

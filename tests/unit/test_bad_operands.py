@@ -40,13 +40,19 @@ def _arguments() -> dict[str, dict[str, Any]]:
     routed = dict(zip(("weights_TK", "experts_TK"), OPS.route(logits, None, 2, "softmax", True, 1.0, 1, 1), strict=True))
     scoring = {"scoring": "softmax", "renormalize": True, "scale": 1.0}
     biases = {"rows_NC": h.flatten(1)}
+    rows, a_up, a_down = torch.randn(38, 3), torch.randn(5, 3, 24), torch.randn(5, 3, 12)
     return {
         "dispatch": {"experts_TK": layer.experts_TK, "num_experts": 5},
-        "expert_up": x | up | weights | routing | act,
+        "expert_up": x | up | weights | routing | act
+        | {"u_NR": rows, "lora_a_ERD": a_up, "lora_b_EGFR": torch.randn(5, 2, 12, 3)},
         "expert_up_backward": {"dh_NGF": h} | x | {"w_up": layer.w_up} | weights | routing
-        | {"dlogits_TE": logits, "w_router_ED": torch.randn(5, 24), "max_bytes": 1 << 20},
-        "expert_down": {"h_NGF": h, "a_NF": a} | down | weights | routing | act,
-        "expert_down_backward": dout | {"h_NGF": h} | down | weights | routing | act,
+        | {"dlogits_TE": logits, "w_router_ED": torch.randn(5, 24), "max_bytes": 1 << 20}
+        | {"du_NR": rows, "lora_a_ERD": a_up},
+        "expert_down": {"h_NGF": h, "a_NF": a} | down | weights | routing | act
+        | {"v_NR": rows, "lora_a_ERF": a_down, "lora_b_ERD": a_up},
+        "expert_down_backward": dout | {"h_NGF": h} | down | weights | routing | act | {"q_NR": rows, "lora_a_ERF": a_down},
+        "expert_rows": {"rows_NGF": h, "w_EGFC": torch.randn(5, 2, 12, 3)}
+        | {name: routing[name] for name in ("offsets_E1", "blocks_B2")},
         "expert_mlp": mlp,
         "expert_mlp_backward": dout | mlp,
         "expert_mlp_chunked": chunked,
@@ -102,6 +108,7 @@ ACCEPTED = {
     # Sizes that nothing else has, and routing weights that are read by slot.
     "dispatch experts_TK another last size", "expert_bias_grad rows_NC another last size",
     "expert_bias_grad offsets_E1 another last size", "route_backward logits_TE another last size",
+    "expert_rows w_EGFC another last size",
     "router_weight_grad dlogits_TE another last size", "router_weight_grad x_TD another last size",
     "expert_weight_grad weights_TK an axis more", "expert_weight_grad_add weights_TK an axis more",
     "expert_bias_grad weights_TK an axis more", "expert_bias_grad_add weights_TK an axis more",

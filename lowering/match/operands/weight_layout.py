@@ -73,6 +73,7 @@ def weight_views(
     num_experts: int | None,
     *,
     halves_axis: bool,
+    may_copy: bool = False,
 ) -> tuple[tuple[WeightView, ...], int]:
     """Views that cover all experts' elements, and the number of experts.
 
@@ -83,6 +84,7 @@ def weight_views(
         index: per expert the expression that its weights are indexed by, None where it is a constant.
         num_experts: E, or None to read it off what is indexed.
         halves_axis: whether the result has the axis G (up weights have it even when there is one half).
+        may_copy: take parts of tensors that are not contiguous, which are copied; not of whole weights.
     """
     elements = [
         [_element(algebra, leaf, own, at) for leaf in halves] for halves, own, at in zip(experts, features, index, strict=True)
@@ -96,10 +98,10 @@ def weight_views(
     sizes = _sizes(features)
     if len(halves) == 2 and all(gate.value is up.value and gate.constant < up.constant for gate, up in elements):
         try:
-            return (_view(halves, sizes, num_experts, halves_axis),), num_experts
+            return (_view(halves, sizes, num_experts, halves_axis, may_copy),), num_experts
         except Declined:  # each by itself may be a view nevertheless, as where other weights lie between them
             pass
-    return tuple(_view([half], sizes, num_experts, halves_axis) for half in halves), num_experts
+    return tuple(_view([half], sizes, num_experts, halves_axis, may_copy) for half in halves), num_experts
 
 
 def _num_indexed(algebra: Algebra, ids: Expr, subscripted: int | None) -> int:
@@ -139,7 +141,9 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
     return _Element(value, dtype or value.dtype, constant, tuple(terms.get(v, 0) for v in (index, *features)), subscripted)
 
 
-def _view(halves: Sequence[Sequence[_Element]], sizes: tuple[int, ...], num_experts: int, halves_axis: bool) -> WeightView:
+def _view(
+    halves: Sequence[Sequence[_Element]], sizes: tuple[int, ...], num_experts: int, halves_axis: bool, may_copy: bool
+) -> WeightView:
     first = halves[0]
     lead, *others = first
     prove(all(e.strides == lead.strides for half in halves for e in half), Reason.WEIGHT_LAYOUT, "experts lie differently")
@@ -158,7 +162,7 @@ def _view(halves: Sequence[Sequence[_Element]], sizes: tuple[int, ...], num_expe
         axes.insert(1, (halves[-1][0].constant - lead.constant, len(halves)))
     parts, stored_sizes, order = stored_order(axes, lead.constant, numel)
     prove(all(has_storage(value.node) for value in values), Reason.WEIGHT_LAYOUT, "no tensor, or a slice under vmap")
-    contiguous = not parts or all(fake_of(value.node).is_contiguous() for value in values)
+    contiguous = may_copy or not parts or all(fake_of(value.node).is_contiguous() for value in values)
     prove(contiguous, Reason.WEIGHT_LAYOUT, "part of a tensor that is not contiguous")
     return WeightView(values, parts, stored_sizes, order, lead.dtype, lead.dtype != lead.value.dtype, apart)
 

@@ -149,6 +149,37 @@ def test_ranges_of_columns_share_a_buffer(capability, dynamic, monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
+def test_low_rank_columns_are_part_of_the_products(capability):
+    """Of frozen weights nothing has the size in generated code: they are arguments, and have no gradient."""
+    num_tokens, rank = 24, 5
+
+    def ours(x, weights, experts, w_up, w_down, up_a, up_b, down_a, down_b):
+        lora = {"lora_up": (up_a, up_b, 2.0), "lora_down": (down_a, down_b, 2.0)}
+        return moeblaze_ops.moe(x, weights, experts, w_up, w_down, **lora)
+
+    x, weights, experts, w_up, w_down = _ragged_inputs(num_tokens)
+    E, outputs, D = w_up.shape
+    shapes = (E, rank, D), (E, outputs, rank), (E, rank, outputs // 2), (E, D, rank)
+    factors = [torch.randn(shape, dtype=x.dtype, requires_grad=True) for shape in shapes]
+    sources: list[str] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend=fakecuda.shadow_backend(sources, capability))
+    compiled(x, weights, experts, w_up.detach(), w_down.detach(), *factors).sum().backward()
+    assert len(sources) == 2, "one forward and one backward graph"
+    F = outputs // 2
+    whole = (f"({E}, {outputs}, {D})", f"({E}, {D}, {F})", f"({E}, {F}, {D})", f"({E}, 2, {F}, {D})")
+    for code in sources:
+        assert CALL not in code
+        assert not any(f"empty_strided_cuda({shape}" in code for shape in whole)
+    forward, backward = sources
+    if capability == (9, 0):
+        assert forward.count("moeblaze_hopper.expert_up") >= 2 and "moeblaze_hopper.down_rows" in forward
+    else:
+        assert fakecuda.launches(forward).count("_expert_up_kernel") == 2
+        assert fakecuda.launches(backward).count("_expert_weight_grad_kernel") == 4
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
 @pytest.mark.parametrize("donated", [True, False])
 def test_gradient_of_h_is_written_over_h(capability, donated):
     """What forward saved for this backward alone takes its gradient, unless backward may run twice."""

@@ -1,0 +1,173 @@
+"""The canonical form of a weight with a low-rank addition (LoRA), however the addition is written.
+
+    low_rank (weight, product)      the sum of a matrix that the caller passes in and of products of such matrices
+
+It is one matrix to whoever multiplies by it, and is looked into where the operands of a layer are found. A product beside the
+weight's own is a product with such a sum: ``x W + s (x A) B = x (W + s A B)``.
+
+    F.linear(x, w + 2.0 * (b @ a))                          but not  F.linear(x, m * (w + b @ a) / norm)
+    F.linear(x, w) + 2.0 * F.linear(F.linear(x, a), b)      but not  F.linear(x, w) + F.linear(F.linear(dropped, a), b)
+"""
+
+from collections.abc import Sequence
+
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
+from moeblaze_ops.lowering.graph.sizes import same_size
+
+_VIEWS = ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
+    """What ``a + b`` is where one is a weight, or a product with one, and the other one its low-rank addition."""
+    for left, right in ((a, b), (b, a)):
+        if len(left.shape) != len(right.shape) or not all(map(same_size, left.shape, right.shape)):
+            continue
+        if _is_given(left) and _is_low_rank(right):
+            return view.make("low_rank", left, right)
+        if (joined := _joined(view, left, right)) is not None:
+            return joined
+    return None
+
+
+def _is_given(value: Value) -> bool:
+    """A matrix that the caller passes in, or one with a low-rank addition."""
+    while value.op in _VIEWS:
+        value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
+    return value.op in ("input", "low_rank") and value.dtype.is_floating_point
+
+
+def _is_low_rank(value: Value) -> bool:
+    """A product of two matrices that the caller passes in, over fewer ranks than either has rows; multiples and sums of such."""
+    if value.op in ("cast", "permute"):
+        return _is_low_rank(value.args[0])
+    if value.op == "pointwise" and value.args[0] in ("add", "mul"):
+        tensors = [x for x in value.args[1] if not _is_scale(x)]
+        return (len(tensors) == 1 or value.args[0] == "add") and len(tensors) > 0 and all(map(_is_low_rank, tensors))
+    if value.op != "contract" or len(value.args[0]) != 2 or not all(map(_is_factor, value.args[0])):
+        return False
+    xs, labels, out = value.args
+    sizes = {letter: size for x, label in zip(xs, labels, strict=True) for letter, size in zip(label, x.shape, strict=True)}
+    ranks = [size for letter, size in sizes.items() if letter not in out]
+    outer = [sizes[letter] for letter in out if not all(letter in label for label in labels)]
+    known = all(isinstance(size, int) for size in (*ranks, *outer))
+    return len(ranks) == 1 and len(outer) == 2 and known and ranks[0] < min(outer)
+
+
+def _is_factor(value: Value) -> bool:
+    """A matrix that the caller passes in, or a multiple of one."""
+    while value.op == "cast" or (value.op == "pointwise" and value.args[0] == "mul"):
+        if value.op == "cast":
+            value = value.args[0]
+            continue
+        tensors = [x for x in value.args[1] if not _is_scale(x)]
+        if len(tensors) != 1:
+            return False
+        value = tensors[0]
+    return _is_given(value)
+
+
+def _is_scale(value: Value) -> bool:
+    """A number."""
+    return value.op == "full"
+
+
+def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:
+    """``x W + s (x A) B`` as the product of x and ``W + s A B``; a bias that was added to the first stays outside."""
+    if product.op == "pointwise" and product.args[0] == "add" and len(product.args[1]) == 2:
+        for inner, bias in (product.args[1], product.args[1][::-1]):
+            if inner.shape == product.shape and (joined := _joined(view, inner, addition)) is not None:
+                return view.make("pointwise", "add", (joined, bias), ())
+        return None
+    product, (numbers, second) = _without_casts(product), _without_numbers(addition)
+    if product.op != second.op or product.op not in ("contract", "grouped_mm"):
+        return None
+    if product.op == "grouped_mm":
+        return _joined_groups(view, product, numbers, second)
+    return _joined_products(view, product, numbers, second)
+
+
+def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Value | None:
+    for x, w, lx, lw in _sides(product):
+        for u, b, lu, lb in _sides(second):
+            first = _without_casts(u)
+            if first.op != "contract" or not (_is_given(w) and _is_given(b)):
+                continue
+            for other, a, lo, la in _sides(first):
+                if _without_casts(other) is not _without_casts(x) or not _is_given(a):
+                    continue
+                labels = _labels(product, second, first, (lx, lw), (lu, lb), (lo, la))
+                if labels is not None:
+                    return _times_sum(view, product, x, w, lx, lw, _scaled(view, numbers, w, (a, b), labels, lw))
+    return None
+
+
+def _labels(product: Value, second: Value, first: Value, own: tuple, outer: tuple, inner: tuple) -> tuple[str, str] | None:
+    """Letters of A and B in those of the product with W, where the two products are one with a product of A and B."""
+    (lx, lw), (lu, lb), (lo, la) = own, outer, inner
+    names = dict(zip(second.args[2], product.args[2], strict=True))
+    ranks = [letter for letter in lb if letter not in names]
+    if len(ranks) != 1 or ranks[0] not in lu:
+        return None
+    fresh = next(letter for letter in _LETTERS if letter not in lx + lw)
+    names[ranks[0]] = fresh
+    below = dict(zip(first.args[2], (names.get(letter) for letter in lu), strict=True))
+    for letter, known in zip(lo, lx, strict=True):
+        if below.setdefault(letter, known) != known:
+            return None
+    if any(letter not in below for letter in la):
+        return None
+    of_a, of_b = "".join(below[letter] for letter in la), "".join(names[letter] for letter in lb)
+    is_product = set(of_a) | set(of_b) == {*lw, fresh} and fresh in of_a and fresh in of_b and fresh not in product.args[2]
+    summed = set(lw) - set(product.args[2])
+    return (of_a, of_b) if is_product and summed <= set(of_a) and summed.isdisjoint(of_b) else None
+
+
+def _joined_groups(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Value | None:
+    rows, w, ends = product.args
+    u, b, ends_b = second.args
+    first = _without_casts(u)
+    if first.op != "grouped_mm" or not (ends is ends_b is first.args[2]):
+        return None
+    other, a, _ = first.args
+    if _without_casts(other) is not _without_casts(rows) or not all(map(_is_given, (w, a, b))):
+        return None
+    total = _scaled(view, numbers, w, (a, b), ("eir", "ero"), "eio")
+    return view.make("grouped_mm", rows, total, ends, shape=product.shape, dtype=product.dtype)
+
+
+def _scaled(view: GraphView, numbers: Sequence[Value], w: Value, xs: tuple[Value, ...], labels: tuple, out: str) -> Value:
+    """The sum of a weight and a multiple of a product, which no node of the graph holds."""
+    total = view.make("contract", xs, labels, out, shape=w.shape, dtype=w.dtype)
+    for number in numbers:
+        total = view.make("pointwise", "mul", (number, total), (), shape=w.shape, dtype=w.dtype)
+    return view.make("low_rank", w, total, shape=w.shape, dtype=w.dtype)
+
+
+def _times_sum(view: GraphView, product: Value, x: Value, w: Value, lx: str, lw: str, total: Value) -> Value:
+    return view.make("contract", (x, total), (lx, lw), product.args[2], shape=product.shape, dtype=product.dtype)
+
+
+def _sides(product: Value) -> list[tuple[Value, Value, str, str]]:
+    """The operands of a product of two, in both orders, with their letters."""
+    xs, labels, _ = product.args
+    return [] if len(xs) != 2 else [(*xs, *labels), (*xs[::-1], *labels[::-1])]
+
+
+def _without_casts(value: Value) -> Value:
+    while value.op == "cast" and value.args[0].dtype.is_floating_point:
+        value = value.args[0]
+    return value
+
+
+def _without_numbers(value: Value) -> tuple[list[Value], Value]:
+    """The numbers that a value is multiplied by, and the rest."""
+    numbers: list[Value] = []
+    while True:
+        value = _without_casts(value)
+        factors = value.args[1] if value.op == "pointwise" and value.args[0] == "mul" else ()
+        rest = [x for x in factors if not _is_scale(x)]
+        if len(rest) != 1 or len(rest) == len(factors):
+            return numbers, value
+        numbers += [x for x in factors if _is_scale(x)]
+        (value,) = rest

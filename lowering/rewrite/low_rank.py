@@ -1,0 +1,84 @@
+"""What the operators take of low-rank additions to a layer's weights: factors in their layout, and the rows that A gives."""
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+import moeblaze_ops.ops.expert_rows  # noqa: F401
+from moeblaze_ops.arguments.activations import IDENTITY
+from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.operands.low_rank import Factors
+from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.ops.low_rank import RANK_UNIT
+
+_ops = torch.ops.moeblaze
+
+
+def describe_ranks(match: MoEMatch) -> tuple[str, str]:
+    """The ranks of the additions to up and to down, "" where there is none."""
+    ranks = [sorted({factors.rank for factors in group if factors}) for group in (match.low_rank_up, (match.low_rank_down,))]
+    up, down = ("rank " + " and ".join(map(str, own)) if own else "" for own in ranks)
+    return up, down
+
+
+def low_rank_of_up(insert: Inserter, match: MoEMatch, x_TD: fx.Node, routing: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """u_NR, lora_a_ERD and lora_b_EGFR of ``expert_up``, or nothing."""
+    if not any(match.low_rank_up):
+        return ()
+    a_ERD, b_EGFR = _of_halves(insert, match.low_rank_up, match.dtype)
+    a_ERD, b_EGFR = _padded(insert, a_ERD, b_EGFR)
+    weight = insert.call("unsqueeze", insert.call("detach", a_ERD), 1)
+    rows = insert.call(_ops.expert_up.default, insert.call("detach", x_TD), [weight], [], None, *routing, IDENTITY)
+    return insert.call("squeeze", insert.items(rows, 1)[0], 1), a_ERD, b_EGFR
+
+
+def low_rank_of_down(insert: Inserter, match: MoEMatch, a_rows: fx.Node, routing: list[fx.Node]) -> tuple[fx.Node, ...]:
+    """v_NR, lora_a_ERF and lora_b_ERD of ``expert_down``, or nothing; ``a_rows`` is [N, F], or [N, 1, F]."""
+    if match.low_rank_down is None:
+        return ()
+    a_ERF, b_EDR = _factors(insert, match.low_rank_down, match.dtype)
+    a_ERF, b_EDR = _padded(insert, a_ERF, b_EDR)
+    b_ERD = insert.call("transpose", b_EDR, 1, 2)
+    rows = insert.call("detach", a_rows)
+    rows = rows if fake_of(rows).dim() == 3 else insert.call("unsqueeze", rows, 1)
+    weight = insert.call("unsqueeze", insert.call("transpose", insert.call("detach", a_ERF), 1, 2), 1)
+    return insert.call(_ops.expert_rows.default, rows, weight, routing[1], routing[3]), a_ERF, b_ERD
+
+
+def _of_halves(insert: Inserter, halves: tuple[Factors | None, ...], dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+    """One A and one B for all halves of up: ranks that they do not share stand beside each other, with zeros where they do not
+    meet."""
+    first = next(filter(None, halves))
+    if all(half is not None and (half.a, half.scale) == (first.a, first.scale) for half in halves):
+        pairs = [_factors(insert, half, dtype) for half in halves]
+        return pairs[0][0], insert.call(torch.stack, [b for _, b in pairs], 1)
+    given = [None if half is None else _factors(insert, half, dtype) for half in halves]
+    ranks = [fake_of(pair[0]).shape[1] if pair else 0 for pair in given]
+    none_EFR = next(pair[1] for pair in given if pair)
+    parts = []
+    for i, pair in enumerate(given):
+        before, behind = sum(ranks[:i]), sum(ranks[i + 1 :])
+        if pair is None:
+            parts.append(insert.call(torch.zeros_like, none_EFR))
+        else:
+            parts.append(insert.call(F.pad, pair[1], (before, behind)) if before + behind else pair[1])
+    a_nodes = [pair[0] for pair in given if pair]
+    a_ERD = a_nodes[0] if len(a_nodes) == 1 else insert.call(torch.cat, a_nodes, 1)
+    return a_ERD, insert.call(torch.stack, parts, 1)
+
+
+def _factors(insert: Inserter, factors: Factors, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+    """A [E, R, inputs] and B [E, outputs, R] with the scale in it, rounded once to ``dtype``."""
+    a, b = insert.whole(factors.a), insert.whole(factors.b)
+    b = b if factors.scale == 1 else insert.call(torch.mul, b, factors.scale)
+    a, b = (node if fake_of(node).dtype == dtype else insert.call("to", node, dtype) for node in (a, b))
+    return a, b
+
+
+def _padded(insert: Inserter, a_ERI: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Both factors with ranks of zeros up to a multiple of RANK_UNIT, contiguous; the ranks of b are its last axis."""
+    missing = -fake_of(a_ERI).shape[1] % RANK_UNIT
+    if missing:
+        a_ERI, b = insert.call(F.pad, a_ERI, (0, 0, 0, missing)), insert.call(F.pad, b, (0, missing))
+    return tuple(node if fake_of(node).is_contiguous() else insert.call("contiguous", node) for node in (a_ERI, b))

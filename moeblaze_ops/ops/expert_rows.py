@@ -1,0 +1,61 @@
+"""``moeblaze::expert_rows``: rows in expert order times their expert's matrix, and the gradients of low-rank factors.
+
+A low-rank addition to a weight, ``W + B A``, is computed beside it: u = x A^T is R columns a row, and ``u B^T`` is added in the
+sum of the product with W. Of its factors' gradients one is that of a weight with u in place of hidden rows; the other one
+contracts two sides that both are in expert order.
+"""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.arguments.validation import check_expert_rows
+from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.ops.register import register_op
+from moeblaze_ops.ops.weight_grad import expert_weight_grad
+
+
+def _expert_rows_fake(rows_NGF, w_EGFC, offsets_E1, blocks_B2) -> Tensor:
+    return rows_NGF.new_empty((rows_NGF.shape[0], w_EGFC.shape[3]))
+
+
+def _expert_rows_flops(rows_shape, w_shape, *args, **kwargs) -> int:
+    N, G, F = rows_shape
+    return 2 * N * G * F * w_shape[3]
+
+
+expert_rows = register_op(
+    "expert_rows",
+    "(Tensor rows_NGF, Tensor w_EGFC, Tensor offsets_E1, Tensor blocks_B2) -> Tensor",
+    fake=_expert_rows_fake,
+    cpu=cpu.expert_rows,
+    kernel="experts.expert_up_backward:launch_expert_rows",
+    check=check_expert_rows,
+    autocast=(0, 1),
+    flops=_expert_rows_flops,
+)
+"""The product of each row with its expert's matrix: ``y[r] = sum_gf rows[r, g, f] * w[e, g, f, :]``, in expert order.
+
+Args:
+    rows_NGF: rows in expert order. Shape [N, G, F], bf16, fp16, fp32, or fp64 on CPU, any strides; N may be 0.
+    w_EGFC: one matrix an expert. Shape [E, G, F, C], dtype of the rows, any strides.
+    offsets_E1, blocks_B2: from ``dispatch``.
+
+Returns:
+    y_NC: shape [N, C], dtype of the rows. Rows of unused slots are zero on CPU, unspecified on CUDA. Sums are taken in fp32 (fp64
+    for fp64) and agree bit for bit from run to run. It has no gradient of its own: ops take what it gives to compute with.
+
+Raises:
+    ValueError, TypeError: an argument breaks one of the rules above.
+"""
+
+
+def row_products_grad(left_NX: Tensor, right_NGY: Tensor, like: Tensor, weights_N1: Tensor | None, offsets_E1: Tensor) -> Tensor:
+    """``dW[e, g, y, :] = sum_r s[r] * right[r, g, y] * left[r, :]``, both sides in expert order.
+
+    Args:
+        left_NX, right_NGY: rows in expert order.
+        like: what the gradient is of, [E, G, Y, X], or [E, Y, X] where G is 1.
+        weights_N1: s, one for each row, or None for 1.
+    """
+    rows_N = torch.arange(left_NX.shape[0], dtype=torch.int32, device=left_NX.device)
+    return expert_weight_grad(left_NX, right_NGY, [like], weights_N1, rows_N, offsets_E1, 1)[0]
