@@ -133,7 +133,7 @@ def launch_expert_down(
         b_down: a list of one bias of shape [E, D], or an empty list.
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
-        activation: a name in ``ACTIVATION_IDS``.
+        activation: a name or a formula.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:

@@ -118,7 +118,7 @@ class GatherPlan:
     b_k_inner: bool
     top_k: int
     wide_offsets: bool
-    activation: int
+    activation: str
     gated: bool
     bias_stride: int | None = None
     has_weights: bool = False

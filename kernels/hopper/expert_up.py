@@ -10,7 +10,8 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
+from moeblaze_ops.kernels.activations import IDENTITY
+from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper.activations import activate
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, up_tile
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
@@ -56,7 +57,7 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
         if PLAN.parts == 2:
             up = handoff.load(half, strip * STRIP_ROWS, num_chunks + chunk, STRIP_ROWS, layout)
         if PLAN.activation != IDENTITY:
-            a = activate(gate.to(gl.float32), up.to(gl.float32), PLAN.activation, PLAN.gated)
+            a = activate(gate.to(gl.float32), up.to(gl.float32), PLAN.activation)
             gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
         if PLAN.store_h:
             if not is_whole:
@@ -145,7 +146,7 @@ def _plan(
         b_k_inner=b_k_inner,
         top_k=top_k,
         wide_offsets=wide_offsets,
-        activation=ACTIVATION_IDS[activation],
+        activation=value_program(activation),
         gated=parts == 2,
         bias_stride=bias_stride,
         store_h=store_h,

@@ -15,7 +15,7 @@ import moeblaze_ops.ops.expert_mlp_ranged
 import moeblaze_ops.ops.expert_up
 import moeblaze_ops.ops.route  # noqa: F401
 from moeblaze_ops import config
-from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32, fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand

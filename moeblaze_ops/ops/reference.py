@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
+from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
 
 
 def activate(h_NGF: Tensor, activation: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
+from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
 from moeblaze_ops.lowering.forms.pointwise import UNFUSED
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_ops.arguments.activations import IDENTITY
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
