@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from moeblaze_ops.kernels.formulas.expression import Node, below, symbols_of
+from moeblaze_ops.kernels.formulas.expression import ZERO, Node, apply, below, symbols_of
 from moeblaze_ops.kernels.formulas.text import parse, to_text
 
 IDENTITY = "identity"
@@ -72,6 +72,17 @@ def _unordered(root: Node) -> Any:
 def is_gated(activation: str) -> bool:
     """Whether it has a gate and an up half."""
     return "h" not in symbols_of(formula_of(activation))
+
+
+def is_zero_at_zero(activation: str) -> bool:
+    """Whether an activation of zeros is zero."""
+    values: dict[Node, Node] = {}
+    try:
+        for node in below(formula_of(activation)):
+            values[node] = ZERO if node.symbol else apply(node.op, *(values[arg] for arg in node.args)) if node.args else node
+    except ValueError:  # a quotient by zero, or a comparison
+        return False
+    return values[node] is ZERO
 
 
 def why_no_formula(text: str) -> str | None:
