@@ -7,11 +7,12 @@ own), or a constant, which has a point or an exponent. Behind the bar stand the 
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 from moeblaze_ops.kernels.formulas.derivative import derivative, times
 from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, ZERO, Node, apply, below, symbol, symbols_of
-from moeblaze_ops.kernels.formulas.named import formula_of
+from moeblaze_ops.kernels.formulas.named import formula_of, is_gated
 
 IDENTITY_PROGRAM = "|0"
 """Of no activation."""
@@ -35,6 +36,33 @@ def gradient_program(activation: str) -> str:
     if "h" in symbols_of(formula):
         return _program(formula, _weighted(derivative(formula, symbol("h")), computed), _DA)
     return _program(formula, *(_weighted(derivative(formula, symbol(name)), computed) for name in GATED_SYMBOLS))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What tells how many registers a gradient takes, as kernels compiled for sm_90 without a GPU showed.
+
+    ``is_long``: it takes more than 144 in the epilogue of the down projection's backward; with more than two choices, too,
+    more than 96.
+    """
+
+    is_long: bool
+    num_choices: int
+
+
+@cache
+def gradient_cost(activation: str) -> Cost:
+    """Of the gradient's program."""
+    program = gradient_program(activation)
+    functions = [step.split(" ")[0] for step in program.split("|")[0].split(";")]
+    is_long = is_gated(activation) and sum(_WEIGHTS.get(function, 1) for function in functions) > _MOST_STEPS
+    return Cost(is_long, functions.count("where"))
+
+
+_WEIGHTS = {"softplus": 14, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6}
+"""Functions of several steps; those of one or two count once."""
+
+_MOST_STEPS = 18
 
 
 def _weighted(slope: Node, computed: set[Node]) -> Node:
