@@ -81,7 +81,7 @@ def measure(name: str, names: list[str], rounds: int, round_ms: float) -> list[d
         base = "swiglu" if is_gated(ACTIVATIONS[activation]) else "silu"
         row = {"shape": name, "activation": activation, "ms": ms, "ratio": ms / times[base], "kept_mib": kept[activation]}
         rows.append({**row, "kept_more_mib": kept[activation] - kept[base]})
-        print(f"{name:7} {activation:19} {ms:8.3f} ms  {row['ratio']:.3f} of {base:7} kept {kept[activation]:.1f} MiB", flush=True)
+        print(f"{name:7} {activation:19} {ms:8.3f} ms  {row['ratio']:.3f} of {base:7}, kept {kept[activation]:.0f} MiB")
     torch.cuda.empty_cache()
     return rows
 
