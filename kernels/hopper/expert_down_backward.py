@@ -91,6 +91,7 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, output
     dtype: gl.constexpr = dh_ptr.dtype.element_ty
     ROWS: gl.constexpr = strip_rows(gl.num_warps())
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    program: gl.constexpr = PLAN.activation
     layout: gl.constexpr = row_layout(gl.num_warps())
     wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
     scale = gl.expand_dims(weights, 1)
@@ -103,7 +104,7 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, output
         da = _unpack(handoff.load_pairs(half, half_row, chunk, ROWS, _pair_layout(gl.num_warps())), dtype)
         gate_pairs, up_pairs = h[chunk]
         gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
-        a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation)
+        a, dgate, dup = activate_backward(gate, up, da * scale, program)
         products += da * a
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
         gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)
