@@ -78,9 +78,7 @@ def hardsigmoid(x: Node) -> Node:
 
 
 def hardswish(x: Node) -> Node:
-    line = apply("add", apply("mul", x, number(1 / 6)), number(0.5))
-    inside = apply("where", apply("ge", x, number(3)), x, apply("mul", x, line))
-    return apply("where", apply("le", x, number(-3)), ZERO, inside)
+    return apply("mul", apply("mul", x, apply("clamp", apply("add", x, number(3)), ZERO, number(6))), number(1 / 6))
 
 
 def logsigmoid(x: Node) -> Node:

@@ -290,7 +290,7 @@ def _unscaled(
 
     marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
     bare = cancel(algebra.mul(marked, *routing) if movable else marked)
-    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
+    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input, such as a learned parameter")
     if not movable:
         return bare, routing
     inside = [f for f in factors_of(bare) if any(half in f.free for half in halves)]

@@ -9,7 +9,7 @@ from functools import reduce
 
 from moeblaze_ops.kernels.formulas import composites
 from moeblaze_ops.kernels.formulas.composites import COMPOSITES
-from moeblaze_ops.kernels.formulas.expression import ARITY, COMPARISONS, ONE, ZERO, Node, apply, number
+from moeblaze_ops.kernels.formulas.expression import ARITY, COMPARISONS, ONE, ZERO, Node, apply, number, symbols_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
 
@@ -36,7 +36,7 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
                 return reduce(lambda a, b: apply("add", a, b), map(read, _numbers_last(e.args)))
             case "mul":
                 masks = [mask for part in e.args if (mask := read_mask(part)) is not None]
-                others = [read(part) for part in _numbers_last(e.args) if read_mask(part) is None]
+                others = sorted((read(part) for part in e.args if read_mask(part) is None), key=_place)
                 product = reduce(lambda a, b: apply("mul", a, b), others, ONE)
                 return apply("where", _all(masks), product, ZERO) if masks else product
             case "call":
@@ -93,6 +93,11 @@ _KINDS = {
 def _number(node: Node) -> Node:
     """A mask as the number that it is in index notation."""
     return apply("where", node, ONE, ZERO) if node.is_logical else node
+
+
+def _place(factor: Node) -> tuple[bool, bool]:
+    """What is of the gate alone stands first in a product, so that the gradients of both halves share it; numbers last."""
+    return factor.is_number, "u" in symbols_of(factor)
 
 
 def _all(masks: list[Node]) -> Node:

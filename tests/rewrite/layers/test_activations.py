@@ -10,6 +10,8 @@ from tests.corpus import activations
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 _ACTIVATIONS = {
     "silu": (F.silu, "silu", "swiglu"),
     "silu module in place": (nn.SiLU(inplace=True), "silu", "swiglu"),
@@ -88,7 +90,7 @@ def test_what_is_not_pointwise_is_left_alone(name):
     layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(_NEAR_MISSES[name]), E=2)
     result = rewrite_of(layer, torch.randn(5, zoo.D))
     assert not result.rewritten
-    assert {found.reason for found in result.candidates} <= {"ACTIVATION", "NOT_TWO_PROJECTIONS", "PROJECTION_WEIGHTS"}
+    assert {found.reason for found in result.candidates} <= {"ACTIVATION", "NOT_TWO_PROJECTIONS", "PROJECTION_WEIGHTS", "SLOT_WEIGHTS"}
 
 
 class _Learned(_Expert):
