@@ -120,7 +120,7 @@ _JOINED: dict[str, Callable[..., Node]] = {
     "sub": lambda y, a, b, da, db: apply("sub", da, db),
     "div": _quotient,
     "maximum": _larger,
-    "minimum": lambda y, a, b, da, db: _larger(y, b, a, db, da),
+    "minimum": lambda y, a, b, da, db: _larger(y, b, a, da, db),
     "where": lambda y, mask, kept, other, _, dkept, dother: apply("where", mask, dkept, dother),
 }
 """The derivative from ``y = f(a, b)``, a, b and their derivatives."""

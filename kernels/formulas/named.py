@@ -53,20 +53,26 @@ def name_of(root: Node) -> str:
 
 
 @cache
-def _named() -> dict[Any, str]:
+def _named() -> dict[int, str]:
     return {_unordered(parse(text)): name for name, text in NAMED.items()}
 
 
-def _unordered(root: Node) -> Any:
-    """A key that formulas share which differ in the order of sums and products, or in the sixth digit of a number."""
-    keys: dict[Node, Any] = {}
+_classes: dict[Any, int] = {}
+"""Numbers of the keys below, so that a key holds those of its parts as numbers."""
+
+
+def _unordered(root: Node) -> int:
+    """A number that formulas share which differ in the order of sums and products, or in the sixth digit of a constant."""
+    flat: dict[Node, tuple[int, ...]] = {}
+    numbers: dict[Node, int] = {}
     for node in below(root):
+        parts = [numbers[arg] for arg in node.args]
         if node.op in ("add", "mul"):
-            flat = [key for arg in node.args for key in (keys[arg][1:] if keys[arg][0] == node.op else (keys[arg],))]
-            keys[node] = (node.op, *sorted(flat, key=repr))
-        else:
-            keys[node] = (node.op, node.symbol, f"{node.number:.5g}", *(keys[arg] for arg in node.args))
-    return keys[root]
+            parts = sorted(part for arg in node.args for part in (flat[arg] if arg.op == node.op else (numbers[arg],)))
+            flat[node] = tuple(parts)
+        key = (node.op, node.symbol, f"{node.number:.5g}", *parts)
+        numbers[node] = _classes.setdefault(key, len(_classes))
+    return numbers[root]
 
 
 def is_gated(activation: str) -> bool:

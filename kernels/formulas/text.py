@@ -11,6 +11,7 @@ from functools import cache
 from moeblaze_ops.kernels.formulas.composites import COMPOSITES
 from moeblaze_ops.kernels.formulas.expression import (
     ARITY,
+    COMPARISONS,
     GATED_SYMBOLS,
     UNGATED_SYMBOLS,
     Node,
@@ -26,8 +27,8 @@ MOST_NODES = 200
 """Of a formula: what is longer is no activation that anybody has written, and takes long to compile."""
 
 _INFIX = {
-    "or": ("|", 1), "and": ("&", 2), "lt": ("<", 3), "le": ("<=", 3), "gt": (">", 3), "ge": (">=", 3), "eq": ("==", 3),
-    "ne": ("!=", 3), "add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5),
+    "or": ("|", 2), "and": ("&", 3), "lt": ("<", 1), "le": ("<=", 1), "gt": (">", 1), "ge": (">=", 1), "eq": ("==", 1),
+    "ne": ("!=", 1), "add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5),
 }  # fmt: skip
 _ATOM = 9
 _UNARY = 6
@@ -64,8 +65,8 @@ def _text(node: Node, texts: dict[Node, tuple[str, int]]) -> tuple[str, int]:
         return ("-" if node.op == "neg" else "~") + _inside(parts[0], _UNARY), _UNARY
     if node.op in _INFIX:
         sign, level = _INFIX[node.op]
-        # The right side binds tighter: sums and products are read from the left, and comparisons never stand side by side.
-        left = level + (level == 3)
+        # Sums and products are read from the left, and comparisons never stand side by side.
+        left = level + (node.op in COMPARISONS)
         return f"{_inside(parts[0], left)} {sign} {_inside(parts[1], level + 1)}", level
     return f"{node.op}({', '.join(text for text, _ in parts)})", _ATOM
 

@@ -90,7 +90,8 @@ def test_what_is_not_pointwise_is_left_alone(name):
     layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(_NEAR_MISSES[name]), E=2)
     result = rewrite_of(layer, torch.randn(5, zoo.D))
     assert not result.rewritten
-    assert {found.reason for found in result.candidates} <= {"ACTIVATION", "NOT_TWO_PROJECTIONS", "PROJECTION_WEIGHTS", "SLOT_WEIGHTS"}
+    reasons = {"ACTIVATION", "NOT_TWO_PROJECTIONS", "PROJECTION_WEIGHTS", "SLOT_WEIGHTS"}
+    assert {found.reason for found in result.candidates} <= reasons
 
 
 class _Learned(_Expert):
