@@ -80,6 +80,17 @@ def _softplus(x):
 
 
 @triton.jit
+def _maximum(x, y):
+    """NaN if either is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _apply(FUNCTION: tl.constexpr, x, y, z):
     """A function of up to three operands, of which one at least is a tensor."""
     if FUNCTION == "mul":
@@ -92,6 +103,10 @@ def _apply(FUNCTION: tl.constexpr, x, y, z):
         return tl.sigmoid(x)
     elif FUNCTION == "where":
         return tl.where(x, y, z)
+    elif FUNCTION == "maximum":
+        return _maximum(x, y)
+    elif FUNCTION == "minimum":
+        return _minimum(x, y)
     elif FUNCTION == "neg":
         return -x
     elif FUNCTION == "gt":
@@ -120,6 +135,8 @@ def _apply(FUNCTION: tl.constexpr, x, y, z):
         return tl.math.erf(x)
     elif FUNCTION == "tanh":
         return _tanh(x)
+    elif FUNCTION == "tanh_softplus":
+        return _tanh(_softplus(x))
     elif FUNCTION == "softplus":
         return _softplus(x)
     elif FUNCTION == "abs":

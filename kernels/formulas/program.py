@@ -59,7 +59,7 @@ def gradient_cost(activation: str) -> Cost:
     return Cost(is_long, functions.count("where"))
 
 
-_WEIGHTS = {"softplus": 14, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6}
+_WEIGHTS = {"softplus": 14, "tanh_softplus": 6, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6}
 """Functions of several steps; those of one or two count once."""
 
 _MOST_STEPS = 18
@@ -89,33 +89,30 @@ def _program(*results: Node) -> str:
             places[node] = repr(node.number)
         else:
             places[node] = str(_FIRST_STEP + len(steps))
-            steps.append(" ".join((node.op, *(places[arg] for arg in node.args))))
+            function, operands = _step(node)
+            steps.append(" ".join((function, *(places[operand] for operand in operands))))
     return f"{';'.join(steps)}|{' '.join(places[result] for result in results)}"
 
 
+def _step(node: Node) -> tuple[str, tuple[Node, ...]]:
+    """The function of a step and what it takes: ``tanh(softplus(x))`` of mish is a function of its own, which is a short one."""
+    if node.op == "tanh" and node.args[0].op == "softplus":
+        return "tanh_softplus", node.args[0].args
+    return node.op, node.args
+
+
 def _lowered(node: Node, args: list[Node]) -> Node:
-    """A function in terms of those that kernels know; comparisons are such that NaN stays NaN."""
+    """A function in terms of those that kernels know."""
     if not node.args:
         return node
     x = args[0]
     match node.op:
         case "relu":
-            return apply("where", apply("le", x, ZERO), ZERO, x)
+            return apply("maximum", x, ZERO)
         case "clamp":
             low, high = args[1:]
-            bounded = x if math.isinf(low.number) else apply("where", apply("lt", x, low), low, x)
-            return bounded if math.isinf(high.number) else apply("where", apply("gt", x, high), high, bounded)
-        case "maximum":
-            return _larger(x, args[1], "lt")
-        case "minimum":
-            return _larger(x, args[1], "gt")
+            bounded = x if math.isinf(low.number) else apply("maximum", x, low)
+            return bounded if math.isinf(high.number) else apply("minimum", bounded, high)
         case "pow":
             return apply("exp", apply("mul", apply("log", x), args[1]))
     return apply(node.op, *args)
-
-
-def _larger(a: Node, b: Node, less: str) -> Node:
-    """``b`` if ``a`` is less, else ``a``; NaN if either is."""
-    a, b = (b, a) if a.is_number else (a, b)
-    chosen = apply("where", apply(less, a, b), b, a)
-    return chosen if b.is_number else apply("where", apply("eq", b, b), chosen, b)

@@ -13,7 +13,7 @@ from moeblaze_ops.kernels.activations import (
     operand_of,
     result_of,
 )
-from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon
+from moeblaze_ops.kernels.hopper.gluon_api import PropagateNan, gl, gluon
 
 SIGMOID_ASM = gl.constexpr(
     """{
@@ -26,10 +26,48 @@ SIGMOID_ASM = gl.constexpr(
 )
 """``1 / (1 + 2 ** (-x log2 e))``."""
 
+EXP_ASM = gl.constexpr(
+    """{
+    .reg .f32 t;
+    mul.ftz.f32 t, $1, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 $0, t;
+    }"""
+)
+"""``2 ** (x log2 e)``."""
+
+TANH_ASM = gl.constexpr(
+    """{
+    .reg .f32 t;
+    mul.ftz.f32 t, $1, 0f4038AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.ftz.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 t, t;
+    fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000;
+    }"""
+)
+"""``1 - 2 / (1 + 2 ** (2 x log2 e))``."""
+
+TANH_SOFTPLUS_ASM = gl.constexpr(
+    """{
+    .reg .f32 t, n;
+    min.NaN.f32 t, $1, 0f41A00000;
+    mul.ftz.f32 t, t, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.ftz.f32 n, t, 0f40000000;
+    mul.ftz.f32 n, n, t;
+    add.ftz.f32 t, n, 0f40000000;
+    rcp.approx.ftz.f32 t, t;
+    mul.ftz.f32 $0, n, t;
+    }"""
+)
+"""``n / (n + 2)`` with ``n = e (e + 2)`` and ``e = exp(x)``, which is 1 from 20 on."""
+
+PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
+
 
 @gluon.jit
-def sigmoid(x):
-    return gl.inline_asm_elementwise(SIGMOID_ASM, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+def _short(ASM: gl.constexpr, x):
+    return gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -41,19 +79,21 @@ def _log1p(x):
 @gluon.jit
 def _expm1(x):
     series = x * (1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120)))))
-    return gl.where(gl.abs(x) < 0.2, series, gl.exp(x) - 1.0)
+    return gl.where(gl.abs(x) < 0.2, series, _short(EXP_ASM, x) - 1.0)
 
 
 @gluon.jit
 def _tanh(x):
-    squared = x * x
-    series = x * (1.0 - squared * (1 / 3 - squared * (2 / 15)))
-    return gl.where(squared < 0.02, series, 2.0 * sigmoid(2.0 * x) - 1.0)
+    return gl.where(gl.abs(x) < 0.03, x - x * x * x * (1 / 3), _short(TANH_ASM, x))
 
 
 @gluon.jit
 def _softplus(x):
-    return gl.where(x <= 0.0, 0.0, x) + _log1p(gl.exp(-gl.abs(x)))
+    """``max(x, 0) + log(1 + e)`` with ``e = exp(-|x|)``, and the logarithm over e as a polynomial, to 1e-5 of it."""
+    e = _short(EXP_ASM, -gl.abs(x))
+    series = 0.325206659 + e * (-0.210048631 + e * (0.101222217 + e * -0.0238691248))
+    series = 0.999991598 + e * (-0.499361362 + e * series)
+    return gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) + e * series
 
 
 @gluon.jit
@@ -66,9 +106,13 @@ def _apply(FUNCTION: gl.constexpr, x, y, z):
     elif FUNCTION == "sub":
         return x - y
     elif FUNCTION == "sigmoid":
-        return sigmoid(x)
+        return _short(SIGMOID_ASM, x)
     elif FUNCTION == "where":
         return gl.where(x, y, z)
+    elif FUNCTION == "maximum":
+        return gl.maximum(x, y, propagate_nan=PROPAGATE_NAN)
+    elif FUNCTION == "minimum":
+        return gl.minimum(x, y, propagate_nan=PROPAGATE_NAN)
     elif FUNCTION == "neg":
         return -x
     elif FUNCTION == "gt":
@@ -92,11 +136,13 @@ def _apply(FUNCTION: gl.constexpr, x, y, z):
     elif FUNCTION == "div":
         return x / y
     elif FUNCTION == "exp":
-        return gl.exp(x)
+        return _short(EXP_ASM, x)
     elif FUNCTION == "erf":
         return gl.erf(x)
     elif FUNCTION == "tanh":
         return _tanh(x)
+    elif FUNCTION == "tanh_softplus":
+        return _short(TANH_SOFTPLUS_ASM, x)
     elif FUNCTION == "softplus":
         return _softplus(x)
     elif FUNCTION == "abs":

@@ -77,7 +77,8 @@ def test_small_numbers_keep_their_digits(activation):
 
 
 def test_nan_stays_nan():
-    for activation in ("relu(h)", "clamp(h, -1.0, 1.0)", "maximum(h, 0.5)", "minimum(h, 0.5)", "tanh(h)", "softplus(h)", "expm1(h)"):
+    bounded = "relu(h)", "clamp(h, -1.0, 1.0)", "maximum(h, 0.5)", "minimum(0.5, h)"
+    for activation in (*bounded, "tanh(h)", "softplus(h)", "expm1(h)", "mish(h)"):
         a_2N, _ = run(activation, torch.full((1, BLOCK), float("nan")), torch.ones(BLOCK))
         assert a_2N.isnan().all(), activation
     for first, second in ((float("nan"), 1.0), (1.0, float("nan"))):
