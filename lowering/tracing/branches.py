@@ -51,6 +51,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, HitIterator, Hits, as_key, iterator_over, known_number, watch_calls
+from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
 from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
@@ -436,7 +437,8 @@ def tracing(branches: Branches | OldIterators) -> Iterator[None]:
     """A context in which Dynamo traces branches on data as ``branches`` does."""
     token = _current.set(branches)
     try:
-        yield
+        with capturing_numbers():
+            yield
     finally:
         _current.reset(token)
 
