@@ -33,7 +33,8 @@ from moeblaze_ops.lowering.graph.functional_view import (
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number
+from moeblaze_ops.lowering.obligations.known_sizes import have_rows
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
 from moeblaze_ops.lowering.torch_internals import places
 
@@ -54,6 +55,9 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         begins = [node for node in graph.nodes if node.target is branch_begins]
         if not begins:
             continue
+        for asked in [node for node in graph.nodes if node.target is some_rows]:
+            if not have_rows(graph, asked.args[0]):
+                return Discharged(f"{_line(asked)}: a list may have no parts")
         view = GraphView(graph, TABLE)
         if (write := _write_to_hits(view)) is not None:
             return Discharged(f"{_line(write)}: {_name(write)} writes to the numbers of experts that a loop goes over")
@@ -94,7 +98,7 @@ def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _erase(graph: fx.Graph) -> None:
     """Drop the markers, what stands on the sides without work, and what only the conditions read."""
-    markers = (branch_forks, branch_begins, branch_ends)
+    markers = (branch_forks, branch_begins, branch_ends, some_rows)
     other: set[fx.Node] = set()
     for begin in [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]:
         node = begin.args[2]
@@ -354,6 +358,8 @@ class _Proof:
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             return False
         before, after = map(self._without_empty_writes, (before, after))
+        while before.op == after.op == "reshape" and before.args[0].shape == after.args[0].shape:
+            before, after = before.args[0], after.args[0]
         if before is after:
             return True
         algebra = self.evaluator.algebra

@@ -9,6 +9,7 @@ Slices with the same bounds have the same size.
 from collections.abc import Iterator
 
 import sympy
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -16,7 +17,7 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.evaluate.groups import rows_counted
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
-from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.graph.sizes import Size, size_of
 
 _PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between"))
 
@@ -34,6 +35,19 @@ def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
             solved = {last: sympy.expand(last - rest * rest.coeff(last))}
             known = {symbol: size.xreplace(solved) for symbol, size in known.items()} | solved
     return known
+
+
+def have_rows(graph: fx.Graph, parts: tuple[fx.Node, ...]) -> bool:
+    """Whether tensors have a row in all: as many as there are rows of which they are all groups.
+
+        parts of x[: counts[0]], x[counts[0] : counts[0] + counts[1]], ...      as many as x, which has one
+    """
+    sizes = [fake_of(part).shape[0] for part in parts]
+    total = sympy.expand(sympy.sympify(sum(map(size_of, sizes))).xreplace(known_sizes(graph)))
+    environment = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    if total.is_Integer or environment is None:
+        return bool(total > 0)
+    return not free_unbacked_symbols(total) and bool(environment.bound_sympy(total).lower > 0)
 
 
 def _may_depend_on_data(node: fx.Node) -> bool:

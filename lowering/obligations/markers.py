@@ -30,6 +30,11 @@ def branch_ends(begin: None, without: tuple, with_: tuple, added: tuple) -> None
     raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
 
 
+def some_rows(parts: tuple) -> None:
+    """Here the program asks whether a list has parts at all, of which the appended ones of `branch_ends` may be missing."""
+    raise RuntimeError("a list was taken to have parts, and that was never proven")
+
+
 def counts_below(ids: Tensor, num_experts: int) -> Tensor:
     """``torch.bincount(ids, minlength=num_experts)``, where all ids are proven to be below that: as many counts as experts."""
     return ids.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))
@@ -57,4 +62,5 @@ def hit_number(hits: Tensor, expert: int) -> Tensor:
 
 OURS.update((
     branch_forks, branch_begins, branch_ends, counts_below, rows_between, shared_with_host, is_hit, hit_number,
+    some_rows,
 ))  # fmt: skip

@@ -28,6 +28,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of
@@ -46,12 +47,7 @@ class Hits(VariableTracker):
         super().__init__(**kwargs)
         self.tensor, self.is_set = tensor, is_set
 
-    def contains(self, tx: Any, number: VariableTracker) -> TensorVariable | None:
-        """Whether a number is among them, as a tensor."""
-        known = isinstance(number, ConstantVariable) and type(number.value) is int
-        return self._is_hit(tx, number.value) if known else None
-
-    def _is_hit(self, tx: Any, expert: int) -> TensorVariable:
+    def is_hit(self, tx: Any, expert: int) -> TensorVariable:
         proxy = tx.output.create_proxy("call_function", is_hit, (self.tensor.as_proxy(), expert), {})
         return wrap_fx_proxy(tx, proxy)
 
@@ -59,13 +55,13 @@ class Hits(VariableTracker):
 class HitIterator(ListIteratorVariable):
     """An iterator over all experts where the program goes over those that have tokens."""
 
-    def __init__(self, hits: Hits, items: list[VariableTracker], **kwargs: Any) -> None:
+    def __init__(self, hits: Hits, experts: list[int], items: list[VariableTracker], **kwargs: Any) -> None:
         super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
-        self.hits = hits
+        self.hits, self.experts = hits, experts
 
     def condition(self, tx: Any) -> TensorVariable | None:
         """Whether the program does the next round; None where there is none."""
-        return self.hits._is_hit(tx, self.index) if self.index < len(self.items) else None
+        return self.hits.is_hit(tx, self.experts[self.index]) if self.index < len(self.items) else None
 
 
 def _hits_in(variable: VariableTracker) -> Hits | None:
@@ -77,7 +73,7 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     if not in_a_row or fake.dtype not in _INDICES or not free_unbacked_symbols(fake.shape[0]):
         return None
     hits = Hits(variable)
-    return None if _count(hits) is None else hits
+    return None if _experts(hits) is None else hits
 
 
 _INDICES = (torch.int64, torch.int32)
@@ -90,10 +86,13 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
     What a list of them gives are numbers. What a tensor gives are tensors, of which `known_number` knows the number.
     """
     if isinstance(variable, Hits):
-        count = None if variable.is_set else _count(variable)  # a set has an order of its own
-        return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
+        experts = None if variable.is_set else _experts(variable)  # a set has an order of its own
+        return None if experts is None else HitIterator(variable, experts, [ConstantVariable.create(e) for e in experts])
     hits = _hits_in(variable)
-    return None if hits is None else HitIterator(hits, [_element(tx, hits, e) for e in range(_count(hits) or 0)])
+    if hits is None:
+        return None
+    experts = _experts(hits) or []
+    return HitIterator(hits, experts, [_element(tx, hits, e) for e in experts])
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
@@ -104,12 +103,18 @@ _MOST_ROUNDS = 512
 """Experts of one loop; what has more places is a mask of tokens."""
 
 
-def _count(hits: Hits) -> int | None:
-    """How many experts there are, of which ``hits`` has some."""
+def _experts(hits: Hits) -> list[int] | None:
+    """The experts that may be among ``hits``: of a mask with more rows than ids have numbers, those rows are never hit."""
     node = hits.tensor.as_proxy().node
-    view = GraphView(node.graph, TABLE, numbers_only=True)
+    view, evaluator = GraphView(node.graph, TABLE, numbers_only=True), Evaluator()
     mask = hit_mask(view.value_at(node, len(view.position)))
-    return mask.shape[0] if mask is not None and isinstance(mask.shape[0], int) and mask.shape[0] <= _MOST_ROUNDS else None
+    if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_ROUNDS:
+        return None
+    try:
+        hit = [evaluator.element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0])]
+    except Unroll:
+        return list(range(mask.shape[0]))
+    return [e for e, element in enumerate(hit) if element is not evaluator.algebra.zero]
 
 
 def known_number(variable: VariableTracker) -> int | None:
@@ -120,11 +125,24 @@ def known_number(variable: VariableTracker) -> int | None:
 # What Dynamo asks of them.
 
 
+def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> TensorVariable | None:
+    """Whether a number is among those of experts, or among the elements of any tensor, as a tensor; None if it is not known."""
+    known = isinstance(number, ConstantVariable) and type(number.value) is int
+    hits = numbers if isinstance(numbers, Hits) else _hits_in(numbers)
+    if isinstance(numbers, Hits) and not known:
+        raise Declined("a number that is not known is looked for")
+    if hits is not None and known:
+        return hits.is_hit(tx, number.value)
+    if type(numbers) is not TensorVariable or not known:
+        return None
+    return numbers.call_method(tx, "eq", [number], {}).call_method(tx, "any", [], {})
+
+
 def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
         return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
-    if function is operator.contains and isinstance(args[0], Hits):
+    if function is operator.contains:
         return args[0].contains(tx, args[1])
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
