@@ -23,7 +23,10 @@ def unproven(gm: fx.GraphModule) -> str | None:
 
 def has_numbers(gm: fx.GraphModule) -> bool:
     """Whether numbers of a tensor's elements are in a graph, or what tracing made of them."""
-    return any(target_name(node) in ("item", "counts_below", "rows_between", "shared_with_host") for node in all_nodes(gm))
+    return any(target_name(node) in _OF_NUMBERS for node in all_nodes(gm))
+
+
+_OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "shared_with_host"))
 
 
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:

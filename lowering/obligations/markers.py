@@ -45,6 +45,12 @@ def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
     return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
 
 
+def rows_joined(parts: tuple[Tensor, ...], size: int) -> Tensor:
+    """``torch.cat(parts)``, of parts with numbers of rows that only the data tell, which are ``size`` in all."""
+    joined = torch.cat(parts)
+    return joined.as_strided((size, *joined.shape[1:]), joined.stride())
+
+
 def shared_with_host(x: Tensor) -> Tensor:
     """``x``, the numbers of which the host has read by now and may see again: nobody may write to it from here on."""
     return x.view_as(x)
@@ -61,6 +67,6 @@ def hit_number(hits: Tensor, expert: int) -> Tensor:
 
 
 OURS.update((
-    branch_forks, branch_begins, branch_ends, counts_below, rows_between, shared_with_host, is_hit, hit_number,
+    branch_forks, branch_begins, branch_ends, counts_below, rows_between, rows_joined, shared_with_host, is_hit, hit_number,
     some_rows,
 ))  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import (
@@ -34,7 +35,8 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.sizes import size_of
-from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, shared_with_host
+from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
+from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.torch_internals import dynamo_config
 
 _MOST_NUMBERS = 512
@@ -80,6 +82,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return args[0].items[index] if type(index) is int and -len(args[0].items) <= index < len(args[0].items) else None
     if function is operator.getitem and isinstance(args[0], TensorVariable) and (bounds := _bounds_of_data(tx, args[1])):
         return _slice(tx, args[0], bounds)
+    if function in _JOINS and (size := _known_rows(tx, args)) is not None:
+        return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
         return ConstantVariable.create(len(args[0].items))
     if function is np.cumsum and _along_first(args[1:]):
@@ -109,7 +113,8 @@ def capturing_numbers() -> Iterator[None]:
             function = function_of(self)
             if function is torch.bincount and (arguments := _counted(args, kwargs)):
                 return _traced(tx, counts_below, arguments)
-            if function is np.cumsum and _along_first(list(kwargs.values())):
+            along_first = kwargs.keys() <= {"axis", "dim"} and _along_first(list(kwargs.values()))
+            if along_first and (function is np.cumsum or function in _JOINS):
                 kwargs = {}
             found = handled(tx, function, args) if args and not kwargs else None
             return original(self, tx, args, kwargs) if found is None else found
@@ -144,6 +149,29 @@ def _handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: d
     if name == "bincount" and (arguments := _counted([x, *args], kwargs)):
         return _traced(tx, counts_below, arguments)
     return None
+
+
+_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
+
+
+def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
+    """How many rows parts have in all, where the data tell how many each of them has, and not how many these are."""
+    parts = getattr(args[0], "items", [])
+    along_rows = len(args) == 1 or _along_first(args[1:])
+    tensors = [fake_value(part) for part in parts if isinstance(part, TensorVariable) and fake_value(part).dim() > 1]
+    if not along_rows or len(tensors) != len(parts) or not any(free_unbacked_symbols(part.shape[0]) for part in tensors):
+        return None
+    return _settled(tx, sum(part.shape[0] for part in tensors))
+
+
+def _settled(tx: Any, size: torch.SymInt) -> VariableTracker | None:
+    """A size that the data seem to tell, as one that they do not."""
+    known = sympy.expand(size.node.expr.xreplace(known_sizes(tx.output.graph)))
+    if free_unbacked_symbols(known):
+        return None
+    if known.is_Integer:
+        return ConstantVariable.create(int(known))
+    return SymNodeVariable.create(tx, None, sym_num=size.node.shape_env.create_symintnode(known, hint=None))
 
 
 def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
