@@ -152,9 +152,13 @@ class Zeros:
                     binding.update(trial)
                     return True
             return False
-        if pattern.kind == "prefix":
-            same = all(p is a for p, a in zip(pattern.args[:2], e.args[:2], strict=True))
-            return same and self._unify(pattern.args[2], e.args[2], bound, binding)
+        if pattern.kind in ("prefix", "sum", "any"):
+            (inner, body), (variable, other) = self.algebra.open(pattern), self.algebra.open(e)
+            if inner is not variable or not self._unify(body, other, bound, binding):
+                return False
+            if any(variable in value.free for value in binding.values()):
+                return False
+            return all(self._unify(p, a, bound, binding) for p, a in zip(pattern.args[2:], e.args[2:], strict=True))
         if pattern.kind == "call":
             if (pattern.args[0], pattern.args[2], len(pattern.args[1])) != (e.args[0], e.args[2], len(e.args[1])):
                 return False
