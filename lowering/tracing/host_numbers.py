@@ -34,7 +34,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.graph.sizes import size_of
+from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.torch_internals import dynamo_config
@@ -164,6 +164,17 @@ def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
     return _settled(tx, sum(part.shape[0] for part in tensors))
 
 
+def _is_all(tx: Any, stop: VariableTracker, size: Any) -> bool:
+    """Whether the stop of a slice is the size of the axis, by what is known of numbers.
+
+        rows[: sum(counts.tolist())]
+    """
+    if not isinstance(stop, SymNodeVariable) or len(free_unbacked_symbols(fake_value(stop))) < 2:
+        return False
+    settled = _settled(tx, fake_value(stop))
+    return settled is not None and same_size(_size_of(settled), size_of(size))
+
+
 def _settled(tx: Any, size: torch.SymInt) -> VariableTracker | None:
     """A size that the data seem to tell, as one that they do not."""
     known = sympy.expand(size.node.expr.xreplace(known_sizes(tx.output.graph)))
@@ -175,6 +186,9 @@ def _settled(tx: Any, size: torch.SymInt) -> VariableTracker | None:
 
 
 def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
+    start, stop = bounds
+    if _size_of(start) == 0 and _is_all(tx, stop, fake_value(x).shape[0]):
+        return _traced(tx, operator.getitem, [x, SliceVariable([ConstantVariable.create(None)], tx)])
     known = vars(tx.output).setdefault("_moeblaze_slices", {})
     key = (tx.output.current_tracer, *map(_size_of, bounds), size_of(fake_value(x).shape[0]))
     if key in known:
