@@ -52,7 +52,7 @@ from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, return
 from moeblaze_ops.lowering.tracing.hit_loops import (
     Declined,
     HitIterator,
-    Hits,
+    Numbers,
     as_key,
     contains,
     iterator_over,
@@ -159,7 +159,7 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
-        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Hits) for side in tx.stack[-2:]):
+        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Numbers) for side in tx.stack[-2:]):
             raise Declined("numbers that only the data tell are compared")
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
@@ -177,7 +177,7 @@ class Branches:
             return self._round(tx, at, instruction, original)
         self.longer.resolve(tx, instruction)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _known(_realized(tx.stack[-1]))
+            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         return self.longer.step(tx, instruction, original)
@@ -187,7 +187,8 @@ class Branches:
         flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
         at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
         written = _realized(tx.stack[at])
-        if isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Hits) and not written.is_python_constant():
+        of_data = isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Numbers)
+        if of_data and not written.is_python_constant():
             is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
             number = written if is_converted else as_key(written)
             if not isinstance(number, ConstantVariable):
@@ -332,8 +333,10 @@ def _realized(variable: Variable) -> Variable:
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
-def _known(variable: Variable) -> Variable:
+def _known(tx: Any, variable: Variable) -> Variable:
     """A condition on elements of hits alone, such as ``e == 2`` in the round of an expert, as the flag that it is."""
+    if isinstance(variable, Numbers):
+        return variable.length(tx)
     number = known_number(variable)
     return variable if number is None else ConstantVariable.create(bool(number))
 

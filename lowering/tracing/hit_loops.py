@@ -40,12 +40,26 @@ class Declined(RuntimeError):
     """A branch changes what the graph does not show, so that its work may not be done unasked."""
 
 
-class Hits(VariableTracker):
+class Numbers(VariableTracker):
+    """A list of as many numbers as only the data tell; ``tensor`` holds them. It selects rows, and has a length.
+
+        x[token.tolist()]       x[token], as it was when the list was made
+    """
+
+    def __init__(self, tensor: TensorVariable, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tensor = tensor
+
+    def length(self, tx: Any) -> VariableTracker:
+        return self.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
+
+
+class Hits(Numbers):
     """A list or a set of the numbers of the experts that have tokens; ``tensor`` holds them, in rising order."""
 
     def __init__(self, tensor: TensorVariable, *, is_set: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.tensor, self.is_set = tensor, is_set
+        super().__init__(tensor, **kwargs)
+        self.is_set = is_set
 
     def is_hit(self, tx: Any, expert: int) -> TensorVariable:
         proxy = tx.output.create_proxy("call_function", is_hit, (self.tensor.as_proxy(), expert), {})
@@ -69,11 +83,15 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     if type(variable) is not TensorVariable:
         return None
     fake = fake_of(variable.as_proxy().node)
-    in_a_row = fake.dim() == 1 or (fake.dim() == 2 and fake.shape[1] == 1)
-    if not in_a_row or fake.dtype not in _INDICES or not free_unbacked_symbols(fake.shape[0]):
+    if not _in_a_row(fake) and not (fake.dim() == 2 and fake.shape[1] == 1 and _in_a_row(fake[:, 0])):
         return None
     hits = Hits(variable)
     return None if _experts(hits) is None else hits
+
+
+def _in_a_row(fake: torch.Tensor) -> bool:
+    """Whether numbers are as many as only the data tell."""
+    return fake.dim() == 1 and fake.dtype in _INDICES and bool(free_unbacked_symbols(fake.shape[0]))
 
 
 _INDICES = (torch.int64, torch.int32)
@@ -129,7 +147,7 @@ def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> Tens
     """Whether a number is among those of experts, or among the elements of any tensor, as a tensor; None if it is not known."""
     known = isinstance(number, ConstantVariable) and type(number.value) is int
     hits = numbers if isinstance(numbers, Hits) else _hits_in(numbers)
-    if isinstance(numbers, Hits) and not known:
+    if isinstance(numbers, Numbers) and not (known and isinstance(numbers, Hits)):
         raise Declined("a number that is not known is looked for")
     if hits is not None and known:
         return hits.is_hit(tx, number.value)
@@ -142,6 +160,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
         return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
+    if function is len and isinstance(args[0], Numbers):
+        return args[0].length(tx)
     if function is operator.contains:
         return args[0].contains(tx, args[1])
     if function is operator.index and type(args[0]) is TensorVariable:
@@ -159,6 +179,8 @@ def as_key(variable: VariableTracker) -> VariableTracker:
         return TupleVariable(items) if changed else variable
     if isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
+    if type(variable) is Numbers:
+        return variable.tensor
     if type(variable) is not TensorVariable:
         return variable
     fake = fake_of(variable.as_proxy().node)
@@ -181,17 +203,18 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
             args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
             if (found := handled(tx, self.fn, args)) is not None:
                 return found
-            if any(isinstance(arg, Hits) for arg in args) or (self.fn in _MAKE_TEXT and not args[0].is_python_constant()):
-                raise Declined(f"{getattr(self.fn, '__name__', 'a function')} asks what only the data tell")
             if self.fn is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
                 args = [args[0], as_key(args[1])]
+            if any(isinstance(arg, Numbers) for arg in args) or (self.fn in _MAKE_TEXT and not args[0].is_python_constant()):
+                raise Declined(f"{getattr(self.fn, '__name__', 'a function')} asks what only the data tell")
         return call_builtin(self, tx, args, kwargs)
 
     def with_numbers(self, tx, name, args, kwargs):
         if is_on() and type(self) is TensorVariable:
-            if name == "tolist" and (found := _hits_in(self)) is not None and fake_of(self.as_proxy().node).dim() == 1:
-                return found
-            asks = name in _ASK_NUMBERS or (name == "tolist" and fake_of(self.as_proxy().node).dim() == 0)
+            fake = fake_of(self.as_proxy().node)
+            if name == "tolist" and _in_a_row(fake):
+                return _hits_in(self) or Numbers(call_method(self, tx, "clone", [], {}))
+            asks = name in _ASK_NUMBERS or (name == "tolist" and fake.dim() == 0)
             if asks and not args and (number := known_number(self)) is not None:
                 return ConstantVariable.create(number)
         if is_on() and name in ("__getitem__", "__setitem__"):
