@@ -185,6 +185,15 @@ def choice_one_by_one(self, x, logits):
     return out
 
 
+def choice_of_wide_shares(self, x, logits):
+    """Scores in a wider dtype, which each expert casts for itself."""
+    shares, token = _named(x, logits.t().double(), dim=-1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = out.index_add(0, token[e], expert(x[token[e]]) * shares[e, :, None].to(x.dtype))
+    return out
+
+
 def choice_without_weights(self, x, logits):
     token, out = _named(x, logits)[1], torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
@@ -251,6 +260,11 @@ def test_other_numbers_of_tokens(spelling):
     """One compiled layer for several T."""
     backend = check_against_eager(Layer(spelling), torch.randn(11, zoo.D), dynamic=True)
     assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+def test_scores_in_a_wider_dtype():
+    backend = check_against_eager(Layer(choice_of_wide_shares).float(), torch.randn(20, zoo.D, dtype=torch.float32))
+    assert backend.rewritten and not backend.reasons
 
 
 def test_rows_of_experts_that_choose():
