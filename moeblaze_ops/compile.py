@@ -5,9 +5,9 @@ hook around the compilation of a frame; neither does anything until it is asked 
 imports nothing of ``torch.compile``.
 
 Loops over experts that select tokens with ``torch.where(mask)`` break Dynamo's graph by default, and with it the whole
-frame. So a frame is first traced with such ops allowed in the graph, and without branches that only skip experts that no
-token chose (``capture``). Unless rewriting removes every one of them, and whenever anything goes wrong, what that gave
-is dropped and the frame is compiled as it would have been.
+frame. So a frame is first traced with such ops allowed in the graph, with numbers of the host, and with branches on data
+as if they were always taken (``lowering.tracing``); then with such ops alone. Unless rewriting removes every one of them, and
+whenever anything is not proven or goes wrong, what that gave is dropped and the frame is compiled as it would have been.
 """
 
 import contextlib
@@ -341,6 +341,9 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         what = "traced as if its condition were always true: what it skips does nothing"
         done = tuple(f"{line}: {what}" for line in branches.done)
         records.append(CaptureRecord(done if compiled is not None else (), (branches.left,) if branches.left else (), dropped))
+    elif attempt.assumes and compiled is not None:
+        done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
+        records.append(CaptureRecord(done, ()))
     return _Tried(compiled, records, attempt.failure)
 
 

@@ -1,8 +1,4 @@
-"""Which ids are numbers of experts, and which masks are never negative, by how they were made.
-
-A loop over all experts may stand for one over those that occur among such ids, or that such a mask hits.
-"""
-
+"""Which ids are numbers of experts, by how they were made: as many counts as experts are those of all of them."""
 
 from torch import fx
 

@@ -61,7 +61,6 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
 )
 from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
-from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -400,17 +399,11 @@ def _line(tx: Any, instruction: Any) -> int:
     return positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
 
 
-_current: ContextVar[Branches | OldIterators | None] = ContextVar("moeblaze_branches", default=None)
-
-
-def current() -> Branches | None:
-    """The branches of the attempt that is being made."""
-    watch = _current.get()
-    return watch if isinstance(watch, Branches) else None
+_current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
 
 
 @contextmanager
-def tracing(branches: Branches | OldIterators) -> Iterator[None]:
+def tracing(branches: Branches) -> Iterator[None]:
     """A context in which Dynamo traces branches on data as ``branches`` does."""
     token = _current.set(branches)
     try:
@@ -450,7 +443,7 @@ def install() -> None:
         return step(self) if branches is None else branches.step(self, step)
 
     Translator.step = watched_step
-    watch_calls(lambda: current() is not None)
+    watch_calls(lambda: _current.get() is not None)
     _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
     _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
     _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))
