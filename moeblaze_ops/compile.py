@@ -326,7 +326,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     except Exception as error:
         if attempt.error is not None:
             raise
-        attempt.failure = None if attempt.left else error
+        attempt.failure = None if attempt.left or (branches and branches.left) else error
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)

@@ -154,6 +154,13 @@ class Branches:
         if at is None:
             return original(tx)
         instruction = tx.instructions[at]
+        try:
+            return self._step(tx, at, instruction, original)
+        except Declined as declined:
+            self.left = self.left or f"{_place(tx, instruction)}: {declined}"
+            raise
+
+    def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         while self.open and self.open[-1].tx is tx and self._joins(self.open[-1], at, instruction):
             self._end(self.open.pop(), instruction)
         if self.open:
@@ -201,7 +208,7 @@ class Branches:
         if not original(tx) or condition is None:
             return True
         self.age += 1
-        branch = _Branch(tx, at, self.age, f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})")
+        branch = _Branch(tx, at, self.age, _place(tx, instruction))
         branch.names, branch.stack = names, stack
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
         branch.world = _world(tx)
@@ -234,7 +241,7 @@ class Branches:
             return False
         skip, work, join = sides
         jump = tx.indexof[instruction.target]
-        line = f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})"
+        line = _place(tx, instruction)
         tx.stack.pop()
         self.age += 1
         branch = _Branch(tx, join, self.age, line)
@@ -394,9 +401,10 @@ def _kind(variable: Variable) -> str:
         return "a Python object"
 
 
-def _line(tx: Any, instruction: Any) -> int:
+def _place(tx: Any, instruction: Any) -> str:
     positions = instruction.positions
-    return positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
+    line = positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
+    return f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{line})"
 
 
 _current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)

@@ -20,6 +20,7 @@ from torch._dynamo.variables import (
     ConstantVariable,
     ListIteratorVariable,
     RangeVariable,
+    SymNodeVariable,
     TensorVariable,
     TupleVariable,
 )
@@ -108,6 +109,8 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
         return None if experts is None else HitIterator(variable, experts, [ConstantVariable.create(e) for e in experts])
     hits = _hits_in(variable)
     if hits is None:
+        if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
+            raise Declined("a loop goes over numbers that may be those of no experts")
         return None
     experts = _experts(hits) or []
     return HitIterator(hits, experts, [_element(tx, hits, e) for e in experts])
@@ -162,6 +165,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
     if function is len and isinstance(args[0], Numbers):
         return args[0].length(tx)
+    if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
+        raise Declined("a set is made of numbers that only the data tell; ids.unique() gives those of experts")
     if function is operator.contains:
         return args[0].contains(tx, args[1])
     if function is operator.index and type(args[0]) is TensorVariable:

@@ -81,8 +81,7 @@ class LongerLists:
         if is_call and isinstance(called, BuiltinVariable) and called.fn is len:
             tx.stack[-1] = _Length(seen[0])
         elif not is_call or not (_concatenates(called) or isinstance(called, BaseUserFunctionVariable)):
-            line = instruction.positions.lineno if instruction.positions is not None else tx.lineno
-            raise Declined(f"{seen[1]}: a list would be longer, which line {line} sees")
+            raise Declined(f"the length of a list is seen, which {seen[1]} appends to")
         return result
 
 
