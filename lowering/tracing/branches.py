@@ -48,6 +48,8 @@ from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.torch_internals import dynamo_config
+from moeblaze_ops.lowering.tracing.calls import watch_calls
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.hit_loops import (
     Declined,
@@ -57,9 +59,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     contains,
     iterator_over,
     known_number,
-    watch_calls,
 )
-from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
 
 Translator = symbolic_convert.InstructionTranslatorBase
@@ -412,10 +412,10 @@ _current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=
 
 @contextmanager
 def tracing(branches: Branches) -> Iterator[None]:
-    """A context in which Dynamo traces branches on data as ``branches`` does."""
+    """A context in which Dynamo traces branches on data as ``branches`` does, and numbers of a tensor's elements."""
     token = _current.set(branches)
     try:
-        with capturing_numbers():
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             yield
     finally:
         _current.reset(token)

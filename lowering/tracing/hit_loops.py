@@ -10,16 +10,12 @@ the time that they were taken, it does nothing.
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._dynamo.variables import (
-    BaseListVariable,
-    BuiltinVariable,
     ConstantVariable,
     ListIteratorVariable,
-    RangeVariable,
     SymNodeVariable,
     TensorVariable,
     TupleVariable,
@@ -199,40 +195,19 @@ _MAKE_TEXT = (str, repr, ascii, format)
 _ASK_NUMBERS = ("item", "__index__", "__int__")
 
 
-def watch_calls(is_on: Callable[[], bool]) -> None:
-    """Let what makes lists of numbers, asks them, and asks tensors for their number, do what is said above while ``is_on``."""
-    call_builtin, call_method = BuiltinVariable.call_function, TensorVariable.call_method
+def refuse(function: Any, args: list[VariableTracker]) -> None:
+    """Give the attempt up where a function of Python is called that is not known for numbers which only the data tell."""
+    if any(isinstance(arg, Numbers) for arg in args) or (function in _MAKE_TEXT and not args[0].is_python_constant()):
+        raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
 
-    def with_hits(self, tx, args, kwargs):
-        if is_on() and args and not kwargs:
-            args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
-            if (found := handled(tx, self.fn, args)) is not None:
-                return found
-            if self.fn is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
-                args = [args[0], as_key(args[1])]
-            if any(isinstance(arg, Numbers) for arg in args) or (self.fn in _MAKE_TEXT and not args[0].is_python_constant()):
-                raise Declined(f"{getattr(self.fn, '__name__', 'a function')} asks what only the data tell")
-        return call_builtin(self, tx, args, kwargs)
 
-    def with_numbers(self, tx, name, args, kwargs):
-        if is_on() and type(self) is TensorVariable:
-            fake = fake_of(self.as_proxy().node)
-            if name == "tolist" and _in_a_row(fake):
-                return _hits_in(self) or Numbers(call_method(self, tx, "clone", [], {}))
-            asks = name in _ASK_NUMBERS or (name == "tolist" and fake.dim() == 0)
-            if asks and not args and (number := known_number(self)) is not None:
-                return ConstantVariable.create(number)
-        if is_on() and name in ("__getitem__", "__setitem__"):
-            args = [as_key(args[0]), *args[1:]]
-        return call_method(self, tx, name, args, kwargs)
-
-    constant_method = ConstantVariable.call_method
-
-    def with_texts(self, tx, name, args, kwargs):
-        asked = (*args, *kwargs.values())
-        if is_on() and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
-            raise Declined("a text is made of what only the data tell")
-        return constant_method(self, tx, name, args, kwargs)
-
-    BuiltinVariable.call_function, TensorVariable.call_method = with_hits, with_numbers
-    ConstantVariable.call_method = with_texts
+def handled_method(tx: Any, x: VariableTracker, name: str, args: list[VariableTracker]) -> VariableTracker | None:
+    """What a method of a tensor gives for numbers of experts, where it is other than Dynamo's."""
+    if type(x) is not TensorVariable:
+        return None
+    fake = fake_of(x.as_proxy().node)
+    if name == "tolist" and _in_a_row(fake):
+        return _hits_in(x) or Numbers(x.call_method(tx, "clone", [], {}))
+    asks = name in _ASK_NUMBERS or (name == "tolist" and fake.dim() == 0)
+    number = known_number(x) if asks and not args else None
+    return None if number is None else ConstantVariable.create(number)

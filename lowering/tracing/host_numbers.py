@@ -8,10 +8,8 @@
 Which rows these are is for the graph to say (`forms.splits`), and a rewrite takes the numbers out again.
 """
 
-import contextlib
-import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,15 +27,12 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
-from moeblaze_ops.lowering.torch_internals import dynamo_config
 
 _MOST_NUMBERS = 512
 """Elements of a list that are traced one by one, each of them a symbol."""
@@ -75,8 +70,16 @@ class HostArray(VariableTracker):
         return super().call_method(tx, name, args, kwargs)
 
 
-def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
-    """What a function of Python or NumPy gives for numbers of tensors, where it is other than Dynamo's."""
+def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker | None:
+    """What a function of Python, NumPy or torch gives for numbers of tensors, where it is other than Dynamo's.
+
+    A bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
+    """
+    if function is torch.bincount and (arguments := _counted(args, kwargs)):
+        return _traced(tx, counts_below, arguments)
+    along_rows = (function is np.cumsum or function in _JOINS) and kwargs.keys() <= {"axis", "dim"}
+    if not args or (kwargs and not (along_rows and _along_first(list(kwargs.values())))):
+        return None
     if function is operator.getitem and isinstance(args[0], HostArray) and isinstance(args[1], ConstantVariable):
         index = args[1].value
         return args[0].items[index] if type(index) is int and -len(args[0].items) <= index < len(args[0].items) else None
@@ -92,50 +95,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     return None
 
 
-@contextlib.contextmanager
-def capturing_numbers() -> Iterator[None]:
-    """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many.
-
-    Each slice with such bounds has a size that Dynamo knows nothing of, and torch 2.11 cannot tell that what is written to one
-    fits. So where there was a slice with the same bounds, calls of ``rows_between(x, start, stop, size)`` take its size. A
-    bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
-    """
-    call_method = TensorVariable.call_method
-
-    @functools.wraps(call_method)
-    def with_numbers(self, tx, name, args, kwargs):
-        found = _handled_method(tx, self, name, args, kwargs)
-        return call_method(self, tx, name, args, kwargs) if found is None else found
-
-    def with_handled(original: Callable, function_of: Callable[[Any], Any]) -> Callable:
-        @functools.wraps(original)
-        def call_function(self, tx, args, kwargs):
-            function = function_of(self)
-            if function is torch.bincount and (arguments := _counted(args, kwargs)):
-                return _traced(tx, counts_below, arguments)
-            along_first = kwargs.keys() <= {"axis", "dim"} and _along_first(list(kwargs.values()))
-            if along_first and (function is np.cumsum or function in _JOINS):
-                kwargs = {}
-            found = handled(tx, function, args) if args and not kwargs else None
-            return original(self, tx, args, kwargs) if found is None else found
-
-        return call_function
-
-    classes = {BuiltinVariable: "fn", TorchInGraphFunctionVariable: "value", NumpyVariable: "value"}
-    originals = {cls: cls.call_function for cls in classes}
-    TensorVariable.call_method = with_numbers
-    for cls, attribute in classes.items():
-        cls.call_function = with_handled(originals[cls], operator.attrgetter(attribute))
-    try:
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-            yield
-    finally:
-        TensorVariable.call_method = call_method
-        for cls, original in originals.items():
-            cls.call_function = original
-
-
-def _handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: dict) -> VariableTracker | None:
+def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: dict) -> VariableTracker | None:
     if name in ("tolist", "numpy"):
         fake = fake_value(x)
         if isinstance(fake.numel(), int) and fake.numel() > _MOST_NUMBERS:
@@ -186,6 +146,10 @@ def _settled(tx: Any, size: torch.SymInt) -> VariableTracker | None:
 
 
 def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
+    """Rows between two bounds: as many as in a slice with the same bounds, where there was one.
+
+    Dynamo knows nothing of its size, and torch 2.11 cannot tell that what is written to one fits.
+    """
     start, stop = bounds
     if _size_of(start) == 0 and _is_all(tx, stop, fake_value(x).shape[0]):
         return _traced(tx, operator.getitem, [x, SliceVariable([ConstantVariable.create(None)], tx)])
