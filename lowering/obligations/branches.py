@@ -118,7 +118,8 @@ def _erase(graph: fx.Graph) -> None:
             continue
         _drop_range_assertions(node)
         is_call = node.op in ("call_function", "call_method")
-        unread = node in other or _most(node) is not None or (node in read and is_call and not has_effect(node))
+        for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
+        unread = node in other or _most(node) is not None or for_nothing
         if unread and not node.users:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -150,11 +151,13 @@ def _drop_range_assertions(node: fx.Node) -> None:
                 user.graph.erase_node(user)
 
 
-def _most(node: fx.Node) -> int | None:
-    """The largest number that comes to the host from a flag, or as the number of true elements; None for anything else."""
+def _most(node: fx.Node) -> float | None:
+    """The largest number that comes to the host from a flag, or as how many elements are true or counted; else None."""
     fake = fake_of(node)
     if target_name(node) == "item" and isinstance(fake, torch.SymBool):
         return 1
+    if target_name(node) == "bincount":
+        return math.inf
     if target_name(node) not in ("nonzero", "where", "argwhere", "unique") or len(node.args) != 1:
         return None
     size = fake_of(node.args[0]).numel()

@@ -19,6 +19,14 @@ def unknown_counted_ids(graph: fx.Graph) -> bool:
     return not all(_are_below(evaluator, view.value_at(node.args[0], view.position[node]), node.args[1]) for node in counted)
 
 
+def ids_below(graph: fx.Graph, ids: fx.Node) -> int | None:
+    """A number that ids are known to be below at the end of a graph, and not negative."""
+    view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
+    element = _element(evaluator, view.value_at(ids, len(view.position)))
+    number = None if element is None or not never_negative(element) else evaluator.algebra.extent(element)
+    return number if isinstance(number, int) else None
+
+
 def _are_below(evaluator: Evaluator, ids: Value, number: int) -> bool:
     element = _element(evaluator, ids)
     return element is not None and never_negative(element) and evaluator.algebra.fits(element, number)

@@ -18,7 +18,7 @@ def known_element(node: fx.Node) -> int | None:
     """The only element of a tensor that is made of elements of hits alone; None for any other tensor."""
     fake = fake_of(node)
     chain = _chain(node) if isinstance(fake, torch.Tensor) and not fake.is_floating_point() else None
-    if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or _is_written(chain):
+    if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or is_written(chain):
         return None
     copies, graph = {}, fx.Graph()
     for step in sorted(chain):
@@ -57,7 +57,7 @@ def _chain(node: fx.Node) -> set[fx.Node] | None:
     return chain
 
 
-def _is_written(chain: set[fx.Node]) -> bool:
+def is_written(chain: set[fx.Node]) -> bool:
     """Whether something writes to memory of these nodes."""
     storages = {storage_of(node) for node in chain}
     step = min(chain)

@@ -85,6 +85,8 @@ class Zeros:
         else:
             factors = [f for f in factors_of(e) if f.kind not in ("distinct", "const")]
             bound = variables
+            if len(factors) == 1 and factors[0].kind == "call" and factors[0].args[0] == "ge":
+                self._patterns.append((bound, [self.algebra.eq(*factors[0].args[1])]))  # what is below a number is not that
             for inner in [f for f in factors if f.kind in ("any", "sum")] if len(factors) == 1 else []:
                 return self.add(inner, bound)
             self._patterns.append((bound, factors))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.variables import BaseListVariable, BuiltinVariable, ConstantVariable, RangeVariable, TensorVariable
+from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -17,11 +18,13 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 
+_OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
+
 
 def watch_calls(is_on: Callable[[], bool]) -> None:
     """Replace what calls of functions, and of methods of tensors and texts, give while ``is_on``."""
-    for cls, attribute in ((BuiltinVariable, "fn"), (TorchInGraphFunctionVariable, "value"), (NumpyVariable, "value")):
-        _watch_functions(cls, operator.attrgetter(attribute), is_on)
+    for cls in (*_OF_PYTHON, TorchInGraphFunctionVariable, NumpyVariable):
+        _watch_functions(cls, operator.attrgetter("fn" if cls in _OF_PYTHON else "value"), is_on)
     tensor_method, constant_method = TensorVariable.call_method, ConstantVariable.call_method
 
     @functools.wraps(tensor_method)
@@ -53,7 +56,7 @@ def _watch_functions(cls: type, function_of: Callable[[Any], Any], is_on: Callab
         if not is_on():
             return original(self, tx, args, kwargs)
         function = function_of(self)
-        if cls is BuiltinVariable and args and not kwargs:
+        if cls in _OF_PYTHON and args and not kwargs:
             args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
             if (found := hit_loops.handled(tx, function, args)) is not None:
                 return found

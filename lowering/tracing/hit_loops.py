@@ -10,10 +10,12 @@ the time that they were taken, it does nothing.
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._dynamo.variables import (
+    BuiltinVariable,
     ConstantVariable,
     ListIteratorVariable,
     SymNodeVariable,
@@ -48,6 +50,7 @@ class Numbers(VariableTracker):
         self.tensor = tensor
 
     def length(self, tx: Any) -> VariableTracker:
+        """How many numbers there are."""
         return self.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
 
 
@@ -64,15 +67,59 @@ class Hits(Numbers):
 
 
 class HitIterator(ListIteratorVariable):
-    """An iterator over all experts where the program goes over those that have tokens."""
+    """An iterator over all experts where the program goes over some of them; ``asks(number)``: over the one of that round."""
 
-    def __init__(self, hits: Hits, experts: list[int], items: list[VariableTracker], **kwargs: Any) -> None:
+    def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], TensorVariable | None], **kwargs: Any) -> None:
         super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
-        self.hits, self.experts = hits, experts
+        self.asks = asks
 
     def condition(self, tx: Any) -> TensorVariable | None:
-        """Whether the program does the next round; None where there is none."""
-        return self.hits.is_hit(tx, self.experts[self.index]) if self.index < len(self.items) else None
+        """Whether the program does the next round; None where there is none, or where it is sure to."""
+        return self.asks(tx, self.index) if self.index < len(self.items) else None
+
+
+class Counts(Numbers):
+    """An array of counts of ids, as many as the highest id says, or of their running sums.
+
+        for e, end in enumerate(ids.bincount().cpu().numpy().cumsum(0)):        E rounds: is any id e or higher?
+            start = ends[e - 1]                                                 there, as e is
+    """
+
+    def __init__(self, ids: TensorVariable, items: list[VariableTracker], **kwargs: Any) -> None:
+        super().__init__(ids, **kwargs)
+        self.items, self._begun = items, 0
+
+    def length(self, tx: Any) -> VariableTracker:
+        raise Declined("the highest id says how many counts there are; say `minlength`")
+
+    def running_sums(self, tx: Any) -> "Counts":
+        sums = self.items[:1]
+        for item in self.items[1:]:
+            sums.append(BuiltinVariable(operator.add).call_function(tx, [sums[-1], item], {}))
+        return Counts(self.tensor, sums)
+
+    def item(self, index: VariableTracker) -> VariableTracker:
+        """One of them that is surely there: a loop over them has come to it."""
+        known = isinstance(index, ConstantVariable) and type(index.value) is int and 0 <= index.value < self._begun
+        return self.items[index.value] if known else self.length(None)
+
+    def iterator(self, *, numbered: bool) -> HitIterator:
+        pairs = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(self.items)]
+
+        def asks(tx: Any, number: int) -> TensorVariable | None:
+            self._begun = number + 1
+            if number == 0:
+                return None  # there is an id
+            is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
+            return is_above.call_method(tx, "any", [], {})
+
+        return HitIterator(pairs if numbered else self.items, asks)
+
+    def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
+        asked = [*args, *kwargs.values()]
+        if name == "cumsum" and all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in asked):
+            return self.running_sums(tx)
+        return self if name == "tolist" and not asked else super().call_method(tx, name, args, kwargs)
 
 
 def _hits_in(variable: VariableTracker) -> Hits | None:
@@ -80,15 +127,16 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     if type(variable) is not TensorVariable:
         return None
     fake = fake_of(variable.as_proxy().node)
-    if not _in_a_row(fake) and not (fake.dim() == 2 and fake.shape[1] == 1 and _in_a_row(fake[:, 0])):
+    if not _in_a_row(fake, axes=2):
         return None
     hits = Hits(variable)
     return None if _experts(hits) is None else hits
 
 
-def _in_a_row(fake: torch.Tensor) -> bool:
-    """Whether numbers are as many as only the data tell."""
-    return fake.dim() == 1 and fake.dtype in _INDICES and bool(free_unbacked_symbols(fake.shape[0]))
+def _in_a_row(fake: torch.Tensor, axes: int = 1) -> bool:
+    """Whether numbers are as many as only the data tell, in ``axes`` axes at most."""
+    is_row = 1 <= fake.dim() <= axes and all(size == 1 for size in fake.shape[1:])
+    return is_row and fake.dtype in _INDICES and bool(free_unbacked_symbols(fake.shape[0]))
 
 
 _INDICES = (torch.int64, torch.int32)
@@ -102,14 +150,20 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
     """
     if isinstance(variable, Hits):
         experts = None if variable.is_set else _experts(variable)  # a set has an order of its own
-        return None if experts is None else HitIterator(variable, experts, [ConstantVariable.create(e) for e in experts])
+        return None if experts is None else _over(variable, experts, [ConstantVariable.create(e) for e in experts])
+    if isinstance(variable, Counts | HitIterator):
+        return variable.iterator(numbered=False) if isinstance(variable, Counts) else variable
     hits = _hits_in(variable)
     if hits is None:
         if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
             raise Declined("a loop goes over numbers that may be those of no experts")
         return None
     experts = _experts(hits) or []
-    return HitIterator(hits, experts, [_element(tx, hits, e) for e in experts])
+    return _over(hits, experts, [_element(tx, hits, e) for e in experts])
+
+
+def _over(hits: Hits, experts: list[int], items: list[VariableTracker]) -> HitIterator:
+    return HitIterator(items, lambda tx, number: hits.is_hit(tx, experts[number]))
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
@@ -159,12 +213,16 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
         return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
+    if isinstance(args[0], Counts) and function is operator.getitem:
+        return args[0].item(args[1])
+    if isinstance(args[0], Counts) and function is enumerate and len(args) == 1:
+        return args[0].iterator(numbered=True)
     if function is len and isinstance(args[0], Numbers):
         return args[0].length(tx)
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
         raise Declined("a set is made of numbers that only the data tell; ids.unique() gives those of experts")
     if function is operator.contains:
-        return args[0].contains(tx, args[1])
+        return contains(tx, *args)
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
     if function is int and len(args) == 1 and (number := known_number(args[0])) is not None:

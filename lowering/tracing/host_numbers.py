@@ -30,9 +30,13 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
+from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
+from moeblaze_ops.lowering.obligations.known_elements import is_written
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
+from moeblaze_ops.lowering.tracing.hit_loops import Counts
 
 _MOST_NUMBERS = 512
 """Elements of a list that are traced one by one, each of them a symbol."""
@@ -75,8 +79,15 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
 
     A bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
     """
-    if function is torch.bincount and (arguments := _counted(args, kwargs)):
-        return _traced(tx, counts_below, arguments)
+    if function is torch.bincount:
+        if (arguments := _counted(args, kwargs)) is not None:
+            return _traced(tx, counts_below, arguments)
+        if len(args) == 1 and not kwargs:
+            counts = _traced(tx, torch.bincount, args)
+            known = vars(tx.output).setdefault("_moeblaze_counted", {})
+            known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
+            return counts
+        return None
     along_rows = (function is np.cumsum or function in _JOINS) and kwargs.keys() <= {"axis", "dim"}
     if not args or (kwargs and not (along_rows and _along_first(list(kwargs.values())))):
         return None
@@ -103,12 +114,14 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         is_array = name == "numpy" and fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
         if is_array and not args and not kwargs and isinstance(fake.shape[0], int):
             return HostArray(_traced(tx, shared_with_host, [x]).call_method(tx, "tolist", [], {}).items)
+    if name in ("tolist", "numpy") and not args and not kwargs and (counted := _counted_before(tx, x)) is not None:
+        ids, number = counted
+        counts = _traced(tx, counts_below, [ids, ConstantVariable.create(number)])
+        return Counts(ids, counts.call_method(tx, "tolist", [], {}).items)
     if name == "__setitem__" and (bounds := _bounds_of_data(tx, args[0])):
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
-    if name == "bincount" and (arguments := _counted([x, *args], kwargs)):
-        return _traced(tx, counts_below, arguments)
-    return None
+    return handled(tx, torch.bincount, [x, *args], kwargs) if name == "bincount" else None
 
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
@@ -185,6 +198,18 @@ def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) ->
     plain = "weights" not in arguments or _is_none(arguments["weights"])
     known = isinstance(least, ConstantVariable) and isinstance(least.value, int) and least.value > 0
     return [arguments["input"], least] if plain and known and fake_value(arguments["input"]).dim() == 1 else None
+
+
+def _counted_before(tx: Any, counts: TensorVariable) -> tuple[VariableTracker, int] | None:
+    """The ids that a bincount without ``minlength`` counted, as they were, and what all of them are known to be below."""
+    node = counts.as_proxy().node
+    chain = {node}
+    while target_name(node) in ("cpu", "to", "long", "int", "detach"):
+        node = node.args[0]
+        chain.add(node)
+    ids = vars(tx.output).get("_moeblaze_counted", {}).get(node)
+    number = None if ids is None or fake_value(ids).numel() == 0 or is_written(chain) else ids_below(node.graph, ids.as_proxy().node)
+    return (ids, number) if number is not None and number <= _MOST_NUMBERS else None
 
 
 def _bounds_of_data(tx: Any, key: VariableTracker) -> list[VariableTracker] | None:
