@@ -134,7 +134,17 @@ def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
     tensors = [fake_value(part) for part in parts if isinstance(part, TensorVariable) and fake_value(part).dim() > 1]
     if not along_rows or len(tensors) != len(parts) or not any(free_unbacked_symbols(part.shape[0]) for part in tensors):
         return None
-    return _settled(tx, sum(part.shape[0] for part in tensors))
+    total = _settled(tx, sum(part.shape[0] for part in tensors))
+    if total.is_Integer:
+        return ConstantVariable.create(int(total))
+    if free_unbacked_symbols(total):
+        return None
+    for node in reversed(tx.output.graph.nodes):  # another tensor has as many
+        fake = node.meta.get("example_value")
+        if isinstance(fake, torch.Tensor) and fake.dim() > 0 and not fake.is_nested and same_size(size_of(fake.shape[0]), total):
+            rows = torch.fx.Proxy(node, tx.output.current_tracer)
+            return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "size", (rows, 0), {}))
+    return None
 
 
 def _is_all(tx: Any, stop: VariableTracker, size: Any) -> bool:
@@ -142,20 +152,13 @@ def _is_all(tx: Any, stop: VariableTracker, size: Any) -> bool:
 
         rows[: sum(counts.tolist())]
     """
-    if not isinstance(stop, SymNodeVariable) or len(free_unbacked_symbols(fake_value(stop))) < 2:
-        return False
-    settled = _settled(tx, fake_value(stop))
-    return settled is not None and same_size(_size_of(settled), size_of(size))
+    return isinstance(stop, SymNodeVariable) and same_size(_settled(tx, fake_value(stop)), size_of(size))
 
 
-def _settled(tx: Any, size: torch.SymInt) -> VariableTracker | None:
-    """A size that the data seem to tell, as one that they do not."""
-    known = sympy.expand(size.node.expr.xreplace(known_sizes(tx.output.graph)))
-    if free_unbacked_symbols(known):
-        return None
-    if known.is_Integer:
-        return ConstantVariable.create(int(known))
-    return SymNodeVariable.create(tx, None, sym_num=size.node.shape_env.create_symintnode(known, hint=None))
+def _settled(tx: Any, size: torch.SymInt) -> sympy.Expr:
+    """A size that the data seem to tell, by those that they do not where it is known."""
+    several = len(free_unbacked_symbols(size)) > 1
+    return sympy.expand(size.node.expr.xreplace(known_sizes(tx.output.graph) if several else {}))
 
 
 def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
@@ -208,7 +211,9 @@ def _counted_before(tx: Any, counts: TensorVariable) -> tuple[VariableTracker, i
         node = node.args[0]
         chain.add(node)
     ids = vars(tx.output).get("_moeblaze_counted", {}).get(node)
-    number = None if ids is None or fake_value(ids).numel() == 0 or is_written(chain) else ids_below(node.graph, ids.as_proxy().node)
+    if ids is None or fake_value(ids).numel() == 0 or is_written(chain):
+        return None
+    number = ids_below(node.graph, ids.as_proxy().node)
     return (ids, number) if number is not None and number <= _MOST_NUMBERS else None
 
 

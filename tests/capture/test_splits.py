@@ -34,7 +34,12 @@ def test_near_misses_are_left_alone(combine):
     guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
 
 
-@pytest.mark.parametrize("combine", [split.scattered, *split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", lookalikes.BY_HIGHEST_ID, ids=lambda f: f.__name__)
+def test_counts_that_were_taken_before_ids_changed(combine):
+    guarded.check_twins(lambda: make_layer(combine))
+
+
+@pytest.mark.parametrize("combine", [*split.SCATTERED, *split.SPLIT, *split.SPLIT_ELSEWHERE], ids=lambda f: f.__name__)
 def test_inference(combine):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
