@@ -311,10 +311,9 @@ class Branches:
             if found not in branch.skipped:
                 added += self._appended(branch, found)
                 continue
-            without = branch.skipped[found]
-            if len(without) != len(found.items):
+            if len(branch.skipped[found]) != len(found.items):
                 self.decline(branch, "a list would have another length")
-            for one, other in zip(without, found.items, strict=True):
+            for one, other in zip(branch.skipped[found], found.items, strict=True):
                 compare("what a list holds", one, other)
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})

@@ -45,7 +45,7 @@ class Numbers(VariableTracker):
         x[token.tolist()]       x[token], as it was when the list was made
     """
 
-    def __init__(self, tensor: TensorVariable, **kwargs: Any) -> None:
+    def __init__(self, tensor: VariableTracker, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.tensor = tensor
 
@@ -57,7 +57,7 @@ class Numbers(VariableTracker):
 class Hits(Numbers):
     """A list or a set of the numbers of the experts that have tokens; ``tensor`` holds them, in rising order."""
 
-    def __init__(self, tensor: TensorVariable, *, is_set: bool = False, **kwargs: Any) -> None:
+    def __init__(self, tensor: VariableTracker, *, is_set: bool = False, **kwargs: Any) -> None:
         super().__init__(tensor, **kwargs)
         self.is_set = is_set
 
@@ -85,7 +85,7 @@ class Counts(Numbers):
             start = ends[e - 1]                                                 there, as e is
     """
 
-    def __init__(self, ids: TensorVariable, items: list[VariableTracker], **kwargs: Any) -> None:
+    def __init__(self, ids: VariableTracker, items: list[VariableTracker], **kwargs: Any) -> None:
         super().__init__(ids, **kwargs)
         self.items, self._begun = items, 0
 
@@ -104,7 +104,9 @@ class Counts(Numbers):
         return self.items[index.value] if known else self.length(None)
 
     def iterator(self, *, numbered: bool) -> HitIterator:
-        pairs = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(self.items)]
+        items = self.items
+        if numbered:
+            items = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(items)]
 
         def asks(tx: Any, number: int) -> TensorVariable | None:
             self._begun = number + 1
@@ -113,7 +115,7 @@ class Counts(Numbers):
             is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
             return is_above.call_method(tx, "any", [], {})
 
-        return HitIterator(pairs if numbered else self.items, asks)
+        return HitIterator(items, asks)
 
     def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
         asked = [*args, *kwargs.values()]
