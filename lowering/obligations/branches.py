@@ -27,16 +27,14 @@ from moeblaze_ops.lowering.graph.functional_view import (
     fake_of,
     graphs_of,
     has_storage,
-    inplace_name,
-    target_name,
 )
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.obligations.check import line_of, name_of
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
-from moeblaze_ops.lowering.torch_internals import places
 
 
 @dataclass
@@ -60,7 +58,7 @@ def discharge(gm: fx.GraphModule) -> Discharged:
                 return Discharged(f"{_line(asked)}: a list may have no parts")
         view = GraphView(graph, TABLE)
         if (write := _write_to_hits(view)) is not None:
-            return Discharged(f"{_line(write)}: {_name(write)} writes to the numbers of experts that a loop goes over")
+            return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:
             reason = _unproven(view, begin)
             if reason is not None:
@@ -176,10 +174,10 @@ def _unproven(view: GraphView, begin: fx.Node) -> str | None:
         return "what the condition says of tensors is not known"
     for before, after in zip(*end.args[1:3], strict=True):
         if not proof.same_operand(before, after):
-            return f"{_name(after)} may be another where the condition is false"
+            return f"{name_of(after)} may be another where the condition is false"
     for part in end.args[3]:
         if not proof.is_empty(part):
-            return f"{_name(part)}, which is appended to a list, may have rows where the condition is false"
+            return f"{name_of(part)}, which is appended to a list, may have rows where the condition is false"
     if fork is not None and (reason := proof.changed_buffer(proof.fork, proof.first) or proof.other_effect()) is not None:
         return reason
     return proof.changed_buffer(proof.first, proof.last)
@@ -308,7 +306,7 @@ class _Proof:
         written = self.view.all_writes()
         for node, at in self.view.position.items():
             if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in written):
-                return f"{_name(node)} at {_line(node)} would not run"
+                return f"{name_of(node)} at {_line(node)} would not run"
         return None
 
     def changed_buffer(self, first: int, last: int) -> str | None:
@@ -317,12 +315,12 @@ class _Proof:
             if not first < self.view.position[write] < last or self._writes_nothing(write):
                 continue
             if not has_storage(target):
-                return f"it is not known what {_name(write)} writes to"
+                return f"it is not known what {name_of(write)} writes to"
             for alias in self.view.aliases(target):
                 older = self.view.position[alias] < first
                 outlives = alias.op in ("placeholder", "get_attr") or any(self.view.position[u] > last for u in alias.users)
                 if older and outlives and not self._same(self.view.value_at(alias, first), self.view.value_at(alias, last)):
-                    return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
+                    return f"{name_of(write)} at {_line(write)} may change a tensor where the condition is false"
         return None
 
     def _writes_nothing(self, write: fx.Node) -> bool:
@@ -399,10 +397,6 @@ def _layout(node: fx.Node) -> tuple:
     return fake.dtype, fake.device, tuple(map(str, fake.shape)), tuple(map(str, fake.stride()))
 
 
-def _name(node: fx.Node) -> str:
-    return node.name.rstrip("_0123456789")
-
-
 def _line(node: fx.Node) -> str:
-    stack = places(node)
-    return f"{stack[-1][2]} ({stack[-1][0]}:{stack[-1][1]})" if stack else "source unknown"
+    function, line = line_of(node)
+    return f"{function} ({line})" if function else line

@@ -70,9 +70,15 @@ def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _named(nodes: Iterable[fx.Node]) -> list[str]:
     """Each node with its line, once."""
-    return list(dict.fromkeys(f"{node.name.rstrip('_0123456789')} ({_line(node)})" for node in nodes))
+    return list(dict.fromkeys(f"{name_of(node)} ({line_of(node)[1]})" for node in nodes))
 
 
-def _line(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """What a node is called without its number."""
+    return node.name.rstrip("_0123456789")
+
+
+def line_of(node: fx.Node) -> tuple[str, str]:
+    """The function in which a node was traced, and its line as ``file:number``."""
     stack = places(node)
-    return f"{stack[-1][0]}:{stack[-1][1]}" if stack else "source unknown"
+    return (stack[-1][2], f"{stack[-1][0]}:{stack[-1][1]}") if stack else ("", "source unknown")

@@ -55,11 +55,11 @@ class Numbers(VariableTracker):
 
 
 class Hits(Numbers):
-    """A list or a set of the numbers of the experts that have tokens; ``tensor`` holds them, in rising order."""
+    """A list or a set of the numbers of those of ``experts`` that have tokens; ``tensor`` holds them, in rising order."""
 
-    def __init__(self, tensor: VariableTracker, *, is_set: bool = False, **kwargs: Any) -> None:
+    def __init__(self, tensor: VariableTracker, experts: list[int], *, is_set: bool = False, **kwargs: Any) -> None:
         super().__init__(tensor, **kwargs)
-        self.is_set = is_set
+        self.experts, self.is_set = experts, is_set
 
     def is_hit(self, tx: Any, expert: int) -> TensorVariable:
         proxy = tx.output.create_proxy("call_function", is_hit, (self.tensor.as_proxy(), expert), {})
@@ -131,8 +131,8 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     fake = fake_of(variable.as_proxy().node)
     if not _in_a_row(fake, axes=2):
         return None
-    hits = Hits(variable)
-    return None if _experts(hits) is None else hits
+    experts = _experts(variable)
+    return None if experts is None else Hits(variable, experts)
 
 
 def _in_a_row(fake: torch.Tensor, axes: int = 1) -> bool:
@@ -151,8 +151,8 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
     What a list of them gives are numbers. What a tensor gives are tensors, of which `known_number` knows the number.
     """
     if isinstance(variable, Hits):
-        experts = None if variable.is_set else _experts(variable)  # a set has an order of its own
-        return None if experts is None else _over(variable, experts, [ConstantVariable.create(e) for e in experts])
+        numbers = [ConstantVariable.create(e) for e in variable.experts]
+        return None if variable.is_set else _over(variable, numbers)  # a set has an order of its own
     if isinstance(variable, Counts | HitIterator):
         return variable.iterator(numbered=False) if isinstance(variable, Counts) else variable
     hits = _hits_in(variable)
@@ -160,12 +160,11 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
         if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
             raise Declined("a loop goes over numbers that may be those of no experts")
         return None
-    experts = _experts(hits) or []
-    return _over(hits, experts, [_element(tx, hits, e) for e in experts])
+    return _over(hits, [_element(tx, hits, e) for e in hits.experts])
 
 
-def _over(hits: Hits, experts: list[int], items: list[VariableTracker]) -> HitIterator:
-    return HitIterator(items, lambda tx, number: hits.is_hit(tx, experts[number]))
+def _over(hits: Hits, items: list[VariableTracker]) -> HitIterator:
+    return HitIterator(items, lambda tx, number: hits.is_hit(tx, hits.experts[number]))
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
@@ -176,9 +175,9 @@ _MOST_ROUNDS = 512
 """Experts of one loop; what has more places is a mask of tokens."""
 
 
-def _experts(hits: Hits) -> list[int] | None:
+def _experts(hits: TensorVariable) -> list[int] | None:
     """The experts that may be among ``hits``: of a mask with more rows than ids have numbers, those rows are never hit."""
-    node = hits.tensor.as_proxy().node
+    node = hits.as_proxy().node
     view, evaluator = GraphView(node.graph, TABLE, numbers_only=True), Evaluator()
     mask = hit_mask(view.value_at(node, len(view.position)))
     if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_ROUNDS:
@@ -214,7 +213,7 @@ def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> Tens
 def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
-        return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
+        return Hits(args[0].tensor, args[0].experts, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
     if isinstance(args[0], Counts) and function is operator.getitem:
         return args[0].item(args[1])
     if isinstance(args[0], Counts) and function is enumerate and len(args) == 1:
