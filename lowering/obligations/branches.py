@@ -27,6 +27,8 @@ from moeblaze_ops.lowering.graph.functional_view import (
     fake_of,
     graphs_of,
     has_storage,
+    inplace_name,
+    target_name,
 )
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr

@@ -27,11 +27,8 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
-from moeblaze_ops.lowering.forms.masks import hit_mask
-from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of
-from moeblaze_ops.lowering.obligations.known_elements import known_element
+from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.obligations.known_elements import experts_among, known_element
 from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
 
 
@@ -131,7 +128,7 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     fake = fake_of(variable.as_proxy().node)
     if not _in_a_row(fake, axes=2):
         return None
-    experts = _experts(variable)
+    experts = experts_among(variable.as_proxy().node)
     return None if experts is None else Hits(variable, experts)
 
 
@@ -171,24 +168,6 @@ def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", hit_number, (hits.tensor.as_proxy(), expert), {}))
 
 
-_MOST_ROUNDS = 512
-"""Experts of one loop; what has more places is a mask of tokens."""
-
-
-def _experts(hits: TensorVariable) -> list[int] | None:
-    """The experts that may be among ``hits``: of a mask with more rows than ids have numbers, those rows are never hit."""
-    node = hits.as_proxy().node
-    view, evaluator = GraphView(node.graph, TABLE, numbers_only=True), Evaluator()
-    mask = hit_mask(view.value_at(node, len(view.position)))
-    if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_ROUNDS:
-        return None
-    try:
-        hit = [evaluator.element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0])]
-    except Unroll:
-        return list(range(mask.shape[0]))
-    return [e for e, element in enumerate(hit) if element is not evaluator.algebra.zero]
-
-
 def known_number(variable: VariableTracker) -> int | None:
     """The only element of a tensor that is made of elements of hits alone, in the round of an expert."""
     return known_element(variable.as_proxy().node) if type(variable) is TensorVariable else None
@@ -213,7 +192,8 @@ def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> Tens
 def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
-        return Hits(args[0].tensor, args[0].experts, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
+        is_set = function in (set, frozenset) or (args[0].is_set and function is not sorted)
+        return Hits(args[0].tensor, args[0].experts, is_set=is_set)
     if isinstance(args[0], Counts) and function is operator.getitem:
         return args[0].item(args[1])
     if isinstance(args[0], Counts) and function is enumerate and len(args) == 1:
