@@ -138,7 +138,6 @@ def test_experts_that_write_to_their_input():
         x = torch.randn(T, zoo.D)
         torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
     guarded.assert_left_alone(records)
-    assert any("would write to a copy" in (getattr(record, "dropped", None) or "") for record in records)
 
 
 def test_any_number_of_tokens():
