@@ -59,10 +59,12 @@ def discharge(gm: fx.GraphModule) -> Discharged:
             if not have_rows(graph, asked.args[0]):
                 return Discharged(f"{_line(asked)}: a list may have no parts")
         view = GraphView(graph, TABLE)
+        off = any(map(view.is_gradient_off, graph.nodes))
+        numbers = GraphView(graph, TABLE, numbers_only=True) if off else None
         if (write := _write_to_hits(view)) is not None:
             return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:
-            reason = _unproven(view, begin)
+            reason = _unproven(view, numbers, begin)
             if reason is not None:
                 return Discharged(f"{_line(begin)}: {reason}")
             (end,) = begin.users
@@ -164,8 +166,11 @@ def _most(node: fx.Node) -> float | None:
     return size if isinstance(size, int) else None
 
 
-def _unproven(view: GraphView, begin: fx.Node) -> str | None:
-    """Why the work that begins here may do something where it is not asked for."""
+def _unproven(view: GraphView, numbers: GraphView | None, begin: fx.Node) -> str | None:
+    """Why the work that begins here may do something where it is not asked for.
+
+    Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it.
+    """
     ends = [node for node in begin.users if node.target is branch_ends]
     if len(ends) != 1:
         return "its two ways do not join in one graph"
@@ -174,6 +179,8 @@ def _unproven(view: GraphView, begin: fx.Node) -> str | None:
     proof = _Proof(view, begin, end, fork)
     if not proof.assume():
         return "what the condition says of tensors is not known"
+    if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
+        proof.zeros.sizes |= beside.zeros.sizes
     for before, after in zip(*end.args[1:3], strict=True):
         if not proof.same_operand(before, after):
             return f"{name_of(after)} may be another where the condition is false"
