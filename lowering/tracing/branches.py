@@ -203,9 +203,12 @@ class Branches:
 
     def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """The next round of a loop over all experts, done where the program goes over those that have tokens."""
-        condition = tx.stack[-1].condition(tx)
+        rounds = tx.stack[-1]
+        condition = rounds.condition(tx)
         names, stack = dict(tx.symbolic_locals), list(tx.stack)
-        if not original(tx) or condition is None:
+        goes_on = original(tx)
+        rounds.is_asked = False
+        if not goes_on or condition is None:
             return True
         self.age += 1
         branch = _Branch(tx, at, self.age, _place(tx, instruction))

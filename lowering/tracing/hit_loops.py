@@ -68,11 +68,29 @@ class HitIterator(ListIteratorVariable):
 
     def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], TensorVariable | None], **kwargs: Any) -> None:
         super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
-        self.asks = asks
+        self.asks, self.is_asked = asks, False
 
     def condition(self, tx: Any) -> TensorVariable | None:
         """Whether the program does the next round; None where there is none, or where it is sure to."""
-        return self.asks(tx, self.index) if self.index < len(self.items) else None
+        self.is_asked = True
+        return self.asks(tx, self.index)
+
+    def _require_asked(self) -> None:
+        if not self.is_asked:
+            raise Declined("what goes over numbers that only the data tell is moved on beside a loop")
+
+    def next_variable(self, tx: Any) -> VariableTracker:  # of torch 2.11
+        self._require_asked()
+        return super().next_variable(tx)
+
+    def tp_iternext_impl(self, tx: Any) -> VariableTracker:
+        self._require_asked()
+        return super().tp_iternext_impl(tx)
+
+    def unpack_var_sequence(self, tx: Any) -> list[VariableTracker]:
+        raise Declined("numbers that only the data tell are taken out of a loop")
+
+    force_unpack_var_sequence = unpack_var_sequence
 
 
 class Counts(Numbers):
@@ -106,9 +124,9 @@ class Counts(Numbers):
             items = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(items)]
 
         def asks(tx: Any, number: int) -> TensorVariable | None:
-            self._begun = number + 1
-            if number == 0:
-                return None  # there is an id
+            self._begun = number + 1 if number < len(self.items) else 0
+            if not self._begun - 1 > 0:
+                return None  # there is an id, or no round
             is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
             return is_above.call_method(tx, "any", [], {})
 
@@ -161,7 +179,7 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
 
 
 def _over(hits: Hits, items: list[VariableTracker]) -> HitIterator:
-    return HitIterator(items, lambda tx, number: hits.is_hit(tx, hits.experts[number]))
+    return HitIterator(items, lambda tx, number: hits.is_hit(tx, hits.experts[number]) if number < len(items) else None)
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
