@@ -3,7 +3,7 @@
     python benchmarks/bench_compile.py --json benchmarks/results/compile_cpu.json
 
 Each compile is of forward and backward, by Inductor, without any cache, after a small one that loads the compiler. "ours" are the
-seconds in the rewriter and in what prepares a frame for capture; they are part of "rewritten". By default Dynamo does not capture
+seconds in the rewriter; they are part of "rewritten". By default Dynamo does not capture
 loops that look for the tokens of each expert, so that only pieces are compiled: "captured" asks it to, as rewriting does.
 """
 
