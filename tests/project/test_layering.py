@@ -33,7 +33,7 @@ FLOORS = {
         ["rewrite"],
     ],
     "moeblaze_ops": [
-        ["config", "sources", "arguments", "capture", "explanation", "unchanged"],
+        ["config", "sources", "arguments", "explanation", "unchanged"],
         ["cpu", "memory", "comparison"],
         ["ops"],
         ["distributed"],
