@@ -52,10 +52,12 @@ def remembered(function: Callable[..., None]) -> Callable[..., None]:
     seen: set[Hashable] = set()
 
     def call(*args: Any) -> None:
-        tensors = _tensors(args)
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        geometry: list[Hashable] = [left_free()]
+        _describe(args, tensors, addresses, geometry)
         device = tensors[0].device.index
-        key = (left_free(), device, *map(_geometry, args), *map(addresses.index, addresses))
+        key = (device, *geometry, *map(addresses.index, addresses))
         noted = calls.get(key)
         if noted is not None and not _is_watched():
             noted(addresses, _stream(device))
@@ -74,22 +76,19 @@ def remembered(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _tensors(args: tuple | list) -> list[Tensor]:
-    tensors: list[Tensor] = []
+def _describe(args: tuple | list, tensors: list[Tensor], addresses: list[int], geometry: list[Hashable]) -> None:
+    """Collects the tensors among arguments, where they begin, and all that a launch depends on besides."""
     for argument in args:
         if isinstance(argument, Tensor):
+            address = argument.data_ptr()
             tensors.append(argument)
+            addresses.append(address)
+            geometry += (argument.shape, argument.stride(), argument.dtype, address % _ALIGNMENT)
         elif isinstance(argument, list | tuple):
-            tensors += _tensors(argument)
-    return tensors
-
-
-def _geometry(argument: Any) -> Hashable:
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.data_ptr() % _ALIGNMENT
-    if isinstance(argument, list | tuple):
-        return tuple(map(_geometry, argument))
-    return argument
+            geometry.append(len(argument))
+            _describe(argument, tensors, addresses, geometry)
+        else:
+            geometry.append(argument)
 
 
 def _stream(device: int) -> int:

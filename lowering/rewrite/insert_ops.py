@@ -9,10 +9,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import moeblaze_ops.ops.dispatch
 import moeblaze_ops.ops.expert_down
-import moeblaze_ops.ops.expert_mlp
-import moeblaze_ops.ops.expert_mlp_chunked
-import moeblaze_ops.ops.expert_mlp_ranged
 import moeblaze_ops.ops.expert_up
+import moeblaze_ops.ops.recomputed.expert_mlp
+import moeblaze_ops.ops.recomputed.expert_mlp_chunked
+import moeblaze_ops.ops.recomputed.expert_mlp_ranged
 import moeblaze_ops.ops.route  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated

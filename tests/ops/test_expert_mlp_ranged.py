@@ -14,7 +14,7 @@ from moeblaze_ops.arguments.activations import ACTIVATIONS
 from moeblaze_ops.memory import row_ranges
 from moeblaze_ops.memory.row_ranges import MOST_RANGES, RangeSizes, choose_parts, range_sizes, tokens_in_ranges
 from moeblaze_ops.ops import expert_mlp_ranged
-from moeblaze_ops.ops.ranged_backward import Device, cpu_device
+from moeblaze_ops.ops.recomputed.ranged_backward import Device, cpu_device
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 from tests.tools.fakecuda import launches, shadow_backend
 from tests.tools.op_harness import assert_one_graph_for_several_token_counts, detach, step

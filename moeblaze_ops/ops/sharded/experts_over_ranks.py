@@ -18,8 +18,8 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
-from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
+from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
 from moeblaze_ops.ops.sharded.collectives import (
     Size,
     first_rows,

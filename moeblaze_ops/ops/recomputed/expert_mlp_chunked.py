@@ -14,8 +14,8 @@ from moeblaze_ops.arguments.validation import check_expert_mlp_chunked, check_ex
 from moeblaze_ops.memory.token_chunks import token_ranges
 from moeblaze_ops.ops.accumulation import buffers_of
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.expert_mlp import expert_mlp, expert_mlp_backward, expert_mlp_forward_mode, split_groups
 from moeblaze_ops.ops.expert_up import expert_up_backward, routing_gradient_like
+from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, expert_mlp_forward_mode, split_groups
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad_add, expert_weight_grad_add
 

@@ -15,7 +15,8 @@ from moeblaze_ops.arguments.validation_gradients import check_sums_like
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.memory.row_ranges import capped, range_sizes, routing_bytes
-from moeblaze_ops.ops.expert_mlp import (
+from moeblaze_ops.ops.expert_up import routing_gradient_like
+from moeblaze_ops.ops.recomputed.expert_mlp import (
     ARGUMENTS,
     expert_mlp_forward_mode,
     expert_mlp_gradient,
@@ -23,9 +24,8 @@ from moeblaze_ops.ops.expert_mlp import (
     setup_context,
     split_groups,
 )
-from moeblaze_ops.ops.expert_mlp_chunked import as_given, gradient_buffers
-from moeblaze_ops.ops.expert_up import routing_gradient_like
-from moeblaze_ops.ops.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
+from moeblaze_ops.ops.recomputed.expert_mlp_chunked import as_given, gradient_buffers
+from moeblaze_ops.ops.recomputed.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
 from moeblaze_ops.ops.register import register_op
 
 _ARGUMENTS = f"{ARGUMENTS}, int max_bytes"

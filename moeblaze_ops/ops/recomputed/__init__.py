@@ -1,0 +1,1 @@
+"""Layers that keep their input and no pre-activation: backward repeats the up projection, as a whole or in parts."""
