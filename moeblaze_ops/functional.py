@@ -15,7 +15,7 @@ from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_mlp import expert_mlp
 from moeblaze_ops.ops.expert_mlp_chunked import expert_mlp_chunked
 from moeblaze_ops.ops.expert_mlp_ranged import expert_mlp_ranged
-from moeblaze_ops.ops.low_rank import Factors, beside, down_with_factors, padded, scaled, up_with_factors
+from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, padded, scaled, up_with_factors
 
 LoRA = tuple[Tensor, Tensor, float | Tensor]
 """A low-rank addition to a weight: A, B and the scale of their product."""
