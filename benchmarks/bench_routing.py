@@ -30,13 +30,17 @@ class Fp32Router(GroupedMoE):
 
 
 class Balanced(GroupedMoE):
-    """The losses of Switch Transformer beside the layer, which hands their sum over in ``auxiliary``."""
+    """The losses of Switch Transformer beside the layer, whose sum its output carries."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.router)
+        scores, experts = torch.topk(logits, self.shape.K, dim=-1)
+        balance = moeblaze_ops.load_balancing_loss(logits, self.shape.K, ids=experts)
+        self.losses = balance + moeblaze_ops.router_z_loss(logits)
+        return torch.softmax(scores, dim=-1, dtype=torch.float32), experts
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.router)
-        losses = moeblaze_ops.load_balancing_loss(logits, self.shape.K) + moeblaze_ops.router_z_loss(logits)
-        out = super().forward(x)
-        return out + losses.to(out.dtype) * 1e-3
+        return super().forward(x) + self.losses.to(x.dtype) * 1e-3
 
 
 class Threshold(nn.Module):

@@ -262,6 +262,13 @@ def test_other_numbers_of_tokens(spelling):
     assert len(backend.rewritten) == 1 and not backend.reasons
 
 
+@pytest.mark.parametrize(("spelling", "counts"), [(relu_rows, True), (threshold_rows, True), (relu_of_all, False)])
+def test_rows_are_counted_where_the_program_counts_them(spelling, counts):
+    """A loop that gathers rows becomes a layer with as many; one that computes all of them reads no number on the host."""
+    backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
+    assert backend.rewritten and ("used_slots.default" in backend.operators()) == counts
+
+
 def test_scores_in_a_wider_dtype():
     backend = check_against_eager(Layer(choice_of_wide_shares).float(), torch.randn(20, zoo.D, dtype=torch.float32))
     assert backend.rewritten and not backend.reasons
