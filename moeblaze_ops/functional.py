@@ -15,7 +15,7 @@ from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.low_rank import Factors, beside, down_with_factors, padded, scaled, up_with_factors
+from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, padded, scaled, up_with_factors
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
 from moeblaze_ops.ops.recomputed.expert_mlp_chunked import expert_mlp_chunked
 from moeblaze_ops.ops.recomputed.expert_mlp_ranged import expert_mlp_ranged

@@ -97,7 +97,7 @@ def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], 
                 if _without_casts(other) is not _without_casts(x) or not _is_given(a):
                     continue
                 labels = _labels(product, second, first, (lx, lw), (lu, lb), (lo, la))
-                if labels is not None:
+                if labels is not None and _fits(w, lw, (a, b), labels):
                     return _times_sum(view, product, x, w, lx, lw, _scaled(view, numbers, w, (a, b), labels, lw))
     return None
 
@@ -115,12 +115,19 @@ def _labels(product: Value, second: Value, first: Value, own: tuple, outer: tupl
     for letter, known in zip(lo, lx, strict=True):
         if below.setdefault(letter, known) != known:
             return None
-    if any(letter not in below for letter in la):
+    if any(below.get(letter) is None for letter in la):
         return None
     of_a, of_b = "".join(below[letter] for letter in la), "".join(names[letter] for letter in lb)
     is_product = set(of_a) | set(of_b) == {*lw, fresh} and fresh in of_a and fresh in of_b and fresh not in product.args[2]
     summed = set(lw) - set(product.args[2])
     return (of_a, of_b) if is_product and summed <= set(of_a) and summed.isdisjoint(of_b) else None
+
+
+def _fits(w: Value, lw: str, factors: Sequence[Value], labels: Sequence[str]) -> bool:
+    """Whether the product of the factors is no larger than the weight: one that all experts share has no sum with theirs."""
+    sizes = dict(zip(lw, w.shape, strict=True))
+    axes = [axis for factor, label in zip(factors, labels, strict=True) for axis in zip(label, factor.shape, strict=True)]
+    return all(same_size(size, 1) or same_size(size, sizes[letter]) for letter, size in axes if letter in sizes)
 
 
 def _joined_groups(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Value | None:

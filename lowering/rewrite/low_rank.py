@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-import moeblaze_ops.ops.expert_rows  # noqa: F401
+import moeblaze_ops.ops.low_rank.expert_rows  # noqa: F401
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.graph.functional_view import fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
-from moeblaze_ops.ops.low_rank import RANK_UNIT
+from moeblaze_ops.ops.low_rank.factors import RANK_UNIT
 
 _ops = torch.ops.moeblaze
 

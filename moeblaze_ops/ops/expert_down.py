@@ -10,8 +10,8 @@ from moeblaze_ops.arguments.validation import check_expert_down, check_expert_do
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
-from moeblaze_ops.ops.expert_rows import row_products_grad
 from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_low_rank, routing_gradient_like
+from moeblaze_ops.ops.low_rank.expert_rows import row_products_grad
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, weight_gradients
 

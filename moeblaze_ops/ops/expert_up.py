@@ -1,5 +1,6 @@
 """``moeblaze::expert_up`` and its backward: x to the experts' hidden width, rows of x read by index."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -11,7 +12,7 @@ from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
-from moeblaze_ops.ops.expert_rows import expert_rows, row_products_grad
+from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, up_bias_gradients, weight_gradients
 
@@ -113,7 +114,7 @@ def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Te
     return positions_TK.new_empty(positions_TK.shape, dtype=weights_TK.dtype)
 
 
-def low_rank_flops(rows_shape, factor_shape) -> int:
+def low_rank_flops(rows_shape: Sequence[int] | None, factor_shape: Sequence[int]) -> int:
     """Of the product of rows [N, R] with a factor that has R on some axis, for each expert."""
     return 2 * rows_shape[0] * prod(factor_shape[1:]) if rows_shape else 0
 

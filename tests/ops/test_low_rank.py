@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moeblaze_ops
 from moeblaze_ops.arguments.activations import is_gated
-from moeblaze_ops.ops import low_rank
+from moeblaze_ops.ops.low_rank import factors as low_rank
 from tests.corpus.layers import ROUTINGS, make_layer, routing
 from tests.tools.op_harness import detach
 

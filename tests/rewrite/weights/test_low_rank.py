@@ -249,6 +249,33 @@ def test_products_of_something_else_are_left_alone(change):
     assert not backend.rewritten
 
 
+class Dense(Stacked):
+    """All experts on all tokens, by products with a batch of weights; ``base`` is what of the weights is taken."""
+
+    def __init__(self, base=lambda w: w):
+        super().__init__(None)
+        self.base = base
+
+    def project(self, x, w, a, b):
+        return x @ self.base(w).mT + self.s * ((x @ a.mT) @ b.mT)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        gate, up = self.project(x.expand(E, -1, -1), self.w_up, self.up_a, self.up_b).chunk(2, dim=-1)
+        y = self.project(F.silu(gate) * up, self.w_down, self.down_a, self.down_b)
+        scores = torch.zeros(len(x), E).scatter(1, chosen, weights)
+        return (y * scores.T[..., None]).sum(0)
+
+
+def test_products_of_all_experts_at_once():
+    backend = check_against_eager(Dense(), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [BECAME]
+
+
+def test_a_base_that_all_experts_share_is_right():
+    check_against_eager(Dense(lambda w: w[:1]), torch.randn(T, D))
+
+
 class SplitGroups(Stacked):
     def project(self, rows, ends, w, a, b):
         return grouped_mm(rows, w.mT, ends) + self.s * grouped_mm(grouped_mm(rows, a.mT, ends), b.mT, ends)

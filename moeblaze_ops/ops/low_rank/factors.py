@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.expert_down import expert_down
-from moeblaze_ops.ops.expert_rows import expert_rows
 from moeblaze_ops.ops.expert_up import expert_up
+from moeblaze_ops.ops.low_rank.expert_rows import expert_rows
 
 Factors = tuple[Tensor, Tensor]
 """A [E, R, inputs], and B with the scale in it: [E, G, F, R] of an up projection, [E, R, D] of a down projection."""

@@ -1,0 +1,1 @@
+"""Experts whose weights have low-rank additions."""
