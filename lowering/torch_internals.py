@@ -332,6 +332,15 @@ def register_joint_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], N
     register_graph_pattern(CallFunctionVarArgs(op), pass_dict=patterns)(lambda match, *_, **__: visit(match.output_node()))
 
 
+def register_joint_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool]) -> None:
+    """Offer each call of ``op`` on two values to ``rewrite`` in a graph of forward and backward, before it is partitioned."""
+    from torch._inductor.fx_passes.joint_graph import patterns
+    from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
+
+    of_two = CallFunction(op, Arg(), Arg())
+    register_graph_pattern(of_two, pass_dict=patterns)(lambda match, *_: rewrite(match.output_node()))
+
+
 def may_be_repeated(node: fx.Node) -> bool:
     """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
     settings = torch._functorch.config

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moeblaze_ops.kernels.hopper.repeated import remembered
 from moeblaze_ops.kernels.tracing import is_traceable
 
 NAMESPACE = "moeblaze_hopper"
@@ -20,6 +21,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]:
     """Define the op that does what ``function`` does, and return what a launcher calls."""
     name = schema.split("(", 1)[0]
+    function = remembered(function)
     # Inductor must hand the kernels the strides that `select` has seen.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
     _library.impl(name, function, "CUDA")

@@ -42,6 +42,7 @@ def _window_bins(experts, slot_in, window, E, BINS: tl.constexpr):
     return tl.where(in_window, local, BINS - 1)
 
 
+# Numbers of slots fit 32 bits; a compiler that does not know how many come passes 64, which a histogram does not take.
 @triton.jit(do_not_specialize=["N", "num_chunks"])
 def _count_kernel(
     experts_ptr,
@@ -57,6 +58,7 @@ def _count_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    num_chunks = num_chunks.to(tl.int32)
     chunk = tl.program_id(0) % num_chunks
     window = tl.program_id(0) // num_chunks
     counts = tl.zeros((BINS,), tl.int32)
@@ -158,7 +160,7 @@ def write_entries(blocks_ptr, expert, first_row, num_rows, first, num_entries, E
     if is_last:
         tl.store(blocks_ptr, first)
         tl.store(blocks_ptr + 1, 0)
-        count = num_entries - first
+        count = (num_entries - first).to(tl.int32)
     for block in range(0, count, BLOCK):
         index = block + tl.arange(0, BLOCK)
         pair_ptrs = blocks_ptr + 2 * (1 + first + index)
@@ -187,6 +189,7 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    num_chunks = num_chunks.to(tl.int32)
     program = tl.program_id(0)
     if program <= E:
         _write_schedule(program, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, STEP)

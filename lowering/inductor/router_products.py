@@ -26,10 +26,10 @@ _SHIFTED = (*_SCALED, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 def replace_router_product(mm: fx.Node) -> bool:
     """Replace ``mm`` if it is a product of such a router, and say whether it was."""
     left, right = mm.args
-    if _feeds_route(mm) and _is_transposed(right):
+    if feeds_route(mm) and _is_transposed(right):
         op, args = torch.ops.moeblaze.router_logits.default, (left, right.args[0])
         num_experts = mm.meta["val"].shape[1]
-    elif _is_transposed(left) and _comes_from_route(left.args[0]):
+    elif _is_transposed(left) and comes_from_route(left.args[0]):
         op, args = torch.ops.moeblaze.router_weight_grad.default, (left.args[0], right)
         num_experts = mm.meta["val"].shape[0]
     else:
@@ -53,18 +53,18 @@ def _is_transposed(node: fx.Node) -> bool:
     return node.target == torch.ops.aten.permute.default and list(node.args[1]) == [1, 0]
 
 
-def _feeds_route(node: fx.Node) -> bool:
+def feeds_route(node: fx.Node) -> bool:
     """Whether a router's logits are made of this node."""
     for user in node.users:
         if user.target == torch.ops.moeblaze.route.default and user.args[0] is node:
             return True
-        if user.target in _SHIFTED and _feeds_route(user):
+        if user.target in _SHIFTED and feeds_route(user):
             return True
     return False
 
 
-def _comes_from_route(node: fx.Node) -> bool:
+def comes_from_route(node: fx.Node) -> bool:
     """Whether this is made of the gradient of a router's logits."""
     if node.target in _SCALED:
-        return any(_comes_from_route(argument) for argument in node.all_input_nodes)
+        return any(comes_from_route(argument) for argument in node.all_input_nodes)
     return node.target == torch.ops.moeblaze.route_backward.default

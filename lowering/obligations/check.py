@@ -15,6 +15,7 @@ from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids, 
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.obligations.running_counts import without_running_counts
 from moeblaze_ops.lowering.torch_internals import places
+from moeblaze_ops.ops.sharded.collectives import used_slots
 
 
 def unproven(gm: fx.GraphModule) -> str | None:
@@ -157,7 +158,7 @@ def _is_of_row_groups(node: fx.Node, *functions: str) -> bool:
 
 
 def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
-    """The ops that make tensors of a size that only the data tell, or ``numbers`` on the host, each once with its line."""
+    """The program's ops that make tensors of a size that only the data tell, or ``numbers`` on the host, each with its line."""
 
     def depends_on_data(node: fx.Node) -> bool:
         value = node.meta.get("example_value")
@@ -168,7 +169,7 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
     dependent = {node for node in nodes if depends_on_data(node)}
     dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
-    return _named(sources)
+    return _named(node for node in sources if node.target is not used_slots)
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:

@@ -26,6 +26,7 @@ from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
+from moeblaze_ops.ops.sharded.collectives import used_slots
 
 _ops = torch.ops.moeblaze
 
@@ -120,6 +121,8 @@ def _insert_whole(
     routing = insert.items(insert.call(_ops.dispatch.default, experts_TK, match.E), 4)
     if match.named is not None and (num_rows := _named_rows(match)) is not None:
         routing[0] = insert.call("narrow", routing[0], 0, 0, num_rows)
+    elif match.experts is None and parts != "ranges" and _counts_rows(match):
+        routing[0] = insert.of_data(used_slots, *routing[:2])
     if parts == "ranges":
         out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
         return out, f"expert_mlp_ranged({match.activation})"
@@ -139,6 +142,15 @@ def _named_rows(match: MoEMatch) -> int | None:
     """How many rows experts can have that name their tokens, where that is known and less than a row for every slot."""
     sizes = match.named.C, match.T
     return match.E * min(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def _counts_rows(match: MoEMatch) -> bool:
+    """Whether the program as written reads on the host how many rows its experts have.
+
+        for e in range(E): (token,) = torch.where(gate[:, e] > 0)        # it does; the layer reads it once for all of them
+        torch.einsum("etd,te->td", experts(x), gate)                     # it does not, and has a row for each token and expert
+    """
+    return any(free_unbacked_symbols(fake_of(node)) for node in match.region.nodes if isinstance(fake_of(node), torch.Tensor))
 
 
 def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:

@@ -74,6 +74,11 @@ class Inserter:
             node.meta["example_value"] = function(*fakes, **kwargs)
         return node
 
+    def of_data(self, target: Callable, *args: Any) -> fx.Node:
+        """A call that gives a size which only the data tell; autograd's trace of the graph makes a symbol of its own for it."""
+        with self._mode.shape_env.ignore_fresh_unbacked_symbols():
+            return self.call(target, *args)
+
     def given(self, value: Any, target: Callable, *args: Any) -> fx.Node:
         """A call of what cannot run on fakes here, with the fake value that it gives."""
         node = self._add(target, args, {})

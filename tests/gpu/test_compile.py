@@ -139,3 +139,28 @@ def test_bytes_kept_for_backward_are_x_h_and_indices(path):
     kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
     h_bytes, router_bytes, index_bytes = T * K * 2 * H * 2, T * (E * 4 + K * 16), T * K * 4 * 4
     assert kept <= 1.02 * (h_bytes + router_bytes + index_bytes)
+
+
+@pytest.mark.parametrize("router_dtype", [torch.bfloat16, torch.float32])
+def test_a_router_in_fp32_over_bf16_tokens_is_as_exact(router_dtype):
+    """Logits and the router's gradient as of an fp32 product; what else is bf16 stays out of the comparison."""
+    torch.manual_seed(0)
+    T, D, E, K, hidden = 4096, 512, 64, 4, 128
+    x = torch.randn(T, D, device="cuda", dtype=torch.bfloat16)
+    router = torch.randn(E, D, device="cuda").to(router_dtype).requires_grad_()
+    w_up, w_down = (torch.randn(E, *s, device="cuda", dtype=torch.bfloat16) * 0.05 for s in ((2 * hidden, D), (D, hidden)))
+
+    def layer(x, router):
+        logits = F.linear(x.float(), router.float())
+        weights, experts = moeblaze_ops.route(logits, K)
+        return moeblaze_ops.moe(x, weights, experts, w_up, w_down), logits
+
+    torch._dynamo.reset()
+    (_, logits), codes = run_and_get_code(torch.compile(layer), x, router)
+    wanted = F.linear(x.double(), router.double())
+    assert "mm_dtype" in codes[0] and ((logits - wanted).norm() / wanted.norm()).item() < 1e-6
+    seed = torch.randn_like(logits)
+    logits.backward(seed)
+    gradient = seed.double().mT @ x.double()
+    limit = 1e-6 if router_dtype == torch.float32 else 3e-3
+    assert ((router.grad - gradient).norm() / gradient.norm()).item() < limit

@@ -269,3 +269,40 @@ def test_rows_go_to_their_tokens(problem, channels):
         assert_close(dx_TD[tokens], dx_ND[rows].float() + left_TC[tokens].float() @ right_CD.float())
         reached[tokens] = True
     assert out_TD[~reached].isnan().all() and dx_TD[~reached].isnan().all()
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_steps_launch_again_what_steps_before_launched(top_k, monkeypatch):
+    """Each step has tensors of its own, and gives what it gives where everything is launched in full."""
+    import moeblaze_ops
+    from moeblaze_ops.kernels.hopper import launch, repeated
+
+    T, D, F, E = 512, 256, 128, 8
+    in_full = []
+    original = launch.launch_compiled
+    for module in ("launch", "expert_order"):
+        path = f"moeblaze_ops.kernels.hopper.{module}.launch_compiled"
+        monkeypatch.setattr(path, lambda *args, **options: (in_full.append(args[0]), original(*args, **options)))
+
+    def step():
+        shapes = (T, D), (E, 2 * F, D), (E, D, F)
+        x, w_up, w_down = ((torch.randn(s, device="cuda") * 0.1).bfloat16().requires_grad_() for s in shapes)
+        weights, experts = torch.rand(T, E, device="cuda").topk(top_k)
+        weights.requires_grad_()
+        out = moeblaze_ops.moe(x, weights, experts, w_up, w_down)
+        dout = torch.randn_like(out)
+        return [out, *torch.autograd.grad(out, (x, weights, w_up, w_down), dout)]
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        in_full.clear()
+        results = step()
+        if seed > 1:
+            assert not in_full, "the third step repeats launches"
+        with monkeypatch.context() as patch:
+            patch.setattr(repeated, "_is_watched", lambda: True)
+            torch.manual_seed(seed)
+            wanted = step()
+        if seed > 1:
+            assert in_full, "and what is watched launches in full"
+        assert all(torch.equal(got, want) for got, want in zip(results, wanted, strict=True))

@@ -19,7 +19,7 @@ from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, 
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
 from tests.corpus import activations
-from tests.tools.offline import compile_launch, recorded_launches
+from tests.tools.offline import compile_launch, recorded_launches, with_wide_sizes
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 
@@ -144,6 +144,18 @@ def expected_tensor_core(launch, capability):
 def specialised(parameter, value):
     """What of an argument is compiled for: a constant's value; of another number whether it is 1, or a multiple of 16."""
     return value if parameter.is_constexpr or value is None else (value == 1, value % 16 == 0)
+
+
+@pytest.mark.parametrize("layer", ["few_rows", "fp32"])
+def test_sizes_known_only_when_run_compile(layer):
+    """Tokens from other ranks come in a number that a compiler takes for one of 64 bits."""
+    dtype, (T, *sizes), *rest = LAYERS[layer]
+    with recorded_launches((9, 0)) as launches:
+        train(dtype, (T, *sizes), *rest)
+    with recorded_launches((9, 0)) as others:
+        train(dtype, (2 * T, *sizes), *rest)
+    for launch, other in zip(launches, others, strict=True):
+        assert compile_launch(with_wide_sizes(launch, other), (9, 0)).spill_bytes == 0, launch.name
 
 
 def test_tokens_do_not_change_what_is_compiled():

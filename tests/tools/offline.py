@@ -7,7 +7,7 @@ compiled for a target with the same specialisation (alignment, values equal to o
 import contextlib
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -75,6 +75,20 @@ def recorded_launches(capability: tuple[int, int]):
         mock.patch.object(launch_module, "wrap_triton", Recorder),
     ):
         yield launches
+
+
+def with_wide_sizes(launch: Launch, other: Launch) -> Launch:
+    """``launch`` with each number that is another one in ``other`` too large for 32 bits.
+
+    So a compiler passes sizes of which it knows nothing, and what it computes from them.
+    """
+    assert launch.kernel is other.kernel
+    wide = {}
+    for parameter in launch.kernel.params:
+        value = launch.arguments[parameter.name]
+        if not parameter.is_constexpr and type(value) is int and value != other.arguments[parameter.name]:
+            wide[parameter.name] = 1 << 40
+    return replace(launch, arguments=launch.arguments | wide)
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> Resources:

@@ -1,7 +1,7 @@
 """Which node of the graph holds a tensor that a proof describes by its elements."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,14 +83,17 @@ class Finder:
     def _find_at(
         self, targets: tuple[Expr, ...], indices: Sequence[tuple[Expr, ...]], shape: tuple[Size, ...], depth: int = 0
     ) -> Operand | None:
-        for value, node in self._of_shape(shape):
-            try:
-                elements = [self._evaluator.element(value, at, depth) for at in indices]
-            except Unroll:
-                continue
-            if all(element is target for element, target in zip(elements, targets, strict=True)):
-                return Operand(node, value.dtype)
-        return None
+        def search(targets: tuple[Expr, ...]) -> Operand | None:
+            for value, node in self._of_shape(shape):
+                try:
+                    elements = [self._evaluator.element(value, at, depth) for at in indices]
+                except Unroll:
+                    continue
+                if all(element is target for element, target in zip(elements, targets, strict=True)):
+                    return Operand(node, value.dtype)
+            return None
+
+        return _or_what_is_cast(search, targets)
 
     def _of_shape(self, shape: tuple[Size, ...]) -> Iterable[tuple[Value, fx.Node]]:
         for node in self._nodes:
@@ -185,15 +188,14 @@ class Finder:
     def _search(
         self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, nodes: list[fx.Node] | None = None
     ) -> Operand | None:
-        for node in self._nodes if nodes is None else nodes:
-            value = self._view.value_at(node, self._position)
-            if isinstance(value, Value) and self._holds(value, targets, columns, width, depth):
-                return Operand(node, value.dtype)
-        casts = {t.args[0] if t.kind == "cast" else None for t in targets}
-        if len(casts) == 1 and None not in casts:
-            found = self._search(tuple(t.args[1] for t in targets), columns, width, depth)
-            return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
-        return None
+        def search(targets: tuple[Expr, ...]) -> Operand | None:
+            for node in self._nodes if nodes is None else nodes:
+                value = self._view.value_at(node, self._position)
+                if isinstance(value, Value) and self._holds(value, targets, columns, width, depth):
+                    return Operand(node, value.dtype)
+            return None
+
+        return _or_what_is_cast(search, targets)
 
     def _holds(self, value: Value, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> bool:
         for token in self._token_indices(value.shape, width):
@@ -229,6 +231,16 @@ class Finder:
                 yield self._tokens
             elif sizes and same_size(math.prod(sizes), math.prod(self._sizes)):
                 yield self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
+
+
+def _or_what_is_cast(search: Callable[[tuple[Expr, ...]], Operand | None], targets: tuple[Expr, ...]) -> Operand | None:
+    """What ``search`` finds for the targets, or for what all of them are a cast of, to be cast."""
+    found = search(targets)
+    casts = {target.args[0] if target.kind == "cast" else None for target in targets}
+    if found is not None or len(casts) != 1 or None in casts:
+        return found
+    found = _or_what_is_cast(search, tuple(target.args[1] for target in targets))
+    return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
 
 
 def dependencies(view: GraphView, root: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:

@@ -185,6 +185,15 @@ def choice_one_by_one(self, x, logits):
     return out
 
 
+def choice_of_wide_shares(self, x, logits):
+    """Scores in a wider dtype, which each expert casts for itself."""
+    shares, token = _named(x, logits.t().double(), dim=-1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        out = out.index_add(0, token[e], expert(x[token[e]]) * shares[e, :, None].to(x.dtype))
+    return out
+
+
 def choice_without_weights(self, x, logits):
     token, out = _named(x, logits)[1], torch.zeros_like(x)
     for e, expert in enumerate(self.experts):
@@ -251,6 +260,18 @@ def test_other_numbers_of_tokens(spelling):
     """One compiled layer for several T."""
     backend = check_against_eager(Layer(spelling), torch.randn(11, zoo.D), dynamic=True)
     assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+@pytest.mark.parametrize(("spelling", "counts"), [(relu_rows, True), (threshold_rows, True), (relu_of_all, False)])
+def test_rows_are_counted_where_the_program_counts_them(spelling, counts):
+    """A loop that gathers rows becomes a layer with as many; one that computes all of them reads no number on the host."""
+    backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
+    assert backend.rewritten and ("used_slots.default" in backend.operators()) == counts
+
+
+def test_scores_in_a_wider_dtype():
+    backend = check_against_eager(Layer(choice_of_wide_shares).float(), torch.randn(20, zoo.D, dtype=torch.float32))
+    assert backend.rewritten and not backend.reasons
 
 
 def test_rows_of_experts_that_choose():

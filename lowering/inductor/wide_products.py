@@ -1,0 +1,146 @@
+"""Products of a recognised router in fp32 whose numbers came in bf16: tensor cores compute them, and lose nothing.
+
+    logits = F.linear(x.float(), w.float())          # bf16 x and w: one product of them that is summed and given in fp32
+    logits = F.linear(x.float(), w)                  # fp32 w: one product with three bf16 parts of w, but none if x is fp32
+
+A product of two bf16 numbers is exact in fp32. An fp32 number is the sum of three bf16 numbers, eight bits of it each, so the
+gradient of the logits and a weight in fp32 become such parts side by side. The parts are cut off by a mask of bits, because
+generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Without this the tokens
+are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done to the graph of forward and
+backward, before it is parted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from moeblaze_ops.lowering.inductor.router_products import comes_from_route, feeds_route
+
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_MOVED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default)
+_HIGH_BITS = -(1 << 16)
+"""Sign, exponent and the part of the mantissa that bf16 has."""
+_OF_PASS = ("partitioner_tag", "seq_nr")
+"""What autograd noted of a node: the part that it is for, and what it differentiates."""
+_MOST_EXPERTS = 1024
+"""As many as the other products of a router take."""
+
+
+def narrow_router_product(mm: fx.Node) -> bool:
+    """Replace ``mm`` if it is such a product, and say whether it was."""
+    value = mm.meta["val"]
+    if not (value.is_cuda and value.dtype == torch.float32):
+        return False
+    num_experts = _num_experts(mm)
+    if num_experts is None:
+        return False
+    chains = [_cast_from(side) for side in mm.args]
+    given = {chain[-1].meta["val"].dtype for chain in chains if chain}
+    if len(given) != 1:
+        return False
+    call = _Writer(mm)
+    if all(chains):
+        result = call(aten.mm.dtype, *(_moved(call, chain) for chain in chains), torch.float32)
+    elif given == {torch.bfloat16}:
+        wide = 0 if chains[1] else 1
+        result = _in_parts(call, mm, num_experts, wide, chains[1 - wide])
+    else:
+        return False
+    if result is None:
+        return False
+    mm.replace_all_uses_with(result)
+    mm.graph.erase_node(mm)
+    return True
+
+
+def _num_experts(mm: fx.Node) -> int | None:
+    """The experts of the router that ``mm`` is a product of; None if it is none's, or if they are many."""
+    if feeds_route(mm):
+        number = mm.meta["val"].shape[1]
+    elif comes_from_route(dlogits := _chain(mm.args[0])[-1]):
+        number = dlogits.meta["val"].shape[-1]
+    else:
+        return None
+    return number if isinstance(number, int) and number <= _MOST_EXPERTS else None
+
+
+class _Writer:
+    """Writes calls before a node, for the pass that the node is for."""
+
+    def __init__(self, before: fx.Node):
+        self._before = before
+
+    def __call__(self, target: Callable, *args: Any) -> fx.Node:
+        with self._before.graph.inserting_before(self._before):
+            node = self._before.graph.call_function(target, args)
+        node.meta.update({name: self._before.meta[name] for name in _OF_PASS if name in self._before.meta})
+        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+        return node
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """``node``, and what it is a move of the elements of, and so on."""
+    chain = [node]
+    while chain[-1].target in _MOVED:
+        chain.append(chain[-1].args[0])
+    return chain
+
+
+def _cast_from(node: fx.Node) -> list[fx.Node]:
+    """The moves from ``node`` to the 16-bit tensor that it is cast from, and that tensor; empty if it is not cast."""
+    *moves, last = _chain(node)
+    if last.target != _CAST:
+        return []
+    (source,) = last.all_input_nodes
+    return [*moves, source] if source.meta["val"].dtype in (torch.bfloat16, torch.float16) else []
+
+
+def _moved(call: _Writer, chain: list[fx.Node]) -> fx.Node:
+    """The same moves of the tensor itself."""
+    *moves, moved = chain
+    for move in reversed(moves):
+        moved = call(move.target, moved, *move.args[1:])
+    return moved
+
+
+def _in_parts(call: _Writer, mm: fx.Node, num_experts: int, wide: int, narrow: list[fx.Node]) -> fx.Node | None:
+    """The product with the parts of the fp32 factor at position ``wide`` side by side, None if it has no axis of experts."""
+    factor = mm.args[wide]
+    sizes = list(factor.meta["val"].shape)
+    if num_experts not in sizes:
+        return None
+    axis = sizes.index(num_experts)
+    parts, other = call(aten.cat.default, _parts(call, factor), axis), _moved(call, narrow)
+    if axis != wide:
+        other = call(aten.cat.default, [other] * 3, wide)
+    factors = (parts, other) if wide == 0 else (other, parts)
+    if axis != wide and _is_only_rounded(mm):
+        result = call(aten.mm.default, *factors)
+        (cast,) = mm.users
+        cast.replace_all_uses_with(result)
+        mm.graph.erase_node(cast)
+        return result
+    product = call(aten.mm.dtype, *factors, torch.float32)
+    if axis != wide:
+        return product
+    rows, columns = mm.meta["val"].shape
+    shape = (3, rows, columns) if wide == 0 else (rows, 3, columns)
+    return call(aten.sum.dim_IntList, call(aten.view.default, product, shape), [wide])
+
+
+def _is_only_rounded(mm: fx.Node) -> bool:
+    """Whether nothing reads the product but a cast to bf16, which the product then makes itself."""
+    return [(user.target, user.args[1:]) for user in mm.users] == [(_CAST, (torch.bfloat16,))]
+
+
+def _parts(call: _Writer, node: fx.Node) -> list[fx.Node]:
+    """Three bf16 tensors whose sum is the fp32 tensor."""
+    parts, rest = [], node
+    for _ in range(2):
+        bits = call(aten.bitwise_and.Scalar, call(aten.view.dtype, rest, torch.int32), _HIGH_BITS)
+        parts.append(call(aten.view.dtype, bits, torch.float32))
+        rest = call(aten.sub.Tensor, rest, parts[-1])
+    return [call(_CAST, part, torch.bfloat16) for part in (*parts, rest)]
