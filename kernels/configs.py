@@ -144,15 +144,17 @@ def choose_expert_down_backward(
     capability: tuple[int, int],
     num_steps: int = 0,
 ) -> GemmConfig:
-    """Tile of ``[rows, D] @ [D, F]`` whose epilogue also holds strips of h, dh and a."""
+    """Tile of ``[rows, D] @ [D, F]`` whose epilogue also holds strips of h, dh and a; of a long gradient fewer a thread."""
+    is_long = num_steps > _MOST_GRADIENT_STEPS
     block_m = block_rows(rows_per_expert)
     if not operands.tensor_cores:
         tile = GemmConfig(min(block_m, 64), 32, 64, 16, 4, 3)
     elif block_m < 64:
         tile = GemmConfig(block_m, 64, 256, 16, 4, 3)
     else:
-        tile = GemmConfig(block_m, 128 if operands.element_size == 2 and num_steps <= _MOST_GRADIENT_STEPS else 64, 128, 16, 8, 4)
-    return _fit(tile, operands, D, F, 1, capability)
+        tile = GemmConfig(block_m, 128 if operands.element_size == 2 and not is_long else 64, 128, 16, 8, 4)
+    fitted = _fit(tile, operands, D, F, 1, capability)
+    return replace(fitted, num_warps=8) if is_long and fitted.block_m >= 64 else fitted
 
 
 def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capability: tuple[int, int]) -> GemmConfig:
