@@ -90,6 +90,10 @@ def block_rows(rows_per_expert: int | None) -> int:
     return next((block for block in (16, 32, 64) if rows_per_expert <= block), ROW_BLOCK)
 
 
+_MOST_VALUE_STEPS, _MOST_GRADIENT_STEPS = 14, 23
+"""Steps of an activation, and of its gradient, that leave registers to a wide tile."""
+
+
 def choose_expert_up(
     operands: Operands,
     D: int | None,
@@ -97,17 +101,20 @@ def choose_expert_up(
     gated: bool,
     rows_per_expert: int | None,
     capability: tuple[int, int],
+    num_steps: int = 0,
 ) -> GemmConfig:
-    """Tile of ``[rows, D] @ [D, F]``, with one accumulator, or two when gated."""
+    """Tile of ``[rows, D] @ [D, F]``, with one accumulator, or two when gated; long activations have half the columns."""
+    is_long = num_steps > _MOST_VALUE_STEPS and feeds_from_shared_memory(capability)
     if not gated:
-        return choose_expert_rows(operands, D, F, rows_per_expert, capability)
+        tile = choose_expert_rows(operands, D, F, rows_per_expert, capability)
+        return replace(tile, block_n=min(tile.block_n, 128)) if is_long else tile
     block_m = block_rows(rows_per_expert)
     if not operands.tensor_cores:
         tile = GemmConfig(min(block_m, 64), 32, 64, 16, 4, 3)
     elif block_m < 64:
         tile = GemmConfig(block_m, 64, 256, 16, 4, 3)
     else:
-        tile = GemmConfig(block_m, 128 if feeds_from_shared_memory(capability) else 64, 128, 16, 8, 4)
+        tile = GemmConfig(block_m, 128 if feeds_from_shared_memory(capability) and not is_long else 64, 128, 16, 8, 4)
     return _fit(tile, operands, D, F, 2, capability)
 
 
@@ -135,16 +142,19 @@ def choose_expert_down_backward(
     F: int | None,
     rows_per_expert: int | None,
     capability: tuple[int, int],
+    num_steps: int = 0,
 ) -> GemmConfig:
-    """Tile of ``[rows, D] @ [D, F]`` whose epilogue also holds strips of h, dh and a."""
+    """Tile of ``[rows, D] @ [D, F]`` whose epilogue also holds strips of h, dh and a; of a long gradient fewer a thread."""
+    is_long = num_steps > _MOST_GRADIENT_STEPS
     block_m = block_rows(rows_per_expert)
     if not operands.tensor_cores:
         tile = GemmConfig(min(block_m, 64), 32, 64, 16, 4, 3)
     elif block_m < 64:
         tile = GemmConfig(block_m, 64, 256, 16, 4, 3)
     else:
-        tile = GemmConfig(block_m, 128 if operands.element_size == 2 else 64, 128, 16, 8, 4)
-    return _fit(tile, operands, D, F, 1, capability)
+        tile = GemmConfig(block_m, 128 if operands.element_size == 2 and not is_long else 64, 128, 16, 8, 4)
+    fitted = _fit(tile, operands, D, F, 1, capability)
+    return replace(fitted, num_warps=8) if is_long and fitted.block_m >= 64 else fitted
 
 
 def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capability: tuple[int, int]) -> GemmConfig:

@@ -23,7 +23,7 @@ from torch import Tensor
 from moeblaze_ops.kernels.activations import activate_backward
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
 from moeblaze_ops.kernels.experts.bias_dots import bias_dots
-from moeblaze_ops.kernels.formulas.program import gradient_program
+from moeblaze_ops.kernels.formulas.program import gradient_cost, gradient_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.hopper.configs import num_partials as hopper_partials
 from moeblaze_ops.kernels.launch import (
@@ -305,7 +305,7 @@ def launch_expert_down_backward(
         given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
         hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF)
     else:
-        config = _choose_config(h_NGF, w_down)
+        config = _choose_config(h_NGF, w_down, activation)
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
         written = (dh_NGF, partials_CN, wa_NF)
@@ -343,7 +343,7 @@ def _new_partials(h_NGF, num_partials, b_down):
     return h_NGF.new_empty((num_partials + len(b_down), h_NGF.shape[0]), dtype=torch.float32)
 
 
-def _choose_config(h_NGF, w_down):
+def _choose_config(h_NGF, w_down, activation):
     num_experts, F, D = w_down[0].shape
     return choose_expert_down_backward(
         operands(h_NGF),
@@ -351,6 +351,7 @@ def _choose_config(h_NGF, w_down):
         static_size(F),
         mean_rows(h_NGF.shape[0], num_experts),
         capability(h_NGF),
+        gradient_cost(activation).num_steps,
     )
 
 

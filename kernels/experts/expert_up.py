@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.activations import activate
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
-from moeblaze_ops.kernels.formulas.program import value_program
+from moeblaze_ops.kernels.formulas.program import value_cost, value_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -239,6 +239,7 @@ def launch_expert_up(
         gated,
         mean_rows(num_rows, num_experts),
         capability(x_TD),
+        value_cost(activation).num_steps,
     )
     num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
     launch(

@@ -40,29 +40,37 @@ def gradient_program(activation: str) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What tells how many registers a gradient takes, as kernels compiled for sm_90 without a GPU showed.
+    """What of a program tells how many registers an epilogue takes, as kernels compiled without a GPU showed.
 
-    ``is_long``: it takes more than 144 in the epilogue of the down projection's backward; with more than two choices, too,
-    more than 96.
+    ``num_steps``: those of long functions count several times. ``num_choices``: conditions, whose two sides are alive at once.
     """
 
-    is_long: bool
+    num_steps: int
     num_choices: int
+    is_gated: bool
+
+
+@cache
+def value_cost(activation: str) -> Cost:
+    return _cost(value_program(activation), is_gated(activation))
 
 
 @cache
 def gradient_cost(activation: str) -> Cost:
-    """Of the gradient's program."""
-    program = gradient_program(activation)
-    functions = [step.split(" ")[0] for step in program.split("|")[0].split(";")]
-    is_long = is_gated(activation) and sum(_WEIGHTS.get(function, 1) for function in functions) > _MOST_STEPS
-    return Cost(is_long, functions.count("where"))
+    return _cost(gradient_program(activation), is_gated(activation))
 
 
-_WEIGHTS = {"softplus": 14, "tanh_softplus": 6, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6}
+def _cost(program: str, gated: bool) -> Cost:
+    functions = [step.split(" ")[0] for step in program.split("|")[0].split(";") if step]
+    choices = sum(map(functions.count, ("where", "maximum", "minimum")))
+    return Cost(sum(_WEIGHTS.get(function, 1) for function in functions), choices, gated)
+
+
+_WEIGHTS = {
+    "softplus": 19, "tanh_softplus": 19, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6,
+    "minimum": 2, "maximum": 2,
+}  # fmt: skip
 """Functions of several steps; those of one or two count once."""
-
-_MOST_STEPS = 18
 
 
 def _weighted(slope: Node, computed: set[Node]) -> Node:

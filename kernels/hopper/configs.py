@@ -23,6 +23,10 @@ _FAR_EPILOGUE_BOUND = 512
 """Width D up to which it takes so much longer that it gets half of the product's registers, too."""
 
 
+_MOST_STEPS = 18
+"""Steps of a gated gradient that fit 144 registers, and if there are no more than two choices among them 96."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """A tile of a GEMM: two consumers of ``block_m / 2`` rows each.
@@ -259,9 +263,10 @@ def down_backward_warps(contracted: int, activation: str) -> Warps:
     if contracted > _EPILOGUE_BOUND:
         return TWELVE_WARPS
     gradient = gradient_cost(activation)
+    is_long = gradient.is_gated and gradient.num_steps > _MOST_STEPS
     if contracted > _FAR_EPILOGUE_BOUND:
-        return TWELVE_WARPS if gradient.is_long else Warps(4, 4, (160, 48, 144))
-    return Warps(2, 4, (128, 128, 128)) if gradient.is_long and gradient.num_choices > 2 else Warps(2, 8, (96, 96, 96))
+        return TWELVE_WARPS if is_long else Warps(4, 4, (160, 48, 144))
+    return Warps(2, 4, (128, 128, 128)) if is_long and gradient.num_choices > 2 else Warps(2, 8, (96, 96, 96))
 
 
 def num_partials(columns: int, contracted: int) -> int:

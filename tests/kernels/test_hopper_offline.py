@@ -19,13 +19,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED  # noqa: E402
+from moeblaze_ops.arguments.traced_activations import trace_activation  # noqa: E402
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, is_gated  # noqa: E402
 from moeblaze_ops.kernels.hopper import launch as hopper_launch  # noqa: E402
 from moeblaze_ops.kernels.hopper.configs import num_partials  # noqa: E402
 from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward  # noqa: E402
 from moeblaze_ops.kernels.hopper.expert_up import hopper_expert_up  # noqa: E402
 from moeblaze_ops.kernels.hopper.row_gemm import hopper_down_rows, hopper_up_backward_rows  # noqa: E402
 from moeblaze_ops.kernels.hopper.weight_grad import hopper_weight_grad  # noqa: E402
+from tests.corpus import activations  # noqa: E402
 
 SHARED_MEMORY_BYTES = 232448
 """What one program may use on compute capability 9.0."""
@@ -36,7 +38,6 @@ SPILL_BYTES = 32
 T, K, E, D, F = 64, 2, 4, 512, 768
 N = T * K
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_clamped", "swiglu_limited")
 
 
 class OfflineDriver:
@@ -131,10 +132,14 @@ EPILOGUES = [
 ]
 
 
+FORMULAS = ("situ_glu", "mish_glu", "softplus_glu", "tanh_glu", "swiglu_other_limits", "xielu", "hard_swish")
+EPILOGUES += [(trace_activation(activations.ALL[name]), num_d) for name in FORMULAS for num_d in (1536, 2048)]
+
+
 @pytest.mark.parametrize(("activation", "num_d"), EPILOGUES)
 def test_activations_fit(compiled, activation, num_d):
     """Narrow and wide: the tile of dA depends on D."""
-    D, parts = num_d, 2 if activation in GATED else 1
+    D, parts = num_d, 2 if is_gated(activation) else 1
     table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
     h, a, partials = empty(N, parts, F), empty(N, F), empty(num_partials(F, D), N, dtype=torch.float32)
     w_up, w_down = up_weights("packed", parts, F, D), empty(E, F, D)

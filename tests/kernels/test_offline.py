@@ -9,6 +9,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 from moeblaze_ops import config
+from moeblaze_ops.arguments.traced_activations import trace_activation
 from moeblaze_ops.kernels.configs import shared_memory_bytes
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
@@ -16,7 +17,9 @@ from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
+from tests.corpus import activations
 from tests.tools.offline import compile_launch, recorded_launches, with_wide_sizes
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
@@ -96,6 +99,28 @@ def check_resources(layer, capability, on_tensor_cores, step=train):
         assert resources.spill_bytes == 0, launch.name
         assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
         assert resources.tensor_core == (expected_tensor_core(launch, capability) if on_tensor_cores else None), launch.name
+
+
+@pytest.mark.parametrize("name", ["quick_geglu", "mish_glu", "softplus_glu", "tanh_glu", "swiglu_other_limits", "xielu"])
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+def test_formulas_compile_without_spills(name, capability):
+    """Next to none: what a few values cost outside the loops cannot be measured."""
+    activation = trace_activation(activations.ALL[name])
+    dtype, (T, E, K, D, F), *_ = LAYERS["many_rows"]
+    G = 2 if is_gated(activation) else 1
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with recorded_launches(capability) as launches:
+        x, routing = new(T, D), launch_dispatch(new(T, K, dtype=torch.int64), E)
+        h, _ = launch_expert_up(x, [new(E, G, F, D)], [], None, *routing, activation)
+        weights = new(T, K, dtype=torch.float32)
+        launch_expert_down_backward(x, h, [new(E, D, F).transpose(1, 2)], [], weights, *routing, activation)
+    expert_launches = [launch for launch in launches if "_expert_" in launch.name]
+    assert len(expert_launches) == 2
+    for launch in expert_launches:
+        assert compile_launch(launch, capability).spill_bytes <= 32, launch.name
 
 
 def name_of(case):

@@ -303,9 +303,9 @@ CALLS = {
     # moe: options
     "moe unknown activation": (lambda: moe(activation="swish"), ValueError, "moe: activation must be one of swiglu, geglu, "),
     "moe activation function": (
-        lambda: moe(activation=torch.nn.functional.silu),
-        TypeError,
-        "moe: activation must be one of swiglu, geglu, ",
+        lambda: moe(activation=lambda gate, up: gate.softmax(-1) * up),
+        ValueError,
+        "moe: activation must be a pointwise function of (gate, up), or of h alone, got ",
     ),
     "moe no activation": (lambda: moe(activation=None), TypeError, "moe: activation must be one of"),
     "moe activation list": (lambda: moe(activation=["swiglu"]), TypeError, "moe: activation must be one of"),
@@ -357,7 +357,11 @@ CALLS = {
         )
     },
     "MoE activation": (lambda: module(activation="swish"), ValueError, "MoE: activation must be one of swiglu, "),
-    "MoE activation function": (lambda: module(activation=nn.SiLU()), TypeError, "MoE: activation must be one of swiglu, "),
+    "MoE activation function": (
+        lambda: module(activation=nn.PReLU()),
+        ValueError,
+        "MoE: activation must be a pointwise function of (gate, up), or of h alone, got PReLU: it reads a tensor",
+    ),
     "MoE more than 32 per token": (
         lambda: module(E=64, K=33),
         ValueError,

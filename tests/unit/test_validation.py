@@ -107,7 +107,8 @@ BAD_INPUT = {
         lambda layer: up(layer, activation="mish"),
         ValueError,
         "expert_up: activation must be one of swiglu, geglu, geglu_tanh, reglu, swiglu_clamped, swiglu_limited, silu, gelu, "
-        "gelu_tanh, relu, relu2, identity, got 'mish'",
+        "gelu_tanh, relu, relu2, identity, or a formula such as 'silu(g) * u' or 'silu(h)', got 'mish': 'mish', "
+        "which is no symbol, number or known function",
     ),
     "ungated_activation": (
         lambda layer: up(layer, activation="relu"),

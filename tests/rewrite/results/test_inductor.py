@@ -71,6 +71,18 @@ def plain_loop(x, router, w_gate, w_up, w_down):
     return out
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)
+def test_formula_is_a_constant_of_the_kernels(capability):
+    """It needs no code of its own: the kernels are those of any activation, compiled for the steps of this one."""
+
+    def step(x, weights, experts, w_up, w_down):
+        return moeblaze_ops.moe(x, weights, experts, w_up, w_down, activation=lambda g, u: torch.tanh(g) * u)
+
+    code = fakecuda.generated_code(step, fake_layer_inputs(), capability=capability)
+    assert CALL not in code and "_expert_up_kernel" in str(fakecuda.launches(code))
+    assert "'tanh 0;mul 3 1|4'" in code and "def _apply(" in code
+
+
 def test_plain_layer_becomes_kernels():
     """All the way from a loop over experts, which Dynamo does not even capture by default."""
     with FakeTensorMode(shape_env=ShapeEnv()):

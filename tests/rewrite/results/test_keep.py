@@ -41,12 +41,11 @@ def test_keep_input(fp64, monkeypatch, name):
     assert backend.rewritten[0].became == f"expert_mlp({backend.rewritten[0].activation})"
 
 
-def test_keep_input_with_an_unfused_activation(fp64, monkeypatch):
-    """It is applied to the pre-activation, which then exists."""
+def test_keep_input_with_a_formula(fp64, monkeypatch):
     monkeypatch.setattr(config, "keep", "input")
     layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: zoo.GluMLP(torch.nn.functional.mish))
     (found,) = check_against_eager(layer, torch.randn(10, zoo.D)).rewritten
-    assert found.became == "expert_up -> unfused activation -> expert_down"
+    assert found.became == "expert_mlp(g * tanh(softplus(g)) * u)"
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
