@@ -93,12 +93,12 @@ def moe(
         NotImplementedError: low-rank additions with ``keep="input"``.
     """
     keep = config.keep if keep is None else keep
-    activation = resolved_activation("moe", activation)
+    formula: str = resolved_activation("moe", activation)
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
-    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, activation, interleaved, transposed, weight_on, keep)
+    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
     given = {"lora_up": lora_up, "lora_gate": lora_gate, "lora_down": lora_down}
     check_lora(x, given, w_up, w_gate, w_down, transposed, keep)
-    w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, activation, interleaved, transposed)
+    w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, formula, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
 
@@ -106,20 +106,20 @@ def moe(
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     weights_TK = weights.reshape(-1, weights.shape[-1])
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
-    parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
+    parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (formula, weight_on == "input")
     has_lora = any(lora is not None for lora in given.values())
     if not has_lora and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
-    up_factors = _up_factors(x, lora_gate, lora_up, w_gate is not None, activation, interleaved)
+    up_factors = _up_factors(x, lora_gate, lora_up, w_gate is not None, formula, interleaved)
     down_factors = None
     if lora_down is not None:
         a_ERF, b_EDR, scale = lora_down
         a_ERF, b_EDR = padded(a_ERF.to(x.dtype), scaled(b_EDR, scale, x.dtype))
         down_factors = a_ERF, b_EDR.transpose(1, 2)
-    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, activation, up_factors)
-    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, activation, down_factors)
+    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors)
+    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors)
     return out_TD.view(x.shape)
 
 

@@ -14,7 +14,7 @@ import moeblaze_ops
 from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import ACTIVATIONS
 from moeblaze_ops.memory.token_chunks import token_ranges, tokens_per_chunk, transient_bytes
-from moeblaze_ops.ops import expert_mlp_chunked
+from moeblaze_ops.ops.recomputed import expert_mlp_chunked
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 from tests.tools.fakecuda import generated_code, launches, shadow_backend
 from tests.tools.op_harness import OurOps, assert_one_graph_for_several_token_counts, detach, step

@@ -13,7 +13,7 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import ACTIVATIONS
 from moeblaze_ops.memory import row_ranges
 from moeblaze_ops.memory.row_ranges import MOST_RANGES, RangeSizes, choose_parts, range_sizes, tokens_in_ranges
-from moeblaze_ops.ops import expert_mlp_ranged
+from moeblaze_ops.ops.recomputed import expert_mlp_ranged
 from moeblaze_ops.ops.recomputed.ranged_backward import Device, cpu_device
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 from tests.tools.fakecuda import launches, shadow_backend

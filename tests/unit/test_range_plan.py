@@ -10,7 +10,7 @@ import moeblaze_ops
 from moeblaze_ops.memory import row_ranges
 from moeblaze_ops.memory.range_plan import Planner, padded
 from moeblaze_ops.memory.row_ranges import RangeSizes, range_sizes, routing_bytes
-from moeblaze_ops.ops import expert_mlp_ranged
+from moeblaze_ops.ops.recomputed import expert_mlp_ranged
 from moeblaze_ops.ops.recomputed.ranged_backward import cpu_device
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 from tests.tools.op_harness import step
