@@ -81,10 +81,10 @@ def moe(
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
     """
     keep = config.keep if keep is None else keep
-    activation = resolved_activation("moe", activation)
+    formula: str = resolved_activation("moe", activation)
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
-    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, activation, interleaved, transposed, weight_on, keep)
-    w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, activation, interleaved, transposed)
+    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
+    w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, formula, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
 
@@ -92,13 +92,13 @@ def moe(
     x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     weights_TK = weights.reshape(-1, weights.shape[-1])
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
-    parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (activation, weight_on == "input")
+    parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (formula, weight_on == "input")
     if not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input":
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
-    h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, activation)
-    out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, activation)
+    h_NGF, a_NF = expert_up(x_TD, w_up_list, b_up_list, on_input, *routing, formula)
+    out_TD = expert_down(h_NGF, a_NF, w_down_list, b_down_list, on_output, *routing, formula)
     return out_TD.view(x.shape)
 
 

@@ -42,12 +42,12 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        activation = resolved_activation("MoE", activation)
-        check_module(D, F, E, K, activation, bias, renormalize, keep, device, dtype)
+        formula: str = resolved_activation("MoE", activation)
+        check_module(D, F, E, K, formula, bias, renormalize, keep, device, dtype)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        outputs = 2 * F if is_gated(activation) else F
+        outputs = 2 * F if is_gated(formula) else F
         self.K = K
-        self.activation = activation
+        self.activation = formula
         self.renormalize = renormalize
         self.keep = keep
         self.router = nn.Linear(D, E, bias=False, **options)

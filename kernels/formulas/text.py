@@ -108,7 +108,7 @@ def check_root(root: Node) -> None:
 
 def _read(tree: ast.expr) -> Node:
     match tree:
-        case ast.Constant(value=value) if type(value) in (int, float):
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return number(value)
         case ast.Name(id=name) if name in (*GATED_SYMBOLS, *UNGATED_SYMBOLS):
             return symbol(name)
