@@ -3,7 +3,7 @@
     python benchmarks/bench_compile.py --json benchmarks/results/compile_cpu.json
 
 Each compile is of forward and backward, by Inductor, without any cache, after a small one that loads the compiler. "ours" are the
-seconds in the rewriter and in what prepares a frame for capture; they are part of "rewritten". By default Dynamo does not capture
+seconds in the rewriter; they are part of "rewritten". By default Dynamo does not capture
 loops that look for the tokens of each expert, so that only pieces are compiled: "captured" asks it to, as rewriting does.
 """
 
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile as switch
 from environment import command, describe
-from moeblaze_ops.capture.functions import Captures
 
 
 class Experts(nn.Module):
@@ -146,13 +145,13 @@ def measure(style: str, contender: str, arguments: argparse.Namespace) -> Measur
     captured = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=contender == "captured")
     rewriting = switch.enabled() if contender == "rewritten" else contextlib.nullcontext()
     run: Callable = torch.compile(model)
-    with captured, rewriting, timed(switch, "_rewrite") as rewrites, timed(Captures, "__call__") as captures:
+    with captured, rewriting, timed(switch, "_rewrite") as rewrites:
         start = time.perf_counter()
         run(x.requires_grad_()).float().square().mean().backward()
         seconds = time.perf_counter() - start
     counters = torch._dynamo.utils.counters
     graphs, layers = counters["stats"]["unique_graphs"], counters["moeblaze"]["rewritten"]
-    return Measurement(style, contender, seconds, sum(rewrites) + sum(captures), graphs, layers)
+    return Measurement(style, contender, seconds, sum(rewrites), graphs, layers)
 
 
 def warm_up(device: str) -> None:

@@ -1,132 +1,198 @@
-"""Activations inside kernels: ``a = act(h)`` and its derivative, in fp32, chosen by a compile-time integer.
+"""Activations inside kernels: ``a = act(h)`` and its gradient, in fp32, from a program that is known at compile time.
 
-A gated activation is ``a = f(g) * u`` and an ungated one ``a = f(g)``, with the same ``f``: whether there is an
-``u`` is known from the shape of ``h`` (``GATED``), so one integer names both. They must agree with the eager
-formulas of ``moeblaze_ops.arguments.activations``. Comparisons are written so that NaN stays NaN, and constants stand to the
-right of tensors, which the interpreter needs.
+A program is a text that ``kernels.formulas.program`` makes of a name or a formula. Triton runs through its steps while it
+compiles, so that nothing of them is left but the arithmetic. Comparisons are written so that NaN stays NaN, and constants
+stand to the right of tensors where they can, which the interpreter needs.
 """
 
 import triton
 import triton.language as tl
 
-IDENTITY = tl.constexpr(0)
-SILU = tl.constexpr(1)
-GELU = tl.constexpr(2)
-GELU_TANH = tl.constexpr(3)
-RELU = tl.constexpr(4)
-RELU2 = tl.constexpr(5)
-SWIGLU_CLAMPED = tl.constexpr(6)
-SWIGLU_LIMITED = tl.constexpr(7)
+from moeblaze_ops.kernels.formulas.program import IDENTITY_PROGRAM
 
-ACTIVATION_IDS = {
-    "identity": IDENTITY.value,
-    "swiglu": SILU.value,
-    "geglu": GELU.value,
-    "geglu_tanh": GELU_TANH.value,
-    "reglu": RELU.value,
-    "swiglu_clamped": SWIGLU_CLAMPED.value,
-    "swiglu_limited": SWIGLU_LIMITED.value,
-    "silu": SILU.value,
-    "gelu": GELU.value,
-    "gelu_tanh": GELU_TANH.value,
-    "relu": RELU.value,
-    "relu2": RELU2.value,
-}
-"""The integer that kernels know each activation by."""
+IDENTITY = tl.constexpr(IDENTITY_PROGRAM)
 
-SQRT_HALF = tl.constexpr(0.7071067811865476)
-RSQRT_TWO_PI = tl.constexpr(0.3989422804014327)
-GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
-GELU_CUBIC = tl.constexpr(0.044715)
-CLAMP_LIMIT = tl.constexpr(7.0)
-CLAMP_SLOPE = tl.constexpr(1.702)
-SILU_LIMIT = tl.constexpr(10.0)
+
+@triton.constexpr_function
+def num_steps(program):
+    return len([step for step in program.split("|")[0].split(";") if step])
+
+
+@triton.constexpr_function
+def function_of(program, step):
+    return program.split("|")[0].split(";")[step].split(" ")[0]
+
+
+@triton.constexpr_function
+def is_constant(program, step, operand):
+    """Whether an operand of a step is a constant; those that a step does not have are its first one."""
+    operands = program.split("|")[0].split(";")[step].split(" ")[1:]
+    return not operands[operand if operand < len(operands) else 0].isdigit()
+
+
+@triton.constexpr_function
+def operand_of(program, step, operand):
+    """The number of a value, or a constant."""
+    operands = program.split("|")[0].split(";")[step].split(" ")[1:]
+    text = operands[operand if operand < len(operands) else 0]
+    return int(text) if text.isdigit() else float(text)
+
+
+@triton.constexpr_function
+def is_constant_result(program, result):
+    return not program.split("|")[1].split(" ")[result].isdigit()
+
+
+@triton.constexpr_function
+def result_of(program, result):
+    text = program.split("|")[1].split(" ")[result]
+    return int(text) if text.isdigit() else float(text)
 
 
 @triton.jit
-def _nonlinearity(x, ACTIVATION: tl.constexpr):
-    """``f(x)``."""
-    if ACTIVATION == SILU or ACTIVATION == SWIGLU_LIMITED:  # noqa: SIM109
-        return x * tl.sigmoid(x)
-    elif ACTIVATION == GELU:
-        return 0.5 * x * (1.0 + tl.math.erf(x * SQRT_HALF))
-    elif ACTIVATION == GELU_TANH:
-        # 0.5 * (1 + tanh(z)) is sigmoid(2 z).
-        return x * tl.sigmoid(x * GELU_SLOPE * (x * x * GELU_CUBIC + 1.0))
-    elif ACTIVATION == RELU:
-        return tl.where(x <= 0.0, 0.0, x)
-    elif ACTIVATION == RELU2:
-        positive = tl.where(x <= 0.0, 0.0, x)
-        return positive * positive
-    elif ACTIVATION == SWIGLU_CLAMPED:
-        return x * tl.sigmoid(x * CLAMP_SLOPE)
+def _log1p(x):
+    one_more = x + 1.0
+    added = one_more - 1.0
+    return tl.where(added == 0.0, x, tl.log(one_more) * tl.where(added == x, 1.0, x / added))
+
+
+@triton.jit
+def _expm1(x):
+    # The series, where the difference would have few digits.
+    series = x * (1 / 5040) + 1 / 720
+    series = series * x + 1 / 120
+    series = series * x + 1 / 24
+    series = series * x + 1 / 6
+    series = series * x + 0.5
+    return tl.where(tl.abs(x) < 0.3, series * x * x + x, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _tanh(x):
+    less = _expm1(tl.abs(x) * -2.0)
+    magnitude = -less / (less + 2.0)
+    return tl.where(x < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x <= 0.0, 0.0, x) + _log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _maximum(x, y):
+    """NaN if either is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _minimum(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _apply(FUNCTION: tl.constexpr, x, y, z):
+    """A function of up to three operands, of which one at least is a tensor."""
+    if FUNCTION == "mul":
+        return x * y
+    elif FUNCTION == "add":
+        return x + y
+    elif FUNCTION == "sub":
+        return x - y
+    elif FUNCTION == "sigmoid":
+        return tl.sigmoid(x)
+    elif FUNCTION == "where":
+        return tl.where(x, y, z)
+    elif FUNCTION == "maximum":
+        return _maximum(x, y)
+    elif FUNCTION == "minimum":
+        return _minimum(x, y)
+    elif FUNCTION == "neg":
+        return -x
+    elif FUNCTION == "gt":
+        return x > y
+    elif FUNCTION == "lt":
+        return x < y
+    elif FUNCTION == "ge":
+        return x >= y
+    elif FUNCTION == "le":
+        return x <= y
+    elif FUNCTION == "eq":
+        return x == y
+    elif FUNCTION == "ne":
+        return x != y
+    elif FUNCTION == "and":
+        return x & y
+    elif FUNCTION == "or":
+        return x | y
+    elif FUNCTION == "not":
+        return ~x
+    elif FUNCTION == "div":
+        return x / y
+    elif FUNCTION == "exp":
+        return tl.exp(x)
+    elif FUNCTION == "erf":
+        return tl.math.erf(x)
+    elif FUNCTION == "tanh":
+        return _tanh(x)
+    elif FUNCTION == "tanh_softplus":
+        return _tanh(_softplus(x))
+    elif FUNCTION == "softplus":
+        return _softplus(x)
+    elif FUNCTION == "abs":
+        return tl.abs(x)
+    elif FUNCTION == "log":
+        return tl.log(x)
+    elif FUNCTION == "log1p":
+        return _log1p(x)
+    elif FUNCTION == "expm1":
+        return _expm1(x)
+    elif FUNCTION == "sqrt":
+        return tl.sqrt(x)
+    elif FUNCTION == "rsqrt":
+        return tl.rsqrt(x)
+    elif FUNCTION == "sin":
+        return tl.sin(x)
     else:
-        return x
+        tl.static_assert(FUNCTION == "cos")
+        return tl.cos(x)
 
 
 @triton.jit
-def _derivative(x, ACTIVATION: tl.constexpr):
-    """``f'(x)``."""
-    if ACTIVATION == SILU or ACTIVATION == SWIGLU_LIMITED:  # noqa: SIM109
-        s = tl.sigmoid(x)
-        return s * (1.0 + x * (1.0 - s))
-    elif ACTIVATION == GELU:
-        density = tl.exp(-0.5 * x * x) * RSQRT_TWO_PI
-        return 0.5 * (1.0 + tl.math.erf(x * SQRT_HALF)) + x * density
-    elif ACTIVATION == GELU_TANH:
-        cubic = x * x * GELU_CUBIC
-        s = tl.sigmoid(x * GELU_SLOPE * (cubic + 1.0))
-        return s + x * GELU_SLOPE * (3.0 * cubic + 1.0) * s * (1.0 - s)
-    elif ACTIVATION == RELU:
-        return tl.where(x <= 0.0, 0.0, 1.0)
-    elif ACTIVATION == RELU2:
-        return tl.where(x <= 0.0, 0.0, 2.0 * x)
-    elif ACTIVATION == SWIGLU_CLAMPED:
-        s = tl.sigmoid(x * CLAMP_SLOPE)
-        return s * (1.0 + x * CLAMP_SLOPE * (1.0 - s))
+def _operand(values, PROGRAM: tl.constexpr, STEP: tl.constexpr, OPERAND: tl.constexpr):
+    if is_constant(PROGRAM, STEP, OPERAND):
+        return operand_of(PROGRAM, STEP, OPERAND)
     else:
-        return tl.full(x.shape, 1.0, tl.float32)
+        return values[operand_of(PROGRAM, STEP, OPERAND)]
 
 
 @triton.jit
-def _clamped(gate, up, LIMIT: tl.constexpr):
-    """The gate bounded from above, and ``up`` from both sides."""
-    return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+def _result(values, PROGRAM: tl.constexpr, RESULT: tl.constexpr):
+    if is_constant_result(PROGRAM, RESULT):
+        return tl.full(values[0].shape, result_of(PROGRAM, RESULT), tl.float32)
+    else:
+        return values[result_of(PROGRAM, RESULT)]
 
 
 @triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+def _run(values, PROGRAM: tl.constexpr):
+    """The values of all steps, behind those given."""
+    for step in tl.static_range(num_steps(PROGRAM)):
+        x = _operand(values, PROGRAM, step, 0)
+        y = _operand(values, PROGRAM, step, 1)
+        z = _operand(values, PROGRAM, step, 2)
+        values = values + (_apply(function_of(PROGRAM, step), x, y, z),)
+    return values
+
+
+@triton.jit
+def activate(gate, up, PROGRAM: tl.constexpr):
     """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
-    if not GATED:
-        return _nonlinearity(gate, ACTIVATION)
-    elif ACTIVATION == SWIGLU_CLAMPED:
-        gate, up = _clamped(gate, up, CLAMP_LIMIT)
-        return _nonlinearity(gate, ACTIVATION) * (up + 1.0)
-    elif ACTIVATION == SWIGLU_LIMITED:
-        gate, up = _clamped(gate, up, SILU_LIMIT)
-        return _nonlinearity(gate, ACTIVATION) * up
-    else:
-        return _nonlinearity(gate, ACTIVATION) * up
+    return _result(_run((gate, up, gate), PROGRAM), PROGRAM, 0)
 
 
 @triton.jit
-def activate_backward(gate, up, da, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+def activate_backward(gate, up, da, PROGRAM: tl.constexpr):
     """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
-    if not GATED:
-        return _nonlinearity(gate, ACTIVATION), da * _derivative(gate, ACTIVATION), da
-    elif ACTIVATION == SWIGLU_CLAMPED:
-        bounded_gate, bounded_up = _clamped(gate, up, CLAMP_LIMIT)
-        value = _nonlinearity(bounded_gate, ACTIVATION)
-        dgate = da * (bounded_up + 1.0) * _derivative(bounded_gate, ACTIVATION)
-        dup = da * value
-        outside = (up > CLAMP_LIMIT) | (up < -CLAMP_LIMIT)
-        return value * (bounded_up + 1.0), tl.where(gate > CLAMP_LIMIT, 0.0, dgate), tl.where(outside, 0.0, dup)
-    elif ACTIVATION == SWIGLU_LIMITED:
-        bounded_gate, bounded_up = _clamped(gate, up, SILU_LIMIT)
-        value = _nonlinearity(bounded_gate, ACTIVATION)
-        dgate = da * bounded_up * _derivative(bounded_gate, ACTIVATION)
-        outside = (up > SILU_LIMIT) | (up < -SILU_LIMIT)
-        return value * bounded_up, tl.where(gate > SILU_LIMIT, 0.0, dgate), tl.where(outside, 0.0, da * value)
-    else:
-        value = _nonlinearity(gate, ACTIVATION)
-        return value * up, da * up * _derivative(gate, ACTIVATION), da * value
+    values = _run((gate, up, da), PROGRAM)
+    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2)

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from traceback import StackSummary
 from types import CodeType
 from typing import Any
 
@@ -28,11 +27,7 @@ from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import counters
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
-from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.iter import IteratorVariable
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -179,34 +174,6 @@ def _asked_for(backend: Callable) -> Callable:
     backend = innermost_backend(backend)
     optimizer = getattr(backend, "__self__", None)
     return innermost_backend(optimizer.backend_compile_fn) if isinstance(optimizer, DDPOptimizer) else backend
-
-
-def install_code_hook(substitute: Callable[[CodeType, dict[str, Any]], CodeType]) -> None:
-    """Let Dynamo trace ``substitute(code, globals)`` for every function that it inlines from now on."""
-    original = UserFunctionVariable.get_code
-
-    @functools.wraps(original)
-    def get_code(self):
-        return substitute(original(self), self.get_globals())
-
-    UserFunctionVariable.get_code = get_code
-
-
-def install_effect_hook(notice: Callable[[StackSummary], None]) -> None:
-    """Call ``notice`` with the traced stack for each write to a Python object, but for steps of an iterator that it made."""
-
-    def watched(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def write(self, item, *args, **kwargs):
-            is_new = isinstance(item.mutation_type, ValueMutationNew | AttributeMutationNew)
-            if not (is_new and isinstance(item, IteratorVariable)):
-                notice(torch._guards.TracingContext.extract_stack())
-            return original(self, item, *args, **kwargs)
-
-        return write
-
-    for name in ("store_attr", "mutation"):
-        setattr(SideEffects, name, watched(getattr(SideEffects, name)))
 
 
 def places(node: fx.Node) -> list[tuple[str, int, str]]:

@@ -5,9 +5,9 @@ hook around the compilation of a frame; neither does anything until it is asked 
 imports nothing of ``torch.compile``.
 
 Loops over experts that select tokens with ``torch.where(mask)`` break Dynamo's graph by default, and with it the whole
-frame. So a frame is first traced with such ops allowed in the graph, and without branches that only skip experts that no
-token chose (``capture``). Unless rewriting removes every one of them, and whenever anything goes wrong, what that gave
-is dropped and the frame is compiled as it would have been.
+frame. So a frame is first traced with such ops allowed in the graph, with numbers of the host, and with branches on data
+as if they were always taken (``lowering.tracing``); then with such ops alone. Unless rewriting removes every one of them, and
+whenever anything is not proven or goes wrong, what that gave is dropped and the frame is compiled as it would have been.
 """
 
 import contextlib
@@ -16,10 +16,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import repeat
-from traceback import StackSummary
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -27,11 +26,8 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config, sources
-from moeblaze_ops.capture.functions import Captures
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
-from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
-from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +42,13 @@ _enabled = False
 class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
-    captures: Captures | None = None
-    branches: Branches | None = None
+    branches: Branches | None
     reports: list = field(default_factory=list)
-    broke: bool = False  # the frame is more than one graph
+    assumes: bool = False  # a graph of its has work that is done unasked, or numbers: it is the only one, with a layer in it
     idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
     left: str | None = None
     failure: Exception | None = None  # of Dynamo, which could not trace the frame
     error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
-
-    @property
-    def numbers(self) -> bool:
-        """Whether numbers of a tensor's elements may be in its graph, too."""
-        return self.branches is not None or (self.captures is not None and self.captures.numbers)
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
@@ -104,14 +94,8 @@ class _Tried:
     """What an attempt compiled a frame to, None where it failed or is not justified, and what is to be recorded of it."""
 
     compiled: Any | None
-    broke: bool
     records: list[GraphRecord | CaptureRecord]
     failure: Exception | None = None
-
-    def given_up(self) -> "_Tried":
-        """The same where another attempt took its place."""
-        records = [replace(record, dropped=record.dropped or _BREAK) for record in self.records]
-        return replace(self, compiled=None, records=records)
 
 
 _recent: deque[Record] = deque(maxlen=1024)
@@ -312,16 +296,9 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     _follow_switch()
     tries: list[_Tried] = []
     if _may_capture(frame):
-        captures = Captures()
-        tries = [_try(compile_frame, frame, captures)]
-        if tries[-1].compiled is None and captures.done:
+        tries = [_try(compile_frame, frame, Branches())]
+        if tries[-1].compiled is None:
             tries.append(_try(compile_frame, frame, None))
-        if captures.lists_numbers and (tries[-1].compiled is None or tries[-1].broke):
-            whole = _try(compile_frame, frame, Captures(numbers=True))
-            tries = [*map(_Tried.given_up, tries), whole] if whole.compiled is not None else [whole, *tries]
-        if tries[-1].compiled is None or tries[-1].broke:
-            whole = _try(compile_frame, frame, None, Branches())
-            tries = [*map(_Tried.given_up, tries), whole] if whole.compiled is not None else [whole, *tries]
         for record in (record for tried in tries for record in tried.records):
             _keep(record)
         if tries[-1].compiled is not None:
@@ -336,72 +313,38 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
         raise
 
 
-def _try(
-    compile_frame: Callable[[CodeType], Any],
-    frame: torch_internals.Frame,
-    captures: Captures | None,
-    branches: Branches | None = None,
-) -> _Tried:
-    """Compile a frame with data-dependent shapes in its graphs, and without branches that ``captures`` drops.
-
-    With numbers of a tensor's elements in its graph, there must be one graph, and a layer in it.
-    """
-    attempt = _Attempt(captures, branches)
-    numbers = captures is not None and captures.numbers
+def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: Branches | None) -> _Tried:
+    """Compile a frame with data-dependent shapes in its graphs, and with ``branches`` on data and numbers of the host, too."""
+    attempt = _Attempt(branches)
     token = _attempt.set(attempt)
-    compiled, dropped = None, None
+    compiled = None
     try:
-        watch = branches or (OldIterators(_in_region, _give_up) if captures else None)
-        with _capturing(numbers=attempt.numbers), tracing(watch) if watch else contextlib.nullcontext():
-            compiled = compile_frame(_substitute(frame.code, frame.module_globals))
-        attempt.broke |= torch_internals.resumes(compiled)
-        if captures and captures.done and torch_internals.resumes(compiled):
+        with tracing(branches) if branches else torch_internals.capturing_dynamic_shapes():
+            compiled = compile_frame(frame.code)
+        if attempt.assumes and torch_internals.resumes(compiled):
             attempt.left = _BREAK
-        if (numbers or branches) and (attempt.broke or not any(report.rewritten for report in attempt.reports)):
-            attempt.left = "no layer is rewritten"
     except Exception as error:
         if attempt.error is not None:
             raise
-        attempt.failure = None if attempt.left else error
+        attempt.failure = None if attempt.left or (branches and branches.left) else error
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
-    if branches and branches.left:
-        attempt.left = branches.left
-    if attempt.left is not None:
-        compiled, dropped = None, attempt.left
+    dropped = attempt.left = (branches.left if branches else None) or attempt.left
+    if dropped is not None:
+        compiled = None
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
     records: list[GraphRecord | CaptureRecord] = [
         GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)
     ]
-    done, left = (captures.done, captures.left) if captures else ((), ())
-    if numbers and compiled is not None:
-        done, left = (*done, f"{frame.where}: captured with numbers of tokens in its graph: the layer has none"), ()
     if branches and (branches.done or branches.left):
-        what = "traced as if its condition were always true: what it skips does nothing"
-        done = tuple(f"{line}: {what}" for line in branches.done) if compiled is not None else ()
-        left = (branches.left,) if branches.left else ()
-    if done or left:
-        records.append(CaptureRecord(done, left, dropped))
-    return _Tried(compiled, attempt.broke, records, attempt.failure)
-
-
-def _capturing(*, numbers: bool) -> contextlib.AbstractContextManager:
-    if numbers:
-        return capturing_numbers()
-    return torch_internals.capturing_dynamic_shapes()
-
-
-def _substitute(code: CodeType, module_globals: dict[str, Any]) -> CodeType:
-    attempt = _attempt.get()
-    return code if attempt is None or attempt.captures is None else attempt.captures(code, module_globals)
-
-
-def _notice_effect(stack: StackSummary) -> None:
-    """Give an attempt up where traced code changes a Python object for experts without tokens, too."""
-    attempt = _attempt.get()
-    if attempt is not None and _in_region(stack):
-        _give_up(f"a Python object is changed (at {stack[-1].filename}:{stack[-1].lineno})")
+        what = "traced as always taken: its work does nothing where the program skips it"
+        done = tuple(f"{line}: {what}" for line in branches.done)
+        records.append(CaptureRecord(done if compiled is not None else (), (branches.left,) if branches.left else (), dropped))
+    elif attempt.assumes and compiled is not None:
+        done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
+        records.append(CaptureRecord(done, ()))
+    return _Tried(compiled, records, attempt.failure)
 
 
 def _give_up(reason: str) -> NoReturn:
@@ -409,13 +352,6 @@ def _give_up(reason: str) -> NoReturn:
     assert attempt is not None
     attempt.left = reason
     raise NotJustified(reason)
-
-
-def _in_region(stack: StackSummary) -> bool:
-    """Whether Dynamo traces, in a frame of this stack, what the program does for experts with tokens alone."""
-    attempt = _attempt.get()
-    regions = attempt.captures.regions if attempt is not None and attempt.captures is not None else ()
-    return any(region.holds(frame.filename, frame.lineno or 0, frame.name) for frame in stack for region in regions)
 
 
 def _may_capture(frame: torch_internals.Frame) -> bool:
@@ -437,49 +373,43 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
 
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
-    from moeblaze_ops.lowering.obligations import branches, check
-    from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
     attempt = _attempt.get()
-    regions = attempt.captures.regions if attempt is not None and attempt.captures else []
-    before = set(check.all_nodes(gm)) if attempt is not None else set()
+    if attempt is None:
+        report = rewrite_graph(gm)
+        _keep(GraphRecord(report))
+        return report
+    from moeblaze_ops.lowering.obligations import branches, check
+    from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
+
+    traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
     work: set[fx.Node] = set()
-    if attempt is not None and attempt.branches is not None:
+    if traced is not None:
         discharged = branches.discharge(gm)
-        if reason := attempt.branches.left or discharged.reason:
-            attempt.left = attempt.branches.left = reason
-            raise NotJustified(reason)
+        if reason := traced.left or discharged.reason:
+            traced.left = reason
+            _give_up(reason)
         work = discharged.work
-    guarded = guarded_inputs(gm, regions, work)
-    if attempt is not None and (reason := check.unproven(gm)) is not None:
-        _give_up(reason)
-    if attempt is not None and attempt.captures and attempt.captures.done and (writes := check.rewritten_ids(gm)):
-        _give_up(f"{', '.join(writes)} writes to ids or masks, perhaps after they were read")
-    if attempt is not None and attempt.branches is not None and torch_internals.ends_in_break(gm):
+        attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
+    if attempt.assumes and ends_in_break:
         _give_up(_BREAK)
-    if attempt is not None:
-        check.drop_unread_copies(gm)
+    if (reason := check.unproven(gm)) is not None:
+        _give_up(reason)
+    guarded = guarded_inputs(gm, work)
     try:
         report = rewrite_graph(gm)
     except Exception as error:
-        if attempt is not None:
-            attempt.error = error
+        attempt.error = error
         raise
-    if attempt is None:
-        _keep(GraphRecord(report))
-        return report
     attempt.reports.append(report)
     attempt.idle.append(tuple(idle_experts(gm, guarded)))
-    attempt.broke |= torch_internals.ends_in_break(gm)
-    if attempt.captures and attempt.captures.done and torch_internals.ends_in_break(gm):
-        _give_up(_BREAK)
-    if sources := check.data_dependent_shapes(gm, numbers=attempt.numbers):
+    if sources := check.data_dependent_shapes(gm, numbers=traced is not None):
         _give_up(f"{', '.join(sources)} would stay in the graph")
     if effects := check.remaining_effects(gm, work):
         _give_up(f"{', '.join(effects)} would run where the program skips it")
-    if attempt.captures and (effects := check.unjustified_effects(gm, before, attempt.captures.regions)):
-        _give_up(f"{', '.join(effects)} would run for experts without tokens")
+    if attempt.assumes and not report.rewritten:
+        _give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":
         _give_up("config.idle_expert_grads is 'none', and experts without tokens would get gradients of zeros")
     return report
@@ -488,7 +418,5 @@ def _rewrite(gm: fx.GraphModule) -> Any:
 _rewriting_backends: list[Callable] = [moeblaze_backend]
 install()
 torch_internals.install_frame_hook(_compile_frame, _verifying)
-torch_internals.install_code_hook(_substitute)
-torch_internals.install_effect_hook(_notice_effect)
 torch_internals.install_cut_hook(_rewrite_before_cut)
 torch_internals.register_backend(moeblaze_backend, NAME)

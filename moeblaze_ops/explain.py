@@ -148,11 +148,7 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
     without_ops = 0
     for record in records:
         if isinstance(record, switch.CaptureRecord):
-            if record.dropped is None:
-                yield from record.done
-            else:
-                yield from (f"kept after all: {line}; {_first_line(record.dropped)}" for line in record.done)
-            yield from record.left
+            yield from map(_with_short_places, (*record.done, *record.left))
         if isinstance(record, switch.FrameRecord):
             if record.without_ops:
                 without_ops += 1
@@ -183,6 +179,10 @@ def _in_plain_words(reason: str) -> str:
     first = _first_line(reason)
     meaning = next((words for begin, words in _PLAIN_WORDS.items() if first.startswith(begin)), None)
     return f"{meaning} ({first})" if meaning else first
+
+
+def _with_short_places(text: str) -> str:
+    return re.sub(r"(?<=\()[^()]+:\d+(?=\))", lambda place: short_place(place[0]), text)
 
 
 def _frame(where: str) -> str:

@@ -1,14 +1,17 @@
 """``moe``: a whole expert layer as one function over the ops."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
-from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.traced_activations import resolved_activation
 from moeblaze_ops.arguments.validation_calls import check_lora, check_moe
 from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.arguments.weight_storage import up_shape
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.dispatch import dispatch
@@ -33,7 +36,7 @@ def moe(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     b_gate: Tensor | None = None,
-    activation: str = "swiglu",
+    activation: str | Callable[..., Tensor] = "swiglu",
     interleaved: bool = False,
     transposed: bool = False,
     weight_on: str = "output",
@@ -59,7 +62,9 @@ def moe(
         w_gate: gate weights [E, F, D], if not packed into ``w_up``.
         b_up, b_gate, b_down: biases, [E, F] (packed [E, 2F]), [E, F] and [E, D].
         activation: a gated (``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu``, ``swiglu_clamped``,
-            ``swiglu_limited``) or an ungated one (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``).
+            ``swiglu_limited``) or an ungated one (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``); a formula of ``g``
+            and ``u``, or of ``h``, such as ``"g * sigmoid(1.702 * g) * (u + 1)"``; or a function of (gate, up), or of h,
+            which is called once to see its formula. The kernels compute any of them in their epilogues, in fp32.
         interleaved: packed gate and up alternate row by row instead of standing one after the other.
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
@@ -88,6 +93,7 @@ def moe(
         NotImplementedError: low-rank additions with ``keep="input"``.
     """
     keep = config.keep if keep is None else keep
+    activation = resolved_activation("moe", activation)
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
     check_moe(x, weights, experts, w_up, w_down, w_gate, biases, activation, interleaved, transposed, weight_on, keep)
     given = {"lora_up": lora_up, "lora_gate": lora_gate, "lora_down": lora_down}

@@ -1,15 +1,17 @@
 """``MoE``: a plain module, router and experts, over ``moe``."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.arguments.traced_activations import resolved_activation
 from moeblaze_ops.arguments.validation_calls import check_module, check_module_input
 from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.functional import moe
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops.route import route
 
 
@@ -32,7 +34,7 @@ class MoE(nn.Module):
         E: int,
         K: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Callable[..., Tensor] = "swiglu",
         bias: bool = False,
         renormalize: bool = True,
         keep: str | None = None,
@@ -40,6 +42,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        activation = resolved_activation("MoE", activation)
         check_module(D, F, E, K, activation, bias, renormalize, keep, device, dtype)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         outputs = 2 * F if is_gated(activation) else F

@@ -169,7 +169,7 @@ def launch_expert_down(
         b_down: a list of one bias of shape [E, D], or an empty list.
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
-        activation: a name in ``ACTIVATION_IDS``.
+        activation: a name or a formula.
         v_NR, lora_b_ERD: rows in expert order and the factor that they are multiplied by, h's dtype, any strides; None for no
             low-rank addition. Of ``lora_a_ERF`` v was made: it is not read.
         max_bytes: of the rows that are summed, as for ``row_chunks``.

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate_backward
+from moeblaze_ops.kernels.activations import activate_backward
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
 from moeblaze_ops.kernels.experts.bias_dots import bias_dots
+from moeblaze_ops.kernels.formulas.program import gradient_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.hopper.configs import num_partials as hopper_partials
 from moeblaze_ops.kernels.launch import (
@@ -76,7 +77,7 @@ def _write_strip(
         up = tl.load(h_tile + stride_h_g, mask=tile_in, other=0.0).to(tl.float32)
     # dh may be h's memory, and in a small tile several threads hold the same element: all load before any stores.
     tl.debug_barrier()
-    a, dgate, dup = activate_backward(gate, up, da, ACTIVATION, GATED)
+    a, dgate, dup = activate_backward(gate, up, da, ACTIVATION)
     scale = scale[:, None]
     dh_tile = dh_ptr + wide_rows * (G * F) + cols[None, :]  # [BLOCK_M, columns]
     tl.store(dh_tile, (dgate * scale).to(dh_ptr.dtype.element_ty), mask=tile_in)
@@ -274,7 +275,7 @@ def launch_expert_down_backward(
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous. Of a range of rows, slots, offsets
             and blocks are its own, positions those of all rows.
-        activation: a name in ``ACTIVATION_IDS``.
+        activation: a name or a formula.
         q_NR, lora_a_ERF: rows in expert order and the factor that they are multiplied by, dout's dtype, any strides; None for no
             low-rank addition.
         overwrite_h: write dh over h, which must be contiguous: the program that reads an element is the one that writes it.
@@ -401,7 +402,7 @@ def _launch_portable(
         *strides_of(lora_a_ERF, 3),
         **low_rank_blocks(q_NR),
         TOP_K=top_k,
-        ACTIVATION=ACTIVATION_IDS[activation],
+        ACTIVATION=gradient_program(activation),
         GATED=G == 2,
         HAS_WEIGHTS=weights_TK is not None,
         ALLOW_TF32=allows_tf32(),

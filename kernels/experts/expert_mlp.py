@@ -43,7 +43,7 @@ def launch_expert_mlp(
         w_down, b_down: as for ``launch_expert_down``.
         weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous.
-        activation: a name in ``ACTIVATION_IDS``; "identity" for ungated weights only.
+        activation: a name or a formula; "identity" for ungated weights only.
         weight_on_input: the weights scale an expert's input instead of its output.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
 

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS, activate
+from moeblaze_ops.kernels.activations import activate
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
+from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -175,7 +176,7 @@ def _expert_up_kernel(
         else:
             tl.store(h_ptr + wide_rows * F + cols[None, :], gate, mask=stored_in)
     if STORE_A:
-        a = activate(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, GATED)
+        a = activate(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
         tl.store(a_ptr + wide_rows * F + cols[None, :], a.to(a_ptr.dtype.element_ty), mask=stored_in)
 
 
@@ -203,7 +204,7 @@ def launch_expert_up(
         b_up: biases in the same form without D, or an empty list.
         weights_TK: routing weights that scale an expert's input, or None. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
-        activation: a name in ``ACTIVATION_IDS``; "identity" leaves a empty.
+        activation: a name or a formula; "identity" leaves a empty.
         u_NR, lora_b_EGFR: rows in expert order and the factor that they are multiplied by, x's dtype, any strides; None for no
             low-rank addition. Of ``lora_a_ERD`` u was made: it is not read.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
@@ -268,7 +269,7 @@ def launch_expert_up(
         *strides_of(lora_b_EGFR, 4),
         **low_rank_blocks(u_NR),
         TOP_K=positions_TK.shape[1],
-        ACTIVATION=ACTIVATION_IDS[activation],
+        ACTIVATION=value_program(activation),
         GATED=gated,
         HAS_BIAS=bool(b_up),
         HAS_WEIGHTS=weighted,

@@ -1,28 +1,19 @@
-"""Activations of the Hopper epilogues: the formulas of ``kernels/activations.py`` on a shorter sigmoid.
+"""Activations of the Hopper epilogues: the programs of ``kernels/activations.py`` on shorter functions.
 
 Two epilogue warps keep up with the tensor cores only if each element costs them few instructions. The sigmoid here
 takes four (``ex2`` and ``rcp`` in their approximate forms, 2 ulp each, denormals flushed), against a dozen for the
-portable one, and the value and the slope of an activation share it. Comparisons are written so that NaN stays NaN.
+portable one. The others are good to 1e-5 of their value, as results are rounded to 16 bits.
 """
 
 from moeblaze_ops.kernels.activations import (
-    CLAMP_LIMIT,
-    CLAMP_SLOPE,
-    GELU,
-    GELU_CUBIC,
-    GELU_SLOPE,
-    GELU_TANH,
-    IDENTITY,
-    RELU,
-    RELU2,
-    RSQRT_TWO_PI,
-    SILU,
-    SILU_LIMIT,
-    SQRT_HALF,
-    SWIGLU_CLAMPED,
-    SWIGLU_LIMITED,
+    function_of,
+    is_constant,
+    is_constant_result,
+    num_steps,
+    operand_of,
+    result_of,
 )
-from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon
+from moeblaze_ops.kernels.hopper.gluon_api import PropagateNan, gl, gluon
 
 SIGMOID_ASM = gl.constexpr(
     """{
@@ -35,86 +26,179 @@ SIGMOID_ASM = gl.constexpr(
 )
 """``1 / (1 + 2 ** (-x log2 e))``."""
 
+EXP_ASM = gl.constexpr(
+    """{
+    .reg .f32 t;
+    mul.ftz.f32 t, $1, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 $0, t;
+    }"""
+)
+"""``2 ** (x log2 e)``."""
+
+TANH_ASM = gl.constexpr(
+    """{
+    .reg .f32 t;
+    mul.ftz.f32 t, $1, 0f4038AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.ftz.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 t, t;
+    fma.rn.ftz.f32 $0, t, 0fC0000000, 0f3F800000;
+    }"""
+)
+"""``1 - 2 / (1 + 2 ** (2 x log2 e))``."""
+
+TANH_SOFTPLUS_ASM = gl.constexpr(
+    """{
+    .reg .f32 t, n;
+    min.NaN.f32 t, $1, 0f41A00000;
+    mul.ftz.f32 t, t, 0f3FB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.ftz.f32 n, t, 0f40000000;
+    mul.ftz.f32 n, n, t;
+    add.ftz.f32 t, n, 0f40000000;
+    rcp.approx.ftz.f32 t, t;
+    mul.ftz.f32 $0, n, t;
+    }"""
+)
+"""``n / (n + 2)`` with ``n = e (e + 2)`` and ``e = exp(x)``, which is 1 from 20 on."""
+
+PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
+
 
 @gluon.jit
-def sigmoid(x):
-    return gl.inline_asm_elementwise(SIGMOID_ASM, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+def _short(ASM: gl.constexpr, x):
+    return gl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _value_and_slope(x, ACTIVATION: gl.constexpr):
-    """``(f(x), f'(x))``; what the caller does not use costs nothing."""
-    if ACTIVATION == SILU or ACTIVATION == SWIGLU_LIMITED:  # noqa: SIM109
-        s = sigmoid(x)
-        value = x * s
-        slope = s + value * (1.0 - s)
-    elif ACTIVATION == GELU:
-        cdf = 0.5 + 0.5 * gl.erf(x * SQRT_HALF)
-        value = x * cdf
-        slope = cdf + x * (RSQRT_TWO_PI * gl.exp(-0.5 * x * x))
-    elif ACTIVATION == GELU_TANH:
-        # 0.5 * (1 + tanh(z)) is sigmoid(2 z).
-        s = sigmoid(GELU_SLOPE * x * (1.0 + GELU_CUBIC * x * x))
-        value = x * s
-        slope = s + value * (1.0 - s) * (GELU_SLOPE * (1.0 + 3.0 * GELU_CUBIC * x * x))
-    elif ACTIVATION == RELU:
-        value = gl.where(x <= 0.0, 0.0, x)
-        slope = gl.where(x <= 0.0, 0.0, 1.0)
-    elif ACTIVATION == RELU2:
-        positive = gl.where(x <= 0.0, 0.0, x)
-        value = positive * positive
-        slope = 2.0 * positive
-    elif ACTIVATION == SWIGLU_CLAMPED:
-        s = sigmoid(CLAMP_SLOPE * x)
-        value = x * s
-        slope = s + CLAMP_SLOPE * value * (1.0 - s)
+def _log1p(x):
+    series = x * (1.0 - x * (0.5 - x * (1 / 3 - x * 0.25)))
+    return gl.where(gl.abs(x) < 0.03, series, gl.log(x + 1.0))
+
+
+@gluon.jit
+def _expm1(x):
+    series = x * (1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120)))))
+    return gl.where(gl.abs(x) < 0.2, series, _short(EXP_ASM, x) - 1.0)
+
+
+@gluon.jit
+def _tanh(x):
+    return gl.where(gl.abs(x) < 0.03, x - x * x * x * (1 / 3), _short(TANH_ASM, x))
+
+
+@gluon.jit
+def _softplus(x):
+    """``max(x, 0) + log(1 + e)`` with ``e = exp(-|x|)``, and the logarithm over e as a polynomial, to 1e-5 of it."""
+    e = _short(EXP_ASM, -gl.abs(x))
+    series = 0.325206659 + e * (-0.210048631 + e * (0.101222217 + e * -0.0238691248))
+    series = 0.999991598 + e * (-0.499361362 + e * series)
+    return gl.maximum(x, 0.0, propagate_nan=PROPAGATE_NAN) + e * series
+
+
+@gluon.jit
+def _apply(FUNCTION: gl.constexpr, x, y, z):
+    """A function of up to three operands, of which one at least is a tensor."""
+    if FUNCTION == "mul":
+        return x * y
+    elif FUNCTION == "add":
+        return x + y
+    elif FUNCTION == "sub":
+        return x - y
+    elif FUNCTION == "sigmoid":
+        return _short(SIGMOID_ASM, x)
+    elif FUNCTION == "where":
+        return gl.where(x, y, z)
+    elif FUNCTION == "maximum":
+        return gl.maximum(x, y, propagate_nan=PROPAGATE_NAN)
+    elif FUNCTION == "minimum":
+        return gl.minimum(x, y, propagate_nan=PROPAGATE_NAN)
+    elif FUNCTION == "neg":
+        return -x
+    elif FUNCTION == "gt":
+        return x > y
+    elif FUNCTION == "lt":
+        return x < y
+    elif FUNCTION == "ge":
+        return x >= y
+    elif FUNCTION == "le":
+        return x <= y
+    elif FUNCTION == "eq":
+        return x == y
+    elif FUNCTION == "ne":
+        return x != y
+    elif FUNCTION == "and":
+        return x & y
+    elif FUNCTION == "or":
+        return x | y
+    elif FUNCTION == "not":
+        return ~x
+    elif FUNCTION == "div":
+        return x / y
+    elif FUNCTION == "exp":
+        return _short(EXP_ASM, x)
+    elif FUNCTION == "erf":
+        return gl.erf(x)
+    elif FUNCTION == "tanh":
+        return _tanh(x)
+    elif FUNCTION == "tanh_softplus":
+        return _short(TANH_SOFTPLUS_ASM, x)
+    elif FUNCTION == "softplus":
+        return _softplus(x)
+    elif FUNCTION == "abs":
+        return gl.abs(x)
+    elif FUNCTION == "log":
+        return gl.log(x)
+    elif FUNCTION == "log1p":
+        return _log1p(x)
+    elif FUNCTION == "expm1":
+        return _expm1(x)
+    elif FUNCTION == "sqrt":
+        return gl.sqrt(x)
+    elif FUNCTION == "rsqrt":
+        return gl.rsqrt(x)
+    elif FUNCTION == "sin":
+        return gl.sin(x)
     else:
-        gl.static_assert(ACTIVATION == IDENTITY)
-        value = x
-        slope = gl.where(x == x, 1.0, 1.0)
-    return value, slope
+        gl.static_assert(FUNCTION == "cos")
+        return gl.cos(x)
 
 
 @gluon.jit
-def _clamped(gate, up, LIMIT: gl.constexpr):
-    """The gate bounded from above, and ``up`` from both sides."""
-    return gl.where(gate > LIMIT, LIMIT, gate), gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
+def _operand(values, PROGRAM: gl.constexpr, STEP: gl.constexpr, OPERAND: gl.constexpr):
+    if is_constant(PROGRAM, STEP, OPERAND):
+        return operand_of(PROGRAM, STEP, OPERAND)
+    else:
+        return values[operand_of(PROGRAM, STEP, OPERAND)]
 
 
 @gluon.jit
-def activate(gate, up, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
+def _result(values, PROGRAM: gl.constexpr, RESULT: gl.constexpr):
+    if is_constant_result(PROGRAM, RESULT):
+        return gl.full(values[0].shape, result_of(PROGRAM, RESULT), gl.float32, values[0].type.layout)
+    else:
+        return values[result_of(PROGRAM, RESULT)]
+
+
+@gluon.jit
+def _run(values, PROGRAM: gl.constexpr):
+    """The values of all steps, behind those given."""
+    for step in gl.static_range(num_steps(PROGRAM)):
+        x = _operand(values, PROGRAM, step, 0)
+        y = _operand(values, PROGRAM, step, 1)
+        z = _operand(values, PROGRAM, step, 2)
+        values = values + (_apply(function_of(PROGRAM, step), x, y, z),)
+    return values
+
+
+@gluon.jit
+def activate(gate, up, PROGRAM: gl.constexpr):
     """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
-    if ACTIVATION == SWIGLU_CLAMPED:
-        gate, up = _clamped(gate, up, CLAMP_LIMIT)
-        up = 1.0 + up
-    elif ACTIVATION == SWIGLU_LIMITED:
-        gate, up = _clamped(gate, up, SILU_LIMIT)
-    value, _ = _value_and_slope(gate, ACTIVATION)
-    if GATED:
-        return value * up
-    else:
-        return value
+    return _result(_run((gate, up, gate), PROGRAM), PROGRAM, 0)
 
 
 @gluon.jit
-def activate_backward(gate, up, da, ACTIVATION: gl.constexpr, GATED: gl.constexpr):
+def activate_backward(gate, up, da, PROGRAM: gl.constexpr):
     """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
-    if ACTIVATION == SWIGLU_CLAMPED:
-        bounded_gate, bounded_up = _clamped(gate, up, CLAMP_LIMIT)
-        value, slope = _value_and_slope(bounded_gate, ACTIVATION)
-        slope = gl.where(gate > CLAMP_LIMIT, 0.0, slope)
-        dup = gl.where(gl.abs(up) > CLAMP_LIMIT, 0.0, da * value)
-        factor = 1.0 + bounded_up
-        return value * factor, da * factor * slope, dup
-    elif ACTIVATION == SWIGLU_LIMITED:
-        bounded_gate, bounded_up = _clamped(gate, up, SILU_LIMIT)
-        value, slope = _value_and_slope(bounded_gate, ACTIVATION)
-        slope = gl.where(gate > SILU_LIMIT, 0.0, slope)
-        dup = gl.where(gl.abs(up) > SILU_LIMIT, 0.0, da * value)
-        return value * bounded_up, da * bounded_up * slope, dup
-    elif GATED:
-        value, slope = _value_and_slope(gate, ACTIVATION)
-        return value * up, da * up * slope, da * value
-    else:
-        value, slope = _value_and_slope(gate, ACTIVATION)
-        return value, da * slope, da
+    values = _run((gate, up, da), PROGRAM)
+    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2)

@@ -7,6 +7,7 @@ alone, so that a model compiles once whatever its token counts; the numbers come
 from dataclasses import dataclass
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK
+from moeblaze_ops.kernels.formulas.program import gradient_cost
 
 ELEMENT_BYTES = 2
 """Bytes of a bf16 or fp16 element, the types that the Hopper kernels take."""
@@ -20,10 +21,6 @@ _EPILOGUE_BOUND = 1536
 
 _FAR_EPILOGUE_BOUND = 512
 """Width D up to which it takes so much longer that it gets half of the product's registers, too."""
-
-_CLAMPED_ACTIVATIONS = ("swiglu_clamped", "swiglu_limited")
-_LONG_ACTIVATIONS = (*_CLAMPED_ACTIVATIONS, "geglu")
-"""Activations whose gradient takes more than 96 registers, and more than 144."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class GatherPlan:
     b_k_inner: bool
     top_k: int
     wide_offsets: bool
-    activation: int
+    activation: str
     gated: bool
     bias_stride: int | None = None
     has_weights: bool = False
@@ -261,9 +258,10 @@ def down_backward_warps(contracted: int, activation: str) -> Warps:
     """Warps of the down projection's backward: more that finish where the epilogue bounds it and fits their registers."""
     if contracted > _EPILOGUE_BOUND:
         return TWELVE_WARPS
+    gradient = gradient_cost(activation)
     if contracted > _FAR_EPILOGUE_BOUND:
-        return TWELVE_WARPS if activation in _LONG_ACTIVATIONS else Warps(4, 4, (160, 48, 144))
-    return Warps(2, 4, (128, 128, 128)) if activation in _CLAMPED_ACTIVATIONS else Warps(2, 8, (96, 96, 96))
+        return TWELVE_WARPS if gradient.is_long else Warps(4, 4, (160, 48, 144))
+    return Warps(2, 4, (128, 128, 128)) if gradient.is_long and gradient.num_choices > 2 else Warps(2, 8, (96, 96, 96))
 
 
 def num_partials(columns: int, contracted: int) -> int:

@@ -15,7 +15,7 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS
+from moeblaze_ops.kernels.formulas.program import gradient_program
 from moeblaze_ops.kernels.hopper.activations import activate_backward
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
@@ -97,6 +97,7 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, output
     dtype: gl.constexpr = dh_ptr.dtype.element_ty
     ROWS: gl.constexpr = strip_rows(gl.num_warps())
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    program: gl.constexpr = PLAN.activation
     layout: gl.constexpr = row_layout(gl.num_warps())
     wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
     scale = gl.expand_dims(weights, 1)
@@ -109,7 +110,7 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, output
         da = _unpack(handoff.load_pairs(half, half_row, chunk, ROWS, _pair_layout(gl.num_warps())), dtype)
         gate_pairs, up_pairs = h[chunk]
         gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
-        a, dgate, dup = activate_backward(gate, up, da * scale, PLAN.activation, PLAN.gated)
+        a, dgate, dup = activate_backward(gate, up, da * scale, program)
         products += da * a
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
         gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)
@@ -265,7 +266,7 @@ def _plan(
         b_k_inner=b_k_inner,
         top_k=top_k,
         wide_offsets=wide_offsets,
-        activation=ACTIVATION_IDS[activation],
+        activation=gradient_program(activation),
         gated=gated,
         has_weights=has_weights,
         warps=down_backward_warps(contracted, activation),

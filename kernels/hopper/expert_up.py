@@ -10,7 +10,8 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS, IDENTITY
+from moeblaze_ops.kernels.activations import IDENTITY
+from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper.activations import activate
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, up_tile
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
@@ -44,6 +45,7 @@ def _store_h(half, h_desc, row, column, PLAN: gl.constexpr):
 def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr, PLAN: gl.constexpr):
     """Stores ``a`` of STRIP_ROWS rows, and their h too when TMA could not."""
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
+    program: gl.constexpr = PLAN.activation
     layout: gl.constexpr = row_layout(gl.num_warps())
     rows = row + gl.arange(0, STRIP_ROWS, gl.SliceLayout(1, layout))
     a_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
@@ -57,7 +59,7 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
         if PLAN.parts == 2:
             up = handoff.load(half, strip * STRIP_ROWS, num_chunks + chunk, STRIP_ROWS, layout)
         if PLAN.activation != IDENTITY:
-            a = activate(gate.to(gl.float32), up.to(gl.float32), PLAN.activation, PLAN.gated)
+            a = activate(gate.to(gl.float32), up.to(gl.float32), program)
             gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
         if PLAN.store_h:
             if not is_whole:
@@ -156,7 +158,7 @@ def _plan(
         b_k_inner=b_k_inner,
         top_k=top_k,
         wide_offsets=wide_offsets,
-        activation=ACTIVATION_IDS[activation],
+        activation=value_program(activation),
         gated=parts == 2,
         bias_stride=bias_stride,
         store_h=store_h,

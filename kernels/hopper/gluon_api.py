@@ -16,10 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
+    "PropagateNan",
     "TensorDescriptor",
     "aggregate",
     "copy_rows",

@@ -58,9 +58,8 @@ def _count_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    num_chunks = num_chunks.to(tl.int32)
-    chunk = tl.program_id(0) % num_chunks
-    window = tl.program_id(0) // num_chunks
+    chunk = (tl.program_id(0) % num_chunks).to(tl.int32)
+    window = (tl.program_id(0) // num_chunks).to(tl.int32)
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, CHUNK, STEP):
         slots = chunk * CHUNK + first + tl.arange(0, STEP)
@@ -189,14 +188,13 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    num_chunks = num_chunks.to(tl.int32)
     program = tl.program_id(0)
     if program <= E:
         _write_schedule(program, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, STEP)
     else:
         _place_chunk(
-            (program - E - 1) % num_chunks,
-            (program - E - 1) // num_chunks,
+            ((program - E - 1) % num_chunks).to(tl.int32),
+            ((program - E - 1) // num_chunks).to(tl.int32),
             experts_ptr,
             counts_ptr,
             totals_ptr,

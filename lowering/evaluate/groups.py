@@ -110,6 +110,14 @@ class GroupRules:
             return [self.algebra.substitute(body, {var: self.algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]
         return [] if e is self.algebra.zero else [e]
 
+    def numbered(self, count: Expr) -> "Run | None":
+        """How many ids one number is, as a count of any number."""
+        found = self._numbered(count)
+        if found is None:
+            return None
+        consts = {side for e in subexpressions(count, lambda e: e.kind == "eq") for side in e.args if side.kind == "const"}
+        return Run(*found, next(iter(consts)).args[0])
+
     def _numbered(self, count: Expr) -> tuple[Expr, Expr] | None:
         """A count of one number as that of any: the variable in its place, and the count."""
         hits = [e for e in subexpressions(count, lambda e: e.kind == "eq") if any(side.kind == "const" for side in e.args)]
@@ -208,6 +216,12 @@ class Run:
 
 def rows_counted(algebra: Algebra, number: Expr, counts: Expr, num_rows: Size, num_groups: Size | None = None) -> bool:
     """Whether ``counts`` of all numbers add up to at most ``num_rows``, of those below ``num_groups`` to as many, if given."""
+    most = sum_of_counts(algebra, number, counts, num_groups)
+    return most is not None and same_size(most, num_rows)
+
+
+def sum_of_counts(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size | None = None) -> Size | None:
+    """What ``counts`` of all numbers add up to at most, of those below ``num_groups`` exactly, if given; None if not known."""
     axes: list[Expr] = []
     while counts.kind == "sum":
         axis, counts = algebra.open(counts)
@@ -215,11 +229,10 @@ def rows_counted(algebra: Algebra, number: Expr, counts: Expr, num_rows: Size, n
     hits = [e for e in factors_of(counts) if e.kind == "eq"]
     keys = [side for hit in hits for side in hit.args if side is not number]
     if len(hits) != 1 or len(keys) != 1 or not axes:
-        return False
+        return None
     once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
     exact = counts is hits[0] or (counts is once and are_distinct(keys[0]))
     if num_groups is not None:
         bound = algebra.extent(keys[0])
         exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups
-    return exact and same_size(math.prod(axis.args[1] for axis in axes), num_rows)
-
+    return math.prod(axis.args[1] for axis in axes) if exact else None

@@ -322,7 +322,7 @@ def _exact_integers(x: Value) -> Value:
 
 def bound_of(x: Value) -> Size | None:
     """An exclusive upper bound of ids that are not negative, None where that is not known."""
-    while x.op in ("reshape", "permute"):
+    while x.op in ("reshape", "permute", "select", "slice"):
         x = x.args[0]
     return x.bound
 

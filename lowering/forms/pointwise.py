@@ -27,9 +27,9 @@ from moeblaze_ops.lowering.forms.views import (
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
-UNFUSED = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "logsigmoid",
-           "softsign", "sin", "cos", "log1p", "expm1")  # fmt: skip
-"""Pointwise functions that no fused activation contains."""
+_OF_NUMBERS = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "logsigmoid",
+           "softsign", "threshold")  # fmt: skip
+"""Pointwise functions of one tensor that numbers may stand beside."""
 
 
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
@@ -82,11 +82,18 @@ for _name, _arity, _names in [
     ("tanh", 1, ("tanh",)),
     ("erf", 1, ("erf",)),
     ("exp", 1, ("exp",)),
+    ("log", 1, ("log",)),
+    ("log1p", 1, ("log1p",)),
+    ("expm1", 1, ("expm1",)),
+    ("sin", 1, ("sin",)),
+    ("cos", 1, ("cos",)),
     ("square", 1, ("square",)),
     ("sqrt", 1, ("sqrt",)),
     ("rsqrt", 1, ("rsqrt",)),
     ("reciprocal", 1, ("reciprocal",)),
     ("abs", 1, ("abs",)),
+    ("maximum", 2, ("maximum",)),
+    ("minimum", 2, ("minimum",)),
     ("eq", 2, ("eq", "__eq__")),
     ("ne", 2, ("ne", "__ne__")),
     ("lt", 2, ("lt", "less")),
@@ -111,7 +118,7 @@ def _with_numbers(name: str) -> None:
     form(name)(apply)
 
 
-for _name in UNFUSED:
+for _name in _OF_NUMBERS:
     _with_numbers(_name)
 
 

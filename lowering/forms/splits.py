@@ -72,6 +72,12 @@ def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
     return joined
 
 
+@form("rows_joined")
+def _rows_joined(view: GraphView, xs: Any, size: Any) -> Value:
+    """What `markers.rows_joined` gives, a concatenation in a graph that is captured with such numbers."""
+    return _cat(view, xs)
+
+
 def is_between_numbers(part: Any) -> bool:
     """Whether a part of a subscript is a slice with a bound that only the data tell."""
     return isinstance(part, slice) and (_is_of_data(part.start) or _is_of_data(part.stop))

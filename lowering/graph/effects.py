@@ -1,11 +1,10 @@
 """Which nodes of a Dynamo graph do more than give a value."""
 
-from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.graph.functional_view import GraphView, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 
 _RANDOM = frozenset((
@@ -32,13 +31,3 @@ def has_effect(node: fx.Node) -> bool:
         return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
     name = operator_name(node)
     return not name or name in _RANDOM or name in _UPDATES_STATISTICS
-
-
-def writes_beside(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """What writes to copies, or to what they are copies of: for views in their place that would be the same."""
-    copies = [node for node in graph.nodes if node.op in ("call_function", "call_method") and is_copy(node)]
-    if not copies:
-        return []
-    view = GraphView(graph, {})
-    made = {alias: copied for copied in copies for node in (copied, copied.args[0]) for alias in view.aliases(node)}
-    return [w for w, target in view.all_writes() if target in made and view.position[w] > view.position[made[target]]]

@@ -309,7 +309,12 @@ class GraphView:
         if self.numbers_only:
             return False
         fake = fake_of(node)
-        tensors = [part for part in (fake if isinstance(fake, (tuple, list)) else [fake]) if isinstance(part, torch.Tensor)]
+        if isinstance(fake, torch.SymInt | torch.SymBool):
+            return False
+        fakes = fake if isinstance(fake, (tuple, list)) else [fake]
+        if fake is None:
+            fakes = list(map(fake_of, node.all_input_nodes))  # an element that Dynamo takes of a tensor for a list
+        tensors = [part for part in fakes if isinstance(part, torch.Tensor)]
         floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
         return floating and any(name in _GRADIENT_MODES for name, _ in self.context[node])
 

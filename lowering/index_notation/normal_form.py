@@ -296,6 +296,10 @@ class Algebra:
             return self.one
         if a.kind == "const" and b.kind == "const":
             return self.one if a.args[0] == b.args[0] else self.zero
+        for number, index in ((a, b), (b, a)):
+            below = self.extent(index) if number.kind == "const" else None
+            if isinstance(below, int) and not 0 <= number.args[0] < below:
+                return self.zero  # ids of a topk over E scores are not E
         return self._intern("eq", *sorted((a, b), key=lambda e: e.uid))
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY, activate, activation_gradient
+from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 
 _ops = torch.ops.moeblaze_cpu
 

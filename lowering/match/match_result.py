@@ -9,7 +9,6 @@ from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.match.identity_experts import Passed
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
@@ -36,8 +35,6 @@ class MoEMatch:
     w_down: WeightView
     b_down: WeightView | None
     activation: str
-    formula: Expr | None  # in ``symbols``, to be computed between the ops where ``activation`` is identity
-    symbols: tuple[Expr, ...]
     spelling: str
     T: Size
     K: int

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
@@ -326,7 +327,7 @@ class Matcher:
             ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
             kept = find_kept(self._algebra, finder, routings)
         x = find_x(finder, experts)
-        prove(len({(e.activation, e.formula, e.symbols, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
+        prove(len({(e.activation, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
         order = expert_order(routings)
         prove_shared_weights(self._algebra, routings, experts)
@@ -368,7 +369,7 @@ class Matcher:
             passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
         dense = routings[0].expert is not None
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
-        prove(not (on_input and dense and lead.formula), Reason.ACTIVATION, "of a zero input, may not be zero")
+        prove(not (on_input and dense) or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
         gathered = weights is not None and weights.gathered
         prove_distinct(routings, of_all=gathered and top_k > 1)
         prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
@@ -396,8 +397,7 @@ class Matcher:
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
-            activation=lead.activation, formula=lead.formula, symbols=lead.symbols,
-            spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
+            activation=lead.activation, spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
             named=named, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),

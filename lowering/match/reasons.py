@@ -15,7 +15,7 @@ class Reason(Enum):
     ROUTING = "an expert's weight is not a routing weight selected by comparing expert ids"
     SLOT_WEIGHTS = "weights are not aligned with their slots"
     NOT_TWO_PROJECTIONS = "an expert is not an up projection, a pointwise activation and a down projection"
-    ACTIVATION = "the activation between the projections is not one of the fused ones"
+    ACTIVATION = "what stands between the projections is not a pointwise function of them alone"
     PROJECTION_WEIGHTS = "a projection's weight is not one tensor indexed by expert"
     SAME_PERMUTATION = "tokens and outputs are not permuted alike"
     DIFFERENT_INPUTS = "experts do not read the same tokens"

@@ -33,9 +33,10 @@ from moeblaze_ops.lowering.graph.functional_view import (
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
-from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number
+from moeblaze_ops.lowering.obligations.check import line_of, name_of
+from moeblaze_ops.lowering.obligations.known_sizes import have_rows
+from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
-from moeblaze_ops.lowering.torch_internals import places
 
 
 @dataclass
@@ -54,11 +55,16 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         begins = [node for node in graph.nodes if node.target is branch_begins]
         if not begins:
             continue
+        for asked in [node for node in graph.nodes if node.target is some_rows]:
+            if not have_rows(graph, asked.args[0]):
+                return Discharged(f"{_line(asked)}: a list may have no parts")
         view = GraphView(graph, TABLE)
+        off = any(map(view.is_gradient_off, graph.nodes))
+        numbers = GraphView(graph, TABLE, numbers_only=True) if off else None
         if (write := _write_to_hits(view)) is not None:
-            return Discharged(f"{_line(write)}: {_name(write)} writes to the numbers of experts that a loop goes over")
+            return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:
-            reason = _unproven(view, begin)
+            reason = _unproven(view, numbers, begin)
             if reason is not None:
                 return Discharged(f"{_line(begin)}: {reason}")
             (end,) = begin.users
@@ -94,7 +100,7 @@ def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _erase(graph: fx.Graph) -> None:
     """Drop the markers, what stands on the sides without work, and what only the conditions read."""
-    markers = (branch_forks, branch_begins, branch_ends)
+    markers = (branch_forks, branch_begins, branch_ends, some_rows)
     other: set[fx.Node] = set()
     for begin in [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]:
         node = begin.args[2]
@@ -114,7 +120,8 @@ def _erase(graph: fx.Graph) -> None:
             continue
         _drop_range_assertions(node)
         is_call = node.op in ("call_function", "call_method")
-        unread = node in other or _most(node) is not None or (node in read and is_call and not has_effect(node))
+        for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
+        unread = node in other or _most(node) is not None or for_nothing
         if unread and not node.users:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -146,19 +153,24 @@ def _drop_range_assertions(node: fx.Node) -> None:
                 user.graph.erase_node(user)
 
 
-def _most(node: fx.Node) -> int | None:
-    """The largest number that comes to the host from a flag, or as the number of true elements; None for anything else."""
+def _most(node: fx.Node) -> float | None:
+    """The largest number that comes to the host from a flag, or as how many elements are true or counted; else None."""
     fake = fake_of(node)
     if target_name(node) == "item" and isinstance(fake, torch.SymBool):
         return 1
+    if target_name(node) == "bincount":
+        return math.inf
     if target_name(node) not in ("nonzero", "where", "argwhere", "unique") or len(node.args) != 1:
         return None
     size = fake_of(node.args[0]).numel()
     return size if isinstance(size, int) else None
 
 
-def _unproven(view: GraphView, begin: fx.Node) -> str | None:
-    """Why the work that begins here may do something where it is not asked for."""
+def _unproven(view: GraphView, numbers: GraphView | None, begin: fx.Node) -> str | None:
+    """Why the work that begins here may do something where it is not asked for.
+
+    Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it.
+    """
     ends = [node for node in begin.users if node.target is branch_ends]
     if len(ends) != 1:
         return "its two ways do not join in one graph"
@@ -167,12 +179,14 @@ def _unproven(view: GraphView, begin: fx.Node) -> str | None:
     proof = _Proof(view, begin, end, fork)
     if not proof.assume():
         return "what the condition says of tensors is not known"
+    if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
+        proof.zeros.sizes |= beside.zeros.sizes
     for before, after in zip(*end.args[1:3], strict=True):
         if not proof.same_operand(before, after):
-            return f"{_name(after)} may be another where the condition is false"
+            return f"{name_of(after)} may be another where the condition is false"
     for part in end.args[3]:
         if not proof.is_empty(part):
-            return f"{_name(part)}, which is appended to a list, may have rows where the condition is false"
+            return f"{name_of(part)}, which is appended to a list, may have rows where the condition is false"
     if fork is not None and (reason := proof.changed_buffer(proof.fork, proof.first) or proof.other_effect()) is not None:
         return reason
     return proof.changed_buffer(proof.first, proof.last)
@@ -301,7 +315,7 @@ class _Proof:
         written = self.view.all_writes()
         for node, at in self.view.position.items():
             if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in written):
-                return f"{_name(node)} at {_line(node)} would not run"
+                return f"{name_of(node)} at {_line(node)} would not run"
         return None
 
     def changed_buffer(self, first: int, last: int) -> str | None:
@@ -310,12 +324,12 @@ class _Proof:
             if not first < self.view.position[write] < last or self._writes_nothing(write):
                 continue
             if not has_storage(target):
-                return f"it is not known what {_name(write)} writes to"
+                return f"it is not known what {name_of(write)} writes to"
             for alias in self.view.aliases(target):
                 older = self.view.position[alias] < first
                 outlives = alias.op in ("placeholder", "get_attr") or any(self.view.position[u] > last for u in alias.users)
                 if older and outlives and not self._same(self.view.value_at(alias, first), self.view.value_at(alias, last)):
-                    return f"{_name(write)} at {_line(write)} may change a tensor where the condition is false"
+                    return f"{name_of(write)} at {_line(write)} may change a tensor where the condition is false"
         return None
 
     def _writes_nothing(self, write: fx.Node) -> bool:
@@ -354,6 +368,8 @@ class _Proof:
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             return False
         before, after = map(self._without_empty_writes, (before, after))
+        while before.op == after.op == "reshape" and before.args[0].shape == after.args[0].shape:
+            before, after = before.args[0], after.args[0]
         if before is after:
             return True
         algebra = self.evaluator.algebra
@@ -390,10 +406,6 @@ def _layout(node: fx.Node) -> tuple:
     return fake.dtype, fake.device, tuple(map(str, fake.shape)), tuple(map(str, fake.stride()))
 
 
-def _name(node: fx.Node) -> str:
-    return node.name.rstrip("_0123456789")
-
-
 def _line(node: fx.Node) -> str:
-    stack = places(node)
-    return f"{stack[-1][2]} ({stack[-1][0]}:{stack[-1][1]})" if stack else "source unknown"
+    function, line = line_of(node)
+    return f"{function} ({line})" if function else line

@@ -6,14 +6,12 @@
     y = x[idx] @ self.w_up[e]          # one parameter of all experts: a gradient of zeros for e, either way
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from moeblaze_ops.lowering.obligations.check import all_nodes
-from moeblaze_ops.lowering.torch_internals import places
 
 _PARAMETERS = ("w_up", "b_up", "w_down", "b_down")
 
@@ -26,16 +24,10 @@ class IdleExperts:
     inputs: tuple[str, ...]
 
 
-def guarded_inputs(gm: fx.GraphModule, regions: Sequence[Any], work: Collection[fx.Node]) -> set[fx.Node]:
-    """The inputs of ``gm`` that only ``work`` and lines in ``regions`` read: both run for experts with tokens only."""
-
-    def inside(node: fx.Node) -> bool:
-        return node in work or any(region.holds(*place) for place in places(node) for region in regions)
-
-    if not regions and not work:
-        return set()
+def guarded_inputs(gm: fx.GraphModule, work: Collection[fx.Node]) -> set[fx.Node]:
+    """The inputs of ``gm`` that only ``work`` reads, which runs for experts with tokens only."""
     inputs = (node for node in all_nodes(gm) if node.op in ("placeholder", "get_attr"))
-    return {node for node in inputs if node.users and all(map(inside, node.users))}
+    return {node for node in inputs if node.users and all(user in work for user in node.users)}
 
 
 def idle_experts(gm: fx.GraphModule, guarded: Collection[fx.Node]) -> list[IdleExperts]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, storage_of, written_nodes
 from moeblaze_ops.lowering.obligations.markers import hit_number
@@ -18,7 +19,7 @@ def known_element(node: fx.Node) -> int | None:
     """The only element of a tensor that is made of elements of hits alone; None for any other tensor."""
     fake = fake_of(node)
     chain = _chain(node) if isinstance(fake, torch.Tensor) and not fake.is_floating_point() else None
-    if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or _is_written(chain):
+    if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or is_written(chain):
         return None
     copies, graph = {}, fx.Graph()
     for step in sorted(chain):
@@ -36,6 +37,26 @@ def known_element(node: fx.Node) -> int | None:
     except Unroll:
         return None
     return int(element.args[0]) if element.kind == "const" else None
+
+
+_MOST_EXPERTS = 512
+"""What has more places is a mask of tokens."""
+
+
+def experts_among(hits: fx.Node) -> list[int] | None:
+    """The experts that may be among ``hits``, the places of a mask's true elements; None where they are not known to be.
+
+    Of a mask with more rows than ids have numbers, those rows are never hit.
+    """
+    view, evaluator = GraphView(hits.graph, TABLE, numbers_only=True), Evaluator()
+    mask = hit_mask(view.value_at(hits, len(view.position)))
+    if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_EXPERTS:
+        return None
+    try:
+        hit = [evaluator.element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0])]
+    except Unroll:
+        return list(range(mask.shape[0]))
+    return [e for e, element in enumerate(hit) if element is not evaluator.algebra.zero]
 
 
 _LONGEST_CHAIN = 16
@@ -57,7 +78,7 @@ def _chain(node: fx.Node) -> set[fx.Node] | None:
     return chain
 
 
-def _is_written(chain: set[fx.Node]) -> bool:
+def is_written(chain: set[fx.Node]) -> bool:
     """Whether something writes to memory of these nodes."""
     storages = {storage_of(node) for node in chain}
     step = min(chain)

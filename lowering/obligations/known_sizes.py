@@ -2,23 +2,26 @@
 
     parts = rows.split(counts.tolist())         the last size is what the others leave of the rows: a split raises otherwise
     part = rows[start : start + counts[e]]      so it is for slices of all groups of rows, which are counts of all ids
+    sum(counts.tolist())                        and for the counts themselves
 
 Slices with the same bounds have the same size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import sympy
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
-from moeblaze_ops.lowering.evaluate.groups import rows_counted
+from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
-from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
-_PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between"))
+_PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between", "item"))
 
 
 def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
@@ -36,10 +39,25 @@ def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
     return known
 
 
+def have_rows(graph: fx.Graph, parts: tuple[fx.Node, ...]) -> bool:
+    """Whether tensors have a row in all: as many as there are rows of which they are all groups.
+
+        parts of x[: counts[0]], x[counts[0] : counts[0] + counts[1]], ...      as many as x, which has one
+    """
+    sizes = [fake_of(part).shape[0] for part in parts]
+    total = sympy.expand(sympy.sympify(sum(map(size_of, sizes))).xreplace(known_sizes(graph)))
+    environment = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    if total.is_Integer or environment is None:
+        return bool(total > 0)
+    return not free_unbacked_symbols(total) and bool(environment.bound_sympy(total).lower > 0)
+
+
 def _may_depend_on_data(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or target_name(node) not in _PARTS:
         return False
     parts = fake_of(node)
+    if isinstance(parts, torch.SymInt):
+        return True
     return any(free_unbacked_symbols(part) for part in (parts if isinstance(parts, (tuple, list)) else [parts]))
 
 
@@ -50,15 +68,25 @@ def _zeros(view: GraphView) -> Iterator[Size]:
     for first, *others in view.lengths.values():
         yield from (other - first for other in others)
     evaluator = Evaluator()
-    groups: dict[tuple, dict[int, Size]] = {}
+    slices: dict[tuple, dict[int, Size]] = {}
     for mask, lengths in view.lengths.items():
-        try:
-            run = evaluator.run(mask)
-        except Unroll:
-            continue
+        run = _or_none(evaluator.run, mask)
         if run is not None:
-            groups.setdefault((run.var, run.counts, mask.shape[0]), {})[run.number] = lengths[0]
-    for (var, counts, num_rows), sizes in groups.items():
-        numbered = sorted(sizes) == list(range(len(sizes)))
-        if numbered and rows_counted(evaluator.algebra, var, counts, num_rows, len(sizes)):
-            yield sum(sizes.values()) - num_rows
+            slices.setdefault((run.var, run.counts, mask.shape[0]), {})[run.number] = lengths[0]
+    numbers: dict[tuple, dict[int, Size]] = {}
+    for symbol, value in view.numbers.items():
+        count = _or_none(evaluator.element, value, ()) if not value.shape else None
+        if count is not None and (run := evaluator.numbered(count)) is not None:
+            numbers.setdefault((run.var, run.counts), {}).setdefault(run.number, symbol)
+    for (var, counts, *num_rows), sizes in (slices | numbers).items():
+        if sorted(sizes) == list(range(len(sizes))):
+            total = sum_of_counts(evaluator.algebra, var, counts, len(sizes))
+            if total is not None and all(same_size(total, rows) for rows in num_rows):
+                yield sum(sizes.values()) - total
+
+
+def _or_none(compute: Callable, *args: Any) -> Any:
+    try:
+        return compute(*args)
+    except Unroll:
+        return None

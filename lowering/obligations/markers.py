@@ -30,6 +30,11 @@ def branch_ends(begin: None, without: tuple, with_: tuple, added: tuple) -> None
     raise RuntimeError("a branch on data was traced as if it were always taken, and never proven")
 
 
+def some_rows(parts: tuple) -> None:
+    """Here the program asks whether a list has parts at all, of which the appended ones of `branch_ends` may be missing."""
+    raise RuntimeError("a list was taken to have parts, and that was never proven")
+
+
 def counts_below(ids: Tensor, num_experts: int) -> Tensor:
     """``torch.bincount(ids, minlength=num_experts)``, where all ids are proven to be below that: as many counts as experts."""
     return ids.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))
@@ -38,6 +43,12 @@ def counts_below(ids: Tensor, num_experts: int) -> Tensor:
 def rows_between(x: Tensor, start: int, stop: int, size: int) -> Tensor:
     """``x[start:stop]``, of bounds that only the data tell, where there was a slice of ``size`` rows with the same bounds."""
     return x.as_strided((size, *x.shape[1:]), x.stride(), x.storage_offset() + start * x.stride(0))
+
+
+def rows_joined(parts: tuple[Tensor, ...], size: int) -> Tensor:
+    """``torch.cat(parts)``, of parts with numbers of rows that only the data tell, which are ``size`` in all."""
+    joined = torch.cat(parts)
+    return joined.as_strided((size, *joined.shape[1:]), joined.stride())
 
 
 def shared_with_host(x: Tensor) -> Tensor:
@@ -56,5 +67,6 @@ def hit_number(hits: Tensor, expert: int) -> Tensor:
 
 
 OURS.update((
-    branch_forks, branch_begins, branch_ends, counts_below, rows_between, shared_with_host, is_hit, hit_number,
+    branch_forks, branch_begins, branch_ends, counts_below, rows_between, rows_joined, shared_with_host, is_hit, hit_number,
+    some_rows,
 ))  # fmt: skip

@@ -4,7 +4,7 @@
     any(ids[:, 0] == e)         ->  [ids[t, 0] = e] is 0, [ids[t, 1] = e] is not known
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import sympy
 import torch
@@ -40,7 +40,7 @@ def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
         return e if _is_count(e) else None
     terms = e.args if e.kind == "add" else [e]
     negated = algebra.add(algebra.one, *(algebra.mul(algebra.const(-1), term) for term in terms))
-    return negated if _is_count(negated) else None
+    return zero_if(algebra, negated, False)
 
 
 def _is_count(e: Expr) -> bool:
@@ -71,6 +71,7 @@ class Zeros:
         self.sizes: set[Size] = set()
         self._patterns: list[tuple[frozenset[Expr], list[Expr]]] = []  # products, and their variables
         self._memo: dict[Expr, Expr] = {}
+        self._opened = 0
 
     def add(self, e: Expr, variables: frozenset[Expr] = frozenset()) -> None:
         """Take a sum of what is never negative for zero, whatever ``variables`` in it are."""
@@ -84,6 +85,8 @@ class Zeros:
         else:
             factors = [f for f in factors_of(e) if f.kind not in ("distinct", "const")]
             bound = variables
+            if len(factors) == 1 and factors[0].kind == "call" and factors[0].args[0] == "ge":
+                self._patterns.append((bound, [self.algebra.eq(*factors[0].args[1])]))  # what is below a number is not that
             for inner in [f for f in factors if f.kind in ("any", "sum")] if len(factors) == 1 else []:
                 return self.add(inner, bound)
             self._patterns.append((bound, factors))
@@ -100,10 +103,24 @@ class Zeros:
         algebra = self.algebra
         if e.kind in BINDERS and e.kind != "group" and e.args[0].args[1] in self.sizes:
             return algebra.zero
-        may_be_zero = is_indicator(e) or e.kind in ("mul", "sum", "any")
-        if may_be_zero and any(self._is_product(bound, factors, factors_of(e)) for bound, factors in self._patterns):
-            return algebra.zero
+        if is_indicator(e) or e.kind in ("mul", "sum", "any"):
+            of = [e] if e.kind in ("sum", "any") else list(self._factors(e))
+            if any(self._is_product(bound, factors, of) for bound, factors in self._patterns):
+                return algebra.zero
         return algebra._rebuild(e, self.without)
+
+    def _factors(self, e: Expr) -> Iterator[Expr]:
+        """The factors of a product, those of sums in it that each of their terms has, too.
+
+            room[t] * sum_k [ids[t, k] = e] * w[t, k]       room[t], [ids[t, k] = e], w[t, k] for some k, and the sum
+        """
+        for f in factors_of(e):
+            yield f
+            if f.kind in ("sum", "any"):
+                variable, body = self.algebra.open(f)
+                self._opened += 1
+                fresh = self.algebra.var(6000 + self._opened, *variable.args[1:])
+                yield from self._factors(self.algebra.substitute(body, {variable: fresh}))
 
     def _is_product(self, bound: frozenset[Expr], factors: list[Expr], of: Iterable[Expr]) -> bool:
         """Whether all ``factors`` are among those of a product, for some values of the bound variables."""
@@ -137,6 +154,13 @@ class Zeros:
                     binding.update(trial)
                     return True
             return False
+        if pattern.kind in ("prefix", "sum", "any"):
+            (inner, body), (variable, other) = self.algebra.open(pattern), self.algebra.open(e)
+            if inner is not variable or not self._unify(body, other, bound, binding):
+                return False
+            if any(variable in value.free for value in binding.values()):
+                return False
+            return all(self._unify(p, a, bound, binding) for p, a in zip(pattern.args[2:], e.args[2:], strict=True))
         if pattern.kind == "call":
             if (pattern.args[0], pattern.args[2], len(pattern.args[1])) != (e.args[0], e.args[2], len(e.args[1])):
                 return False
@@ -148,30 +172,44 @@ class Zeros:
     def _unify_indices(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
         """Indices of one tensor: a variable as long as the axis stands for whatever is read there."""
         shape, indices = pattern.args[0].shape, pattern.args[1]
-        if _reaches_all(indices, shape, bound):
-            return True
+        if (flat := self._of_flat(indices, e.args[1], shape)) is not None:
+            (position, value) = flat
+            return position in bound and binding.setdefault(position, value) is value
         for axis, (p, a) in enumerate(zip(indices, e.args[1], strict=True)):
-            whole = p in bound and same_size(p.args[1], shape[axis])
-            if whole and binding.setdefault(p, a) is not a:
-                return False
-            if not whole and not self._unify(p, a, bound, binding):
+            parts = self._parts(p, a, shape[axis], bound)
+            for part, value in parts:
+                if binding.setdefault(part, value) is not value:
+                    return False
+            if not parts and not self._unify(p, a, bound, binding):
                 return False
         return True
 
+    def _parts(self, p: Expr, a: Expr, size: Size, bound: frozenset[Expr]) -> list[tuple[Expr, Expr]]:
+        """What the variables of an index that goes through a whole axis are, where it is ``a``.
 
-def _reaches_all(indices: tuple[Expr, ...], shape: tuple[Size, ...], bound: frozenset[Expr]) -> bool:
-    """Whether indices go through every element of a tensor: quotient and remainder of a flat position, or the position of all.
+            t       of an axis of T:        t is a
+            S * b + s   of one of B * S:    s is a % S, b is a // S
+        """
+        if p in bound and same_size(p.args[1], size):
+            return [(p, a)]
+        if p.kind != "linear" or p.args[0] != 0:
+            return []
+        terms = sorted(p.args[1], key=lambda term: term[0] != 1)
+        if len(terms) != 2 or terms[0][0] != 1 or not all(atom in bound for _, atom in terms):
+            return []
+        (_, inner), (stride, outer) = terms
+        whole = same_size(stride, inner.args[1]) and same_size(stride * outer.args[1], size)
+        return [(inner, self.algebra.mod(a, stride)), (outer, self.algebra.div(a, stride))] if whole else []
 
-        x.t().flatten()[s]      ->  x[s % T, s // T]
-    """
-    if len(indices) == 2 and {index.kind for index in indices} == {"div", "mod"} and indices[0].args == indices[1].args:
+    def _of_flat(self, indices: tuple[Expr, ...], values: tuple[Expr, ...], shape: tuple[Size, ...]) -> tuple[Expr, Expr] | None:
+        """A flat position through all of a tensor whose quotient and remainder are read, and what it is.
+
+            x.t().flatten()[s]      ->  x[s % T, s // T]
+        """
+        if len(indices) != 2 or {index.kind for index in indices} != {"div", "mod"} or indices[0].args != indices[1].args:
+            return None
         flat, size = indices[0].args
-        inner = shape[0] if indices[0].kind == "mod" else shape[1]
-        return flat in bound and same_size(size, inner) and same_size(flat.args[1], shape[0] * shape[1])
-    if len(indices) != 1 or indices[0].kind != "linear" or indices[0].args[0] != 0:
-        return False
-    terms = sorted(indices[0].args[1], key=lambda term: term[0] != 1)
-    if len(terms) != 2 or terms[0][0] != 1 or not all(atom in bound for _, atom in terms):
-        return False
-    (_, inner), (stride, outer) = terms
-    return same_size(stride, inner.args[1]) and same_size(stride * outer.args[1], shape[0])
+        (inner, outer) = (0, 1) if indices[0].kind == "mod" else (1, 0)
+        if not same_size(size, shape[inner]) or not same_size(self.algebra.extent(flat) or -1, shape[0] * shape[1]):
+            return None
+        return flat, self.algebra.linear(0, [(1, values[inner]), (size, values[outer])])

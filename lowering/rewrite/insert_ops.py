@@ -15,13 +15,12 @@ import moeblaze_ops.ops.expert_mlp_ranged
 import moeblaze_ops.ops.expert_up
 import moeblaze_ops.ops.route  # noqa: F401
 from moeblaze_ops import config
-from moeblaze_ops.arguments.activations import IDENTITY, is_gated
-from moeblaze_ops.lowering.graph.functional_view import at_least_fp32, fake_of
+from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
+from moeblaze_ops.lowering.graph.functional_view import fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.reasons import Reason, prove
-from moeblaze_ops.lowering.match.terms.activation import emit
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
@@ -136,9 +135,8 @@ def _insert_whole(
     up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *low_rank_of_up(insert, match, x_TD, routing))
     up = insert.call(_ops.expert_up.default, *up_operands)
     h_NGF, a_NF = insert.items(up, 2)
-    if match.formula is not None:
-        h_NGF, a_NF = _activated(insert, match, h_NGF), None
-        became = "expert_up -> unfused activation -> expert_down"
+    if match.activation == IDENTITY:
+        a_NF = None
     low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
     operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *low_rank)
     return insert.call(_ops.expert_down.default, *operands), became
@@ -162,8 +160,6 @@ def _counts_rows(match: MoEMatch) -> bool:
 def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
     """Whether the layer becomes one op that leaves no pre-activation behind, as ``moe`` decides it for ``config.keep``."""
     keep = config.keep
-    if match.formula is not None:
-        return False  # it is computed on the pre-activation
     if not torch.is_grad_enabled():
         return True
     if keep != "auto":
@@ -223,13 +219,3 @@ def _ids(match: MoEMatch) -> Operand:
     fits = torch.iinfo(dtype).max >= match.E - 1
     prove(fits, Reason.OPERANDS, f"expert ids are {dtype}, which has no number {match.E - 1}", match.experts.node)
     return replace(match.experts, dtype=torch.int64)
-
-
-def _activated(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
-    """The user's own pointwise functions on the rows of the pre-activation, ``[N, 1, F]``."""
-    wide = at_least_fp32(match.dtype)
-    rows = h_NGF if wide == match.dtype else insert.call("to", h_NGF, wide)
-    halves = {symbol: insert.call("select", rows, 1, i) for i, symbol in enumerate(match.symbols)}
-    activated = emit(match.formula, halves, insert.call, {})
-    activated = activated if wide == match.dtype else insert.call("to", activated, match.dtype)
-    return insert.call("unsqueeze", activated, 1)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import moeblaze_ops.ops.low_rank.expert_rows  # noqa: F401
-from moeblaze_ops.arguments.activations import IDENTITY
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.graph.functional_view import fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.low_rank import Factors

@@ -41,17 +41,26 @@ from torch._dynamo.variables.base import (
     ValueMutationNew,
     VariableTracker,
 )
-from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.misc import CellVariable, NullVariable
+from torch._dynamo.variables.misc import CellVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.torch_internals import dynamo_config
+from moeblaze_ops.lowering.tracing.calls import watch_calls
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
-from moeblaze_ops.lowering.tracing.hit_loops import Declined, HitIterator, Hits, as_key, iterator_over, known_number, watch_calls
-from moeblaze_ops.lowering.tracing.old_iterators import OldIterators
+from moeblaze_ops.lowering.tracing.hit_loops import (
+    Declined,
+    HitIterator,
+    Numbers,
+    as_key,
+    contains,
+    iterator_over,
+    known_number,
+)
+from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -72,6 +81,7 @@ class _Branch:
     attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
     world: tuple = ()
     lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
+    skipped: dict[Variable, list[Variable]] = field(default_factory=dict)  # and as they are at the join without the work
 
 
 class Branches:
@@ -86,7 +96,7 @@ class Branches:
         self.open: list[_Branch] = []
         self.age = 0
         self.done: dict[str, None] = {}
-        self.longer: dict[int, tuple[Variable, _Branch]] = {}
+        self.longer = LongerLists()
         self._flows: dict[Any, ControlFlow] = {}
         self._births: dict[int, tuple[Any, int]] = {}
 
@@ -144,11 +154,18 @@ class Branches:
         if at is None:
             return original(tx)
         instruction = tx.instructions[at]
+        try:
+            return self._step(tx, at, instruction, original)
+        except Declined as declined:
+            self.left = self.left or f"{_place(tx, instruction)}: {declined}"
+            raise
+
+    def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         while self.open and self.open[-1].tx is tx and self._joins(self.open[-1], at, instruction):
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
-        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Hits) for side in tx.stack[-2:]):
+        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Numbers) for side in tx.stack[-2:]):
             raise Declined("numbers that only the data tell are compared")
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
@@ -157,51 +174,44 @@ class Branches:
         if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
             tx.stack[-1], tx.instruction_pointer = iterator, at + 1
             return True
-        if instruction.opname == "CONTAINS_OP" and isinstance(_realized(tx.stack[-1]), Hits):
-            return self._asks_hits(tx, at, instruction)
+        if instruction.opname == "CONTAINS_OP" and (found := contains(tx, *map(_realized, tx.stack[:-3:-1]))) is not None:
+            tx.popn(2)
+            tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
+            tx.instruction_pointer = at + 1
+            return True
         if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
             return self._round(tx, at, instruction, original)
+        self.longer.resolve(tx, instruction)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _known(_realized(tx.stack[-1]))
+            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
-        if not self.longer:
-            return original(tx)
-        before = list(tx.stack)
-        result = original(tx)
-        self._check_uses(tx, instruction, before)
-        return result
+        return self.longer.step(tx, instruction, original)
 
     def _write_text(self, tx: Any, instruction: Any) -> None:
         """Let a text have the number of a tensor without axes, as Python's has; of other tensors Dynamo knows no text."""
         flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
         at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
         written = _realized(tx.stack[at])
-        if isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Hits) and not written.is_python_constant():
+        of_data = isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Numbers)
+        if of_data and not written.is_python_constant():
             is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
             number = written if is_converted else as_key(written)
             if not isinstance(number, ConstantVariable):
                 raise Declined("a tensor is written into a text")
             tx.stack[at] = number
 
-    def _asks_hits(self, tx: Any, at: int, instruction: Any) -> bool:
-        """Whether a number is among those of the experts that have tokens, or is not."""
-        hits, number = tx.stack.pop(), _realized(tx.stack.pop())
-        found = hits.contains(tx, number)
-        if found is None:
-            raise Declined("a number that is not known is looked for")
-        tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
-        tx.instruction_pointer = at + 1
-        return True
-
     def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """The next round of a loop over all experts, done where the program goes over those that have tokens."""
-        condition = tx.stack[-1].condition(tx)
+        rounds = tx.stack[-1]
+        condition = rounds.condition(tx)
         names, stack = dict(tx.symbolic_locals), list(tx.stack)
-        if not original(tx) or condition is None:
+        goes_on = original(tx)
+        rounds.is_asked = False
+        if not goes_on or condition is None:
             return True
         self.age += 1
-        branch = _Branch(tx, at, self.age, f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})")
+        branch = _Branch(tx, at, self.age, _place(tx, instruction))
         branch.names, branch.stack = names, stack
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
         branch.world = _world(tx)
@@ -234,7 +244,7 @@ class Branches:
             return False
         skip, work, join = sides
         jump = tx.indexof[instruction.target]
-        line = f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{_line(tx, instruction)})"
+        line = _place(tx, instruction)
         tx.stack.pop()
         self.age += 1
         branch = _Branch(tx, join, self.age, line)
@@ -260,8 +270,11 @@ class Branches:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
-        if branch.attributes or branch.lists or branch.world != _world(tx):
+        if branch.attributes or branch.world != _world(tx):
             self.decline(branch, "the other side has an effect on Python, which would not be there")
+        for found, before in branch.lists.items():
+            branch.skipped[found], found.items[:] = list(found.items), before
+        branch.lists.clear()
         self.open.pop()
         branch.names, branch.stack = dict(tx.symbolic_locals), list(tx.stack)
         tx.symbolic_locals.clear()
@@ -296,69 +309,42 @@ class Branches:
         for (item, name), without in branch.attributes.items():
             with_ = tx.output.side_effects.store_attr_mutations[item][name]
             compare("a variable of a function around" if isinstance(item, CellVariable) else repr(name), without, with_)
-        added = [part for found, before in branch.lists.items() for part in self._appended(branch, found, before)]
+        added = []
+        for found in {**branch.lists, **branch.skipped}:
+            if found not in branch.skipped:
+                added += self._appended(branch, found)
+                continue
+            if len(branch.skipped[found]) != len(found.items):
+                self.decline(branch, "a list would have another length")
+            for one, other in zip(branch.skipped[found], found.items, strict=True):
+                compare("what a list holds", one, other)
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
 
 
-    # Lists that have parts without rows more than the program's.
 
-    def _appended(self, branch: _Branch, found: Variable, before: list[Variable]) -> Iterator[Any]:
-        parts = [_realized(part) for part in found.items[len(before) :]]
+    def _appended(self, branch: _Branch, found: Variable) -> list[Any]:
+        """The parts that a list has more of, which must have no rows without the work."""
+        before = branch.lists[found]
         if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        tensors = [part for part in (*before, *parts) if type(part) is TensorVariable]
-        if len(tensors) != len(found.items) or len({part.dtype for part in tensors}) > 1 or self._is_held(branch.tx, found):
+        if (parts := self.longer.add(branch.tx, found, len(before), branch.line)) is None:
             self.decline(branch, "a list would be longer")
-        self.longer[id(found)] = found, branch
-        for part in parts:
-            yield part.as_proxy()
-
-    def _is_held(self, tx: Any, found: Variable) -> bool:
-        """Whether a list is in another object, which may be asked without an instruction that takes the list itself."""
-        stored = tx.output.side_effects.store_attr_mutations.items()
-        held = [value for item, values in stored if not isinstance(item, CellVariable) for value in values.values()]
-        while tx is not None:
-            for value in tx.symbolic_locals.values():
-                items = vars(value).get("items")
-                held += items.values() if isinstance(items, dict) else items if isinstance(items, list) else ()
-            tx = tx.parent
-        return any(value is found for value in held)
-
-    def _check_uses(self, tx: Any, instruction: Any, before: list[Variable]) -> None:
-        """Refuse an instruction that sees how long a list is, which may have parts without rows more than the program's."""
-        kept = 0
-        while kept < min(len(before), len(tx.stack)) and before[kept] is tx.stack[kept]:
-            kept += 1
-        taken = [_realized(variable) for variable in before[kept:]]
-        seen = next((self.longer[id(variable)] for variable in taken if id(variable) in self.longer), None)
-        name = instruction.opname
-        is_moved = name.startswith(("STORE_FAST", "STORE_DEREF", "POP_TOP", "SWAP", "COPY"))
-        is_moved |= (name == "RETURN_VALUE" and tx.parent is not None) or (
-            name in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval == "append"
-        )
-        called = next((variable for variable in taken[:2] if not isinstance(variable, NullVariable)), None)
-        follows = _concatenates(called) or isinstance(called, BaseUserFunctionVariable)
-        if seen is not None and not is_moved and not (name.startswith("CALL") and follows):
-            # The source may show more: that the list is as long as it seems where it has any part.
-            raise Declined(f"{seen[1].line}: a list would be longer, which line {_line(tx, instruction)} sees")
+        return parts
 
 
 _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
-
-
-def _concatenates(variable: Variable | None) -> bool:
-    function = vars(variable).get("value") if variable is not None else None
-    return any(function is known for known in (torch.cat, torch.concat, torch.concatenate, torch.vstack))
 
 
 def _realized(variable: Variable) -> Variable:
     return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
-def _known(variable: Variable) -> Variable:
+def _known(tx: Any, variable: Variable) -> Variable:
     """A condition on elements of hits alone, such as ``e == 2`` in the round of an expert, as the flag that it is."""
+    if isinstance(variable, Numbers):
+        return variable.length(tx)
     number = known_number(variable)
     return variable if number is None else ConstantVariable.create(bool(number))
 
@@ -417,26 +403,22 @@ def _kind(variable: Variable) -> str:
         return "a Python object"
 
 
-def _line(tx: Any, instruction: Any) -> int:
+def _place(tx: Any, instruction: Any) -> str:
     positions = instruction.positions
-    return positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
+    line = positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
+    return f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{line})"
 
 
-_current: ContextVar[Branches | OldIterators | None] = ContextVar("moeblaze_branches", default=None)
-
-
-def current() -> Branches | None:
-    """The branches of the attempt that is being made."""
-    watch = _current.get()
-    return watch if isinstance(watch, Branches) else None
+_current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
 
 
 @contextmanager
-def tracing(branches: Branches | OldIterators) -> Iterator[None]:
-    """A context in which Dynamo traces branches on data as ``branches`` does."""
+def tracing(branches: Branches) -> Iterator[None]:
+    """A context in which Dynamo traces branches on data as ``branches`` does, and numbers of a tensor's elements."""
     token = _current.set(branches)
     try:
-        yield
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            yield
     finally:
         _current.reset(token)
 
@@ -471,7 +453,7 @@ def install() -> None:
         return step(self) if branches is None else branches.step(self, step)
 
     Translator.step = watched_step
-    watch_calls(lambda: current() is not None)
+    watch_calls(lambda: _current.get() is not None)
     _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
     _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
     _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))

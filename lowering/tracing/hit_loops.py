@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.variables import (
-    BaseListVariable,
     BuiltinVariable,
     ConstantVariable,
     ListIteratorVariable,
-    RangeVariable,
+    SymNodeVariable,
     TensorVariable,
     TupleVariable,
 )
@@ -28,10 +27,8 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.forms.masks import hit_mask
-from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of
-from moeblaze_ops.lowering.obligations.known_elements import known_element
+from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.obligations.known_elements import experts_among, known_element
 from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
 
 
@@ -39,33 +36,107 @@ class Declined(RuntimeError):
     """A branch changes what the graph does not show, so that its work may not be done unasked."""
 
 
-class Hits(VariableTracker):
-    """A list or a set of the numbers of the experts that have tokens; ``tensor`` holds them, in rising order."""
+class Numbers(VariableTracker):
+    """A list of as many numbers as only the data tell; ``tensor`` holds them. It selects rows, and has a length.
 
-    def __init__(self, tensor: TensorVariable, *, is_set: bool = False, **kwargs: Any) -> None:
+        x[token.tolist()]       x[token], as it was when the list was made
+    """
+
+    def __init__(self, tensor: VariableTracker, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.tensor, self.is_set = tensor, is_set
+        self.tensor = tensor
 
-    def contains(self, tx: Any, number: VariableTracker) -> TensorVariable | None:
-        """Whether a number is among them, as a tensor."""
-        known = isinstance(number, ConstantVariable) and type(number.value) is int
-        return self._is_hit(tx, number.value) if known else None
+    def length(self, tx: Any) -> VariableTracker:
+        """How many numbers there are."""
+        return self.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
 
-    def _is_hit(self, tx: Any, expert: int) -> TensorVariable:
+
+class Hits(Numbers):
+    """A list or a set of the numbers of those of ``experts`` that have tokens; ``tensor`` holds them, in rising order."""
+
+    def __init__(self, tensor: VariableTracker, experts: list[int], *, is_set: bool = False, **kwargs: Any) -> None:
+        super().__init__(tensor, **kwargs)
+        self.experts, self.is_set = experts, is_set
+
+    def is_hit(self, tx: Any, expert: int) -> TensorVariable:
         proxy = tx.output.create_proxy("call_function", is_hit, (self.tensor.as_proxy(), expert), {})
         return wrap_fx_proxy(tx, proxy)
 
 
 class HitIterator(ListIteratorVariable):
-    """An iterator over all experts where the program goes over those that have tokens."""
+    """An iterator over all experts where the program goes over some of them; ``asks(number)``: over the one of that round."""
 
-    def __init__(self, hits: Hits, items: list[VariableTracker], **kwargs: Any) -> None:
+    def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], TensorVariable | None], **kwargs: Any) -> None:
         super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
-        self.hits = hits
+        self.asks, self.is_asked = asks, False
 
     def condition(self, tx: Any) -> TensorVariable | None:
-        """Whether the program does the next round; None where there is none."""
-        return self.hits._is_hit(tx, self.index) if self.index < len(self.items) else None
+        """Whether the program does the next round; None where there is none, or where it is sure to."""
+        self.is_asked = True
+        return self.asks(tx, self.index)
+
+    def _require_asked(self) -> None:
+        if not self.is_asked:
+            raise Declined("what goes over numbers that only the data tell is moved on beside a loop")
+
+    def next_variable(self, tx: Any) -> VariableTracker:  # of torch 2.11
+        self._require_asked()
+        return super().next_variable(tx)
+
+    def tp_iternext_impl(self, tx: Any) -> VariableTracker:
+        self._require_asked()
+        return super().tp_iternext_impl(tx)
+
+    def unpack_var_sequence(self, tx: Any) -> list[VariableTracker]:
+        raise Declined("numbers that only the data tell are taken out of a loop")
+
+    force_unpack_var_sequence = unpack_var_sequence
+
+
+class Counts(Numbers):
+    """An array of counts of ids, as many as the highest id says, or of their running sums.
+
+        for e, end in enumerate(ids.bincount().cpu().numpy().cumsum(0)):        E rounds: is any id e or higher?
+            start = ends[e - 1]                                                 there, as e is
+    """
+
+    def __init__(self, ids: VariableTracker, items: list[VariableTracker], **kwargs: Any) -> None:
+        super().__init__(ids, **kwargs)
+        self.items, self._begun = items, 0
+
+    def length(self, tx: Any) -> VariableTracker:
+        raise Declined("the highest id says how many counts there are; say `minlength`")
+
+    def running_sums(self, tx: Any) -> "Counts":
+        sums = self.items[:1]
+        for item in self.items[1:]:
+            sums.append(BuiltinVariable(operator.add).call_function(tx, [sums[-1], item], {}))
+        return Counts(self.tensor, sums)
+
+    def item(self, index: VariableTracker) -> VariableTracker:
+        """One of them that is surely there: a loop over them has come to it."""
+        known = isinstance(index, ConstantVariable) and type(index.value) is int and 0 <= index.value < self._begun
+        return self.items[index.value] if known else self.length(None)
+
+    def iterator(self, *, numbered: bool) -> HitIterator:
+        items = self.items
+        if numbered:
+            items = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(items)]
+
+        def asks(tx: Any, number: int) -> TensorVariable | None:
+            self._begun = number + 1 if number < len(self.items) else 0
+            if not self._begun - 1 > 0:
+                return None  # there is an id, or no round
+            is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
+            return is_above.call_method(tx, "any", [], {})
+
+        return HitIterator(items, asks)
+
+    def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
+        asked = [*args, *kwargs.values()]
+        if name == "cumsum" and all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in asked):
+            return self.running_sums(tx)
+        return self if name == "tolist" and not asked else super().call_method(tx, name, args, kwargs)
 
 
 def _hits_in(variable: VariableTracker) -> Hits | None:
@@ -73,11 +144,16 @@ def _hits_in(variable: VariableTracker) -> Hits | None:
     if type(variable) is not TensorVariable:
         return None
     fake = fake_of(variable.as_proxy().node)
-    in_a_row = fake.dim() == 1 or (fake.dim() == 2 and fake.shape[1] == 1)
-    if not in_a_row or fake.dtype not in _INDICES or not free_unbacked_symbols(fake.shape[0]):
+    if not _in_a_row(fake, axes=2):
         return None
-    hits = Hits(variable)
-    return None if _count(hits) is None else hits
+    experts = experts_among(variable.as_proxy().node)
+    return None if experts is None else Hits(variable, experts)
+
+
+def _in_a_row(fake: torch.Tensor, axes: int = 1) -> bool:
+    """Whether numbers are as many as only the data tell, in ``axes`` axes at most."""
+    is_row = 1 <= fake.dim() <= axes and all(size == 1 for size in fake.shape[1:])
+    return is_row and fake.dtype in _INDICES and bool(free_unbacked_symbols(fake.shape[0]))
 
 
 _INDICES = (torch.int64, torch.int32)
@@ -90,26 +166,24 @@ def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
     What a list of them gives are numbers. What a tensor gives are tensors, of which `known_number` knows the number.
     """
     if isinstance(variable, Hits):
-        count = None if variable.is_set else _count(variable)  # a set has an order of its own
-        return None if count is None else HitIterator(variable, [ConstantVariable.create(e) for e in range(count)])
+        numbers = [ConstantVariable.create(e) for e in variable.experts]
+        return None if variable.is_set else _over(variable, numbers)  # a set has an order of its own
+    if isinstance(variable, Counts | HitIterator):
+        return variable.iterator(numbered=False) if isinstance(variable, Counts) else variable
     hits = _hits_in(variable)
-    return None if hits is None else HitIterator(hits, [_element(tx, hits, e) for e in range(_count(hits) or 0)])
+    if hits is None:
+        if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
+            raise Declined("a loop goes over numbers that may be those of no experts")
+        return None
+    return _over(hits, [_element(tx, hits, e) for e in hits.experts])
+
+
+def _over(hits: Hits, items: list[VariableTracker]) -> HitIterator:
+    return HitIterator(items, lambda tx, number: hits.is_hit(tx, hits.experts[number]) if number < len(items) else None)
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", hit_number, (hits.tensor.as_proxy(), expert), {}))
-
-
-_MOST_ROUNDS = 512
-"""Experts of one loop; what has more places is a mask of tokens."""
-
-
-def _count(hits: Hits) -> int | None:
-    """How many experts there are, of which ``hits`` has some."""
-    node = hits.tensor.as_proxy().node
-    view = GraphView(node.graph, TABLE, numbers_only=True)
-    mask = hit_mask(view.value_at(node, len(view.position)))
-    return mask.shape[0] if mask is not None and isinstance(mask.shape[0], int) and mask.shape[0] <= _MOST_ROUNDS else None
 
 
 def known_number(variable: VariableTracker) -> int | None:
@@ -120,12 +194,34 @@ def known_number(variable: VariableTracker) -> int | None:
 # What Dynamo asks of them.
 
 
+def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> TensorVariable | None:
+    """Whether a number is among those of experts, or among the elements of any tensor, as a tensor; None if it is not known."""
+    known = isinstance(number, ConstantVariable) and type(number.value) is int
+    hits = numbers if isinstance(numbers, Hits) else _hits_in(numbers)
+    if isinstance(numbers, Numbers) and not (known and isinstance(numbers, Hits)):
+        raise Declined("a number that is not known is looked for")
+    if hits is not None and known:
+        return hits.is_hit(tx, number.value)
+    if type(numbers) is not TensorVariable or not known:
+        return None
+    return numbers.call_method(tx, "eq", [number], {}).call_method(tx, "any", [], {})
+
+
 def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
-        return Hits(args[0].tensor, is_set=function in (set, frozenset) or (args[0].is_set and function is not sorted))
-    if function is operator.contains and isinstance(args[0], Hits):
-        return args[0].contains(tx, args[1])
+        is_set = function in (set, frozenset) or (args[0].is_set and function is not sorted)
+        return Hits(args[0].tensor, args[0].experts, is_set=is_set)
+    if isinstance(args[0], Counts) and function is operator.getitem:
+        return args[0].item(args[1])
+    if isinstance(args[0], Counts) and function is enumerate and len(args) == 1:
+        return args[0].iterator(numbered=True)
+    if function is len and isinstance(args[0], Numbers):
+        return args[0].length(tx)
+    if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
+        raise Declined("a set is made of numbers that only the data tell; ids.unique() gives those of experts")
+    if function is operator.contains:
+        return contains(tx, *args)
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
     if function is int and len(args) == 1 and (number := known_number(args[0])) is not None:
@@ -141,6 +237,8 @@ def as_key(variable: VariableTracker) -> VariableTracker:
         return TupleVariable(items) if changed else variable
     if isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
+    if type(variable) is Numbers:
+        return variable.tensor
     if type(variable) is not TensorVariable:
         return variable
     fake = fake_of(variable.as_proxy().node)
@@ -154,39 +252,19 @@ _MAKE_TEXT = (str, repr, ascii, format)
 _ASK_NUMBERS = ("item", "__index__", "__int__")
 
 
-def watch_calls(is_on: Callable[[], bool]) -> None:
-    """Let what makes lists of numbers, asks them, and asks tensors for their number, do what is said above while ``is_on``."""
-    call_builtin, call_method = BuiltinVariable.call_function, TensorVariable.call_method
+def refuse(function: Any, args: list[VariableTracker]) -> None:
+    """Give the attempt up where a function of Python is called that is not known for numbers which only the data tell."""
+    if any(isinstance(arg, Numbers) for arg in args) or (function in _MAKE_TEXT and not args[0].is_python_constant()):
+        raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
 
-    def with_hits(self, tx, args, kwargs):
-        if is_on() and args and not kwargs:
-            args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
-            if (found := handled(tx, self.fn, args)) is not None:
-                return found
-            if any(isinstance(arg, Hits) for arg in args) or (self.fn in _MAKE_TEXT and not args[0].is_python_constant()):
-                raise Declined(f"{getattr(self.fn, '__name__', 'a function')} asks what only the data tell")
-            if self.fn is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
-                args = [args[0], as_key(args[1])]
-        return call_builtin(self, tx, args, kwargs)
 
-    def with_numbers(self, tx, name, args, kwargs):
-        if is_on() and type(self) is TensorVariable:
-            if name == "tolist" and (found := _hits_in(self)) is not None and fake_of(self.as_proxy().node).dim() == 1:
-                return found
-            asks = name in _ASK_NUMBERS or (name == "tolist" and fake_of(self.as_proxy().node).dim() == 0)
-            if asks and not args and (number := known_number(self)) is not None:
-                return ConstantVariable.create(number)
-        if is_on() and name in ("__getitem__", "__setitem__"):
-            args = [as_key(args[0]), *args[1:]]
-        return call_method(self, tx, name, args, kwargs)
-
-    constant_method = ConstantVariable.call_method
-
-    def with_texts(self, tx, name, args, kwargs):
-        asked = (*args, *kwargs.values())
-        if is_on() and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
-            raise Declined("a text is made of what only the data tell")
-        return constant_method(self, tx, name, args, kwargs)
-
-    BuiltinVariable.call_function, TensorVariable.call_method = with_hits, with_numbers
-    ConstantVariable.call_method = with_texts
+def handled_method(tx: Any, x: VariableTracker, name: str, args: list[VariableTracker]) -> VariableTracker | None:
+    """What a method of a tensor gives for numbers of experts, where it is other than Dynamo's."""
+    if type(x) is not TensorVariable:
+        return None
+    fake = fake_of(x.as_proxy().node)
+    if name == "tolist" and _in_a_row(fake):
+        return _hits_in(x) or Numbers(x.call_method(tx, "clone", [], {}))
+    asks = name in _ASK_NUMBERS or (name == "tolist" and fake.dim() == 0)
+    number = known_number(x) if asks and not args else None
+    return None if number is None else ConstantVariable.create(number)

@@ -8,13 +8,12 @@
 Which rows these are is for the graph to say (`forms.splits`), and a rewrite takes the numbers out again.
 """
 
-import contextlib
-import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import (
@@ -28,14 +27,16 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.graph.sizes import size_of
-from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, shared_with_host
-from moeblaze_ops.lowering.torch_internals import dynamo_config
+from moeblaze_ops.lowering.graph.functional_view import target_name
+from moeblaze_ops.lowering.graph.sizes import same_size, size_of
+from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
+from moeblaze_ops.lowering.obligations.known_elements import is_written
+from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
+from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
+from moeblaze_ops.lowering.tracing.hit_loops import Counts
 
 _MOST_NUMBERS = 512
 """Elements of a list that are traced one by one, each of them a symbol."""
@@ -73,13 +74,30 @@ class HostArray(VariableTracker):
         return super().call_method(tx, name, args, kwargs)
 
 
-def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
-    """What a function of Python or NumPy gives for numbers of tensors, where it is other than Dynamo's."""
+def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker | None:
+    """What a function of Python, NumPy or torch gives for numbers of tensors, where it is other than Dynamo's.
+
+    A bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
+    """
+    if function is torch.bincount:
+        if (arguments := _counted(args, kwargs)) is not None:
+            return _traced(tx, counts_below, arguments)
+        if len(args) == 1 and not kwargs:
+            counts = _traced(tx, torch.bincount, args)
+            known = vars(tx.output).setdefault("_moeblaze_counted", {})
+            known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
+            return counts
+        return None
+    along_rows = (function is np.cumsum or function in _JOINS) and kwargs.keys() <= {"axis", "dim"}
+    if not args or (kwargs and not (along_rows and _along_first(list(kwargs.values())))):
+        return None
     if function is operator.getitem and isinstance(args[0], HostArray) and isinstance(args[1], ConstantVariable):
         index = args[1].value
         return args[0].items[index] if type(index) is int and -len(args[0].items) <= index < len(args[0].items) else None
     if function is operator.getitem and isinstance(args[0], TensorVariable) and (bounds := _bounds_of_data(tx, args[1])):
         return _slice(tx, args[0], bounds)
+    if function in _JOINS and (size := _known_rows(tx, args)) is not None:
+        return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
         return ConstantVariable.create(len(args[0].items))
     if function is np.cumsum and _along_first(args[1:]):
@@ -88,49 +106,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     return None
 
 
-@contextlib.contextmanager
-def capturing_numbers() -> Iterator[None]:
-    """A context in which frames are traced with numbers of a tensor's elements in the graph, too, unless they are many.
-
-    Each slice with such bounds has a size that Dynamo knows nothing of, and torch 2.11 cannot tell that what is written to one
-    fits. So where there was a slice with the same bounds, calls of ``rows_between(x, start, stop, size)`` take its size. A
-    bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
-    """
-    call_method = TensorVariable.call_method
-
-    @functools.wraps(call_method)
-    def with_numbers(self, tx, name, args, kwargs):
-        found = _handled_method(tx, self, name, args, kwargs)
-        return call_method(self, tx, name, args, kwargs) if found is None else found
-
-    def with_handled(original: Callable, function_of: Callable[[Any], Any]) -> Callable:
-        @functools.wraps(original)
-        def call_function(self, tx, args, kwargs):
-            function = function_of(self)
-            if function is torch.bincount and (arguments := _counted(args, kwargs)):
-                return _traced(tx, counts_below, arguments)
-            if function is np.cumsum and _along_first(list(kwargs.values())):
-                kwargs = {}
-            found = handled(tx, function, args) if args and not kwargs else None
-            return original(self, tx, args, kwargs) if found is None else found
-
-        return call_function
-
-    classes = {BuiltinVariable: "fn", TorchInGraphFunctionVariable: "value", NumpyVariable: "value"}
-    originals = {cls: cls.call_function for cls in classes}
-    TensorVariable.call_method = with_numbers
-    for cls, attribute in classes.items():
-        cls.call_function = with_handled(originals[cls], operator.attrgetter(attribute))
-    try:
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-            yield
-    finally:
-        TensorVariable.call_method = call_method
-        for cls, original in originals.items():
-            cls.call_function = original
-
-
-def _handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: dict) -> VariableTracker | None:
+def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: dict) -> VariableTracker | None:
     if name in ("tolist", "numpy"):
         fake = fake_value(x)
         if isinstance(fake.numel(), int) and fake.numel() > _MOST_NUMBERS:
@@ -138,15 +114,61 @@ def _handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: d
         is_array = name == "numpy" and fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
         if is_array and not args and not kwargs and isinstance(fake.shape[0], int):
             return HostArray(_traced(tx, shared_with_host, [x]).call_method(tx, "tolist", [], {}).items)
+    if name in ("tolist", "numpy") and not args and not kwargs and (counted := _counted_before(tx, x)) is not None:
+        ids, number = counted
+        counts = _traced(tx, counts_below, [ids, ConstantVariable.create(number)])
+        return Counts(ids, counts.call_method(tx, "tolist", [], {}).items)
     if name == "__setitem__" and (bounds := _bounds_of_data(tx, args[0])):
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
-    if name == "bincount" and (arguments := _counted([x, *args], kwargs)):
-        return _traced(tx, counts_below, arguments)
+    return handled(tx, torch.bincount, [x, *args], kwargs) if name == "bincount" else None
+
+
+_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
+
+
+def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
+    """How many rows parts have in all, where the data tell how many each of them has, and not how many these are."""
+    parts = getattr(args[0], "items", [])
+    along_rows = len(args) == 1 or _along_first(args[1:])
+    tensors = [fake_value(part) for part in parts if isinstance(part, TensorVariable) and fake_value(part).dim() > 1]
+    if not along_rows or len(tensors) != len(parts) or not any(free_unbacked_symbols(part.shape[0]) for part in tensors):
+        return None
+    total = _settled(tx, sum(part.shape[0] for part in tensors))
+    if total.is_Integer:
+        return ConstantVariable.create(int(total))
+    if free_unbacked_symbols(total):
+        return None
+    for node in reversed(tx.output.graph.nodes):  # another tensor has as many
+        fake = node.meta.get("example_value")
+        if isinstance(fake, torch.Tensor) and fake.dim() > 0 and not fake.is_nested and same_size(size_of(fake.shape[0]), total):
+            rows = torch.fx.Proxy(node, tx.output.current_tracer)
+            return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "size", (rows, 0), {}))
     return None
 
 
+def _is_all(tx: Any, stop: VariableTracker, size: Any) -> bool:
+    """Whether the stop of a slice is the size of the axis, by what is known of numbers.
+
+        rows[: sum(counts.tolist())]
+    """
+    return isinstance(stop, SymNodeVariable) and same_size(_settled(tx, fake_value(stop)), size_of(size))
+
+
+def _settled(tx: Any, size: torch.SymInt) -> sympy.Expr:
+    """A size that the data seem to tell, by those that they do not where it is known."""
+    several = len(free_unbacked_symbols(size)) > 1
+    return sympy.expand(size.node.expr.xreplace(known_sizes(tx.output.graph) if several else {}))
+
+
 def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:
+    """Rows between two bounds: as many as in a slice with the same bounds, where there was one.
+
+    Dynamo knows nothing of its size, and torch 2.11 cannot tell that what is written to one fits.
+    """
+    start, stop = bounds
+    if _size_of(start) == 0 and _is_all(tx, stop, fake_value(x).shape[0]):
+        return _traced(tx, operator.getitem, [x, SliceVariable([ConstantVariable.create(None)], tx)])
     known = vars(tx.output).setdefault("_moeblaze_slices", {})
     key = (tx.output.current_tracer, *map(_size_of, bounds), size_of(fake_value(x).shape[0]))
     if key in known:
@@ -179,6 +201,20 @@ def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) ->
     plain = "weights" not in arguments or _is_none(arguments["weights"])
     known = isinstance(least, ConstantVariable) and isinstance(least.value, int) and least.value > 0
     return [arguments["input"], least] if plain and known and fake_value(arguments["input"]).dim() == 1 else None
+
+
+def _counted_before(tx: Any, counts: TensorVariable) -> tuple[VariableTracker, int] | None:
+    """The ids that a bincount without ``minlength`` counted, as they were, and what all of them are known to be below."""
+    node = counts.as_proxy().node
+    chain = {node}
+    while target_name(node) in ("cpu", "to", "long", "int", "detach"):
+        node = node.args[0]
+        chain.add(node)
+    ids = vars(tx.output).get("_moeblaze_counted", {}).get(node)
+    if ids is None or fake_value(ids).numel() == 0 or is_written(chain):
+        return None
+    number = ids_below(node.graph, ids.as_proxy().node)
+    return (ids, number) if number is not None and number <= _MOST_NUMBERS else None
 
 
 def _bounds_of_data(tx: Any, key: VariableTracker) -> list[VariableTracker] | None:

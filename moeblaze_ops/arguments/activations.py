@@ -1,4 +1,4 @@
-"""The fused activations: names, eager formulas and their derivatives.
+"""The activations of the ops in eager code: formulas in torch's functions, and those that ATen has as one.
 
 ``h_NGF`` is the pre-activation; for gated activations ``g = h[:, 0]`` is the gate and ``u = h[:, 1]`` the
 linear half. Half precision is computed in fp32 and rounded once, as the kernels do.
@@ -6,19 +6,16 @@ linear half. Half precision is computed in fp32 and rounded once, as the kernels
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CLAMP_ALPHA = 1.702
-CLAMP_LIMIT = 7.0
-"""``swiglu_clamped`` is that of gpt-oss."""
-
-SILU_LIMIT = 10.0
-"""``swiglu_limited`` is that of DeepSeek-V4: SwiGLU of halves that are clamped."""
-
-IDENTITY = "identity"
+from moeblaze_ops.kernels.formulas.derivative import derivative
+from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, UNGATED_SYMBOLS, Node, below, symbol
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, formula_of, is_gated
 
 _aten = torch.ops.aten
 
@@ -45,62 +42,78 @@ def _ungated(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor]
     return Activation(gated=False, value=value, gradient=lambda da, h: (slope(da, h),))
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+_relu_slope = partial(_aten.threshold_backward, threshold=0)
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+_gelu_tanh_slope = partial(_aten.gelu_backward, approximate="tanh")
 
-
-def _gelu_tanh_slope(grad: Tensor, x: Tensor) -> Tensor:
-    return _aten.gelu_backward(grad, x, approximate="tanh")
-
-
-def _relu_slope(grad: Tensor, x: Tensor) -> Tensor:
-    return _aten.threshold_backward(grad, x, 0)
-
-
-def _swiglu_clamped(g: Tensor, u: Tensor) -> Tensor:
-    g = g.clamp(max=CLAMP_LIMIT)
-    return (u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1) * g * torch.sigmoid(CLAMP_ALPHA * g)
-
-
-def _swiglu_clamped_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    clamped_g, clamped_u = g.clamp(max=CLAMP_LIMIT), u.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-    sigmoid = torch.sigmoid(CLAMP_ALPHA * clamped_g)
-    slope = sigmoid * (1 + CLAMP_ALPHA * clamped_g * (1 - sigmoid))
-    # The gradient passes at the bounds, NaN included: as that of torch.clamp in torch 2.13; torch 2.15 has none there.
-    dg = torch.where(g > CLAMP_LIMIT, 0, da * (clamped_u + 1) * slope)
-    du = torch.where(u.abs() > CLAMP_LIMIT, 0, da * clamped_g * sigmoid)
-    return dg, du
-
-
-def _swiglu_limited(g: Tensor, u: Tensor) -> Tensor:
-    return F.silu(g.clamp(max=SILU_LIMIT)) * u.clamp(-SILU_LIMIT, SILU_LIMIT)
-
-
-def _swiglu_limited_gradient(da: Tensor, g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    limited_g, limited_u = g.clamp(max=SILU_LIMIT), u.clamp(-SILU_LIMIT, SILU_LIMIT)
-    dg = torch.where(g > SILU_LIMIT, 0, _aten.silu_backward(da * limited_u, limited_g))
-    du = torch.where(u.abs() > SILU_LIMIT, 0, da * F.silu(limited_g))
-    return dg, du
-
-
-ACTIVATIONS: dict[str, Activation] = {
+_ATEN: dict[str, Activation] = {
     "swiglu": _gated(F.silu, _aten.silu_backward),
     "geglu": _gated(F.gelu, _aten.gelu_backward),
     "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_slope),
     "reglu": _gated(F.relu, _relu_slope),
-    "swiglu_clamped": Activation(True, _swiglu_clamped, _swiglu_clamped_gradient),
-    "swiglu_limited": Activation(True, _swiglu_limited, _swiglu_limited_gradient),
     "silu": _ungated(F.silu, _aten.silu_backward),
     "gelu": _ungated(F.gelu, _aten.gelu_backward),
     "gelu_tanh": _ungated(_gelu_tanh, _gelu_tanh_slope),
     "relu": _ungated(F.relu, _relu_slope),
     "relu2": _ungated(lambda h: F.relu(h).square(), lambda grad, h: 2 * grad * F.relu(h)),
 }
-"""Every fused activation by name. ``identity`` (no activation) is accepted by the ops but not listed here."""
+"""Those for which ATen has functions of one pass, forward and backward."""
 
 
-def is_gated(activation: str) -> bool:
-    return activation != IDENTITY and ACTIVATIONS[activation].gated
+@cache
+def activation_of(activation: str) -> Activation:
+    """Of a name or a formula."""
+    if activation in _ATEN:
+        return _ATEN[activation]
+    formula, gated = formula_of(activation), is_gated(activation)
+    symbols = [symbol(name) for name in (GATED_SYMBOLS if gated else UNGATED_SYMBOLS)]
+    slopes = [derivative(formula, by) for by in symbols]
+
+    def value(*halves: Tensor) -> Tensor:
+        return _evaluated([formula], dict(zip(symbols, halves, strict=True)))[0]
+
+    def gradient(da: Tensor, *halves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(da * slope for slope in _evaluated(slopes, dict(zip(symbols, halves, strict=True))))
+
+    return Activation(gated, value, gradient)
+
+
+ACTIVATIONS: dict[str, Activation] = {name: activation_of(name) for name in NAMED}
+"""Every activation that has a name. ``identity`` (no activation) is accepted by the ops but not listed here."""
+
+
+def _evaluated(roots: list[Node], values: dict[Node, Any]) -> list[Any]:
+    """The tensors that formulas are; numbers where they are constants."""
+    (like, *_) = values.values()
+    for node in below(*roots):
+        if node.is_number:
+            values[node] = node.number
+        elif node not in values:
+            args = [values[arg] for arg in node.args]
+            if node.op == "where" and not any(isinstance(arg, Tensor) for arg in args[1:]):
+                args[1] = torch.full_like(like, args[1])  # of two numbers torch would make a tensor of the default dtype
+            values[node] = _TORCH[node.op](*args)
+    return [values[root] for root in roots]
+
+
+def _of_tensors(function: Callable) -> Callable:
+    """``function`` of two operands, of which one may be a number."""
+
+    def apply(a: Any, b: Any) -> Tensor:
+        like = a if isinstance(a, Tensor) else b
+        return function(*(x if isinstance(x, Tensor) else torch.full_like(like, x) for x in (a, b)))
+
+    return apply
+
+
+_TORCH: dict[str, Callable[..., Any]] = {
+    "add": torch.add, "mul": torch.mul, "sub": lambda a, b: a - b, "div": lambda a, b: a / b, "neg": torch.neg,
+    **{name: getattr(torch, name) for name in ("abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p")},
+    **{name: getattr(torch, name) for name in ("expm1", "sin", "cos", "relu", "pow", "where")},
+    "softplus": F.softplus, "clamp": torch.clamp,
+    **{name: _of_tensors(getattr(torch, name)) for name in ("maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne")},
+    "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
+}  # fmt: skip
 
 
 def activate(h_NGF: Tensor, activation: str) -> Tensor:
@@ -108,7 +121,7 @@ def activate(h_NGF: Tensor, activation: str) -> Tensor:
     if activation == IDENTITY:
         return h_NGF[:, 0]
     halves = _compute_dtype(h_NGF).unbind(1)
-    return ACTIVATIONS[activation].value(*halves).to(h_NGF.dtype)
+    return activation_of(activation).value(*halves).to(h_NGF.dtype)
 
 
 def activation_gradient(da_NF: Tensor, h_NGF: Tensor, activation: str) -> Tensor:
@@ -116,7 +129,7 @@ def activation_gradient(da_NF: Tensor, h_NGF: Tensor, activation: str) -> Tensor
     if activation == IDENTITY:
         return da_NF.unsqueeze(1).to(h_NGF.dtype)
     halves = _compute_dtype(h_NGF).unbind(1)
-    gradients = ACTIVATIONS[activation].gradient(_compute_dtype(da_NF), *halves)
+    gradients = activation_of(activation).gradient(_compute_dtype(da_NF), *halves)
     return torch.stack(gradients, dim=1).to(h_NGF.dtype)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import ACTIVATIONS, IDENTITY, is_gated
+from moeblaze_ops.arguments.validation_values import check_activation_text
 from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
 from moeblaze_ops.kernels.configs import ROW_BLOCK
+from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
 
 MAX_EXPERTS = 4096
 
@@ -327,8 +328,7 @@ def check_routing_weights(
 def check_activation(op: str, activation: str, G: int) -> None:
     if activation == IDENTITY:
         return
-    known = ", ".join((*ACTIVATIONS, IDENTITY))
-    require(activation in ACTIVATIONS, op, "activation", f"be one of {known}", repr(activation))
+    check_activation_text(op, activation, f", {IDENTITY}")
     expected = 2 if is_gated(activation) else 1
     require(expected == G, op, "activation", f"be {'gated' if G == 2 else 'ungated'} for G={G} halves", repr(activation))
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import ACTIVATIONS, is_gated
 from moeblaze_ops.arguments.validation import MAX_EXPERTS
 from moeblaze_ops.arguments.validation_values import (
     FLOAT_DTYPES,
     ID_DTYPES,
+    check_activation_text,
     check_choice,
     check_device_name,
     check_float_dtype,
@@ -25,6 +25,7 @@ from moeblaze_ops.arguments.validation_values import (
     refuse,
     refuse_type,
 )
+from moeblaze_ops.kernels.formulas.named import is_gated
 
 KEEP = ("preactivation", "input", "auto")
 WEIGHT_ON = ("output", "input")
@@ -50,7 +51,7 @@ def check_moe(
 ) -> None:
     """What ``moe`` is called with; ``biases`` are b_up, b_gate and b_down by name."""
     check_not_traced("moe")
-    check_choice("moe", "activation", activation, ACTIVATIONS)
+    check_activation_text("moe", activation)
     check_choice("moe", "weight_on", weight_on, WEIGHT_ON)
     check_choice("moe", "keep", keep, KEEP)
     check_switch("moe", "interleaved", interleaved)
@@ -207,7 +208,7 @@ def check_module(
     """What ``MoE`` is made with."""
     _check_sizes("MoE", D, F, E)
     check_number("MoE", "K", K, 1, min(E, MAX_TOP_K), TOP_K_BOUNDS)
-    check_choice("MoE", "activation", activation, ACTIVATIONS)
+    check_activation_text("MoE", activation)
     check_switch("MoE", "bias", bias)
     check_switch("MoE", "renormalize", renormalize)
     if keep is not None:

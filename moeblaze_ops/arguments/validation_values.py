@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from moeblaze_ops.kernels.formulas.named import NAMED, why_no_formula
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -83,6 +85,18 @@ def check_choice(op: str, name: str, value: Any, choices: Collection[str]) -> No
         refuse_type(op, name, f"be one of {', '.join(choices)}", kind_of(value))
     if value not in choices:
         refuse(op, name, f"be one of {', '.join(choices)}", repr(value))
+
+
+def check_activation_text(op: str, value: Any, more: str = "") -> None:
+    """A name or a formula."""
+    if isinstance(value, str) and value in NAMED:
+        return
+    rule = f"be one of {', '.join(NAMED)}{more}, or a formula such as 'silu(g) * u' or 'silu(h)'"
+    if not isinstance(value, str):
+        refuse_type(op, "activation", rule, kind_of(value))
+    reason = why_no_formula(value)
+    if reason is not None:
+        refuse(op, "activation", rule, f"{value!r}: {reason}")
 
 
 def check_device_name(op: str, name: str, value: Any) -> None:

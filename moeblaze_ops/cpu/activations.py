@@ -7,7 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate, activation_gradient, is_gated
+from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.kernels.formulas.named import is_gated
 
 _aten = torch.ops.aten
 _Value: TypeAlias = Callable[..., Tensor]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY, activate
+from moeblaze_ops.arguments.activations import activate
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves, up_shape
 from moeblaze_ops.cpu.activations import activate_into, backward_into
 from moeblaze_ops.cpu.rows import (
@@ -24,6 +24,7 @@ from moeblaze_ops.cpu.rows import (
     sum_dtype,
     transposed,
 )
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 
 
 def expert_up(

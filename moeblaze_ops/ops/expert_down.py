@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY, activate
+from moeblaze_ops.arguments.activations import activate
 from moeblaze_ops.arguments.separate_experts import split_as_given
 from moeblaze_ops.arguments.validation import check_expert_down, check_expert_down_backward
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_low_rank, routing_gradient_like
 from moeblaze_ops.ops.low_rank.expert_rows import row_products_grad

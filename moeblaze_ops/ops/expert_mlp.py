@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp_backward
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.expert_down import expert_down
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, routing_gradient_like
 from moeblaze_ops.ops.register import register_op

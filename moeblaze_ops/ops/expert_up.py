@@ -6,11 +6,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
 from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_backward
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
 from moeblaze_ops.ops.register import register_op

@@ -13,15 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT
+from moeblaze_ops.arguments.activations import activation_of
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
+from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, NAMED, SILU_LIMIT
 
 
 def activate(h_NGF: Tensor, activation: str) -> Tensor:
     """a = act(h) in the dtype of h, from torch's own functions. Shape [N, F]."""
     if activation == IDENTITY:
         return h_NGF[:, 0]
+    if activation not in NAMED:
+        return activation_of(activation).value(*h_NGF.unbind(1))
     if h_NGF.shape[1] == 1:
         return _UNGATED[activation](h_NGF[:, 0])
     g, u = h_NGF.unbind(1)

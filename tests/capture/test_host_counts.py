@@ -7,7 +7,7 @@ from torch import nn
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
-from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
+from moeblaze_ops.lowering.tracing.branches import Branches, tracing
 from tests.capture import test_capture as guarded
 from tests.capture.test_capture import check, make_layer, scratch  # noqa: F401
 from tests.corpus.loops import handed
@@ -73,7 +73,7 @@ def test_long_lists_are_not_followed():
         return sum((x * 2).tolist())
 
     x = torch.arange(2048)
-    capturing = capturing_numbers()
+    capturing = tracing(Branches())
     with capturing, pytest.raises(Exception, match="a list of 2048 numbers"):
         torch.compile(sums, backend="eager", fullgraph=True)(x)
     torch._dynamo.reset()

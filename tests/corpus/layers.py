@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments import weight_storage as storage
-from moeblaze_ops.arguments.activations import is_gated
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops import reference
 
 E, K, D, F = 5, 2, 24, 12

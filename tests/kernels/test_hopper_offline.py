@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from moeblaze_ops.kernels.activations import ACTIVATION_IDS  # noqa: E402
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED  # noqa: E402
 from moeblaze_ops.kernels.hopper import launch as hopper_launch  # noqa: E402
 from moeblaze_ops.kernels.hopper.configs import num_partials  # noqa: E402
 from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward  # noqa: E402
@@ -126,7 +126,7 @@ LAYOUTS = [*((storage, "even") for storage in STORAGES), ("packed", "ragged"), (
 
 # The widest D leaves the epilogue of dA the fewest warps; what needs most registers is compiled for the other two plans as well.
 EPILOGUES = [
-    *((activation, 2048) for activation in ACTIVATION_IDS),
+    *((activation, 2048) for activation in (*NAMED, IDENTITY)),
     *((activation, num_d) for activation in ("swiglu", "geglu", "geglu_tanh", "swiglu_limited") for num_d in (512, 1536)),
 ]
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import moeblaze_ops
 from moeblaze_ops import config
-from moeblaze_ops.arguments.activations import ACTIVATIONS, is_gated
+from moeblaze_ops.arguments.activations import ACTIVATIONS
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops.route import SCORINGS
 from tests.tools.rewrite_harness import compiled
 

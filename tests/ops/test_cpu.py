@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeblaze_ops.arguments.activations import ACTIVATIONS, activate, activation_gradient, is_gated
+from moeblaze_ops.arguments.activations import ACTIVATIONS, activate, activation_gradient
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.cpu import rows
 from moeblaze_ops.cpu.activations import activate_into, backward_into
 from moeblaze_ops.cpu.weight_grad import expert_weight_grad
+from moeblaze_ops.kernels.formulas.named import is_gated
 from tests.corpus.layers import ROUTINGS, make_layer
 from tests.tools.op_harness import step
 

@@ -3,7 +3,8 @@ import torch
 
 import moeblaze_ops
 from moeblaze_ops.arguments import weight_storage as storage
-from moeblaze_ops.arguments.activations import ACTIVATIONS, is_gated
+from moeblaze_ops.arguments.activations import ACTIVATIONS
+from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops import reference
 
 T, K, E, D, F = 17, 2, 4, 8, 6

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moeblaze_ops.lowering.tracing.host_numbers import capturing_numbers
+from moeblaze_ops.lowering.tracing.branches import Branches, tracing
 from tests.tools.rewrite_harness import check_against_eager
 
 T, D, H, E, K = 10, 16, 24, 4, 2
@@ -104,7 +104,7 @@ TWINS = {
 def _check(combine):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    with capturing_numbers():
+    with tracing(Branches()):
         return check_against_eager(Layer(combine), torch.randn(T, D))
 
 
@@ -133,7 +133,7 @@ def test_other_rows(name):
         return gm.forward
 
     layer = Layer(_twin(TWINS[name]))
-    with capturing_numbers():
+    with tracing(Branches()):
         try:
             torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(T, D))
         except Exception:

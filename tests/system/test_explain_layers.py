@@ -104,7 +104,7 @@ moeblaze: 1 of 1 MoE layers rewritten
   MoE (moe.py:21): loop over experts -> expert_up(silu) -> expert_down
     kept for backward: 85.9 KiB before, 25.2 KiB after
     gradients of zeros instead of None for experts without tokens: up.*.weight, down.*.weight
-  note: forward (moe.py:18): captured without the branch on 'len(token) == 0': what it skips does nothing without tokens
+  note: forward (moe.py:18): traced as always taken: its work does nothing where the program skips it
 """,
     )
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moeblaze_ops.arguments.activations import ACTIVATIONS, CLAMP_LIMIT, SILU_LIMIT, activate, activation_gradient
+from moeblaze_ops.arguments.activations import ACTIVATIONS, activate, activation_gradient
+from moeblaze_ops.kernels.formulas.named import CLAMP_LIMIT, SILU_LIMIT
 from moeblaze_ops.ops import reference
 
 CORNERS = [0.0, 1.5, -1.5, 20.0, -20.0, float("nan")]

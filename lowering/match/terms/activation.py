@@ -1,56 +1,18 @@
-"""Which fused activation an expression between the two projections is."""
+"""Which activation an expression between the two projections is: a name that has several spellings, or its own formula."""
 
 import math
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Iterator
 from itertools import permutations
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from moeblaze_ops.arguments.activations import CLAMP_ALPHA, CLAMP_LIMIT, SILU_LIMIT
-from moeblaze_ops.lowering.forms.pointwise import UNFUSED
+from moeblaze_ops.kernels.formulas.derivative import derivative
+from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, UNGATED_SYMBOLS, Node, symbol, symbols_of
+from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT, name_of
+from moeblaze_ops.kernels.formulas.text import check_root
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
-
-POINTWISE = {
-    **{name: getattr(torch, name) for name in ("relu", "sigmoid", "tanh", "erf", "exp", "sqrt", "rsqrt", "abs", "reciprocal")},
-    **{name: getattr(F, name, None) or getattr(torch, name) for name in UNFUSED},
-    "gelu": F.gelu,
-    "gelu_tanh": F.gelu,
-    "clamp": torch.clamp,
-    "pow": torch.pow,
-}
-"""The function of every pointwise name that may be repeated on the experts' rows."""
-
-
-def is_pointwise(e: Expr, symbols: tuple[Expr, ...]) -> bool:
-    """Whether ``e`` is made of symbols and constants by functions in ``POINTWISE``, sums and products."""
-    if e.kind in ("add", "mul"):
-        return all(is_pointwise(part, symbols) for part in e.args)
-    if e.kind == "call":
-        return e.args[0] in POINTWISE and all(is_pointwise(part, symbols) for part in e.args[1])
-    return e.kind == "const" or e in symbols
-
-
-def emit(e: Expr, symbols: dict[Expr, Any], call: Callable[..., Any], made: dict[Expr, Any]) -> Any:
-    """Compute a pointwise expression with ``call(function, *args)``; constants are numbers."""
-    if e.kind == "const":
-        return e.args[0]
-    if e in symbols:
-        return symbols[e]
-    if e not in made:
-        if e.kind == "call":
-            name, args, params = e.args
-            keywords = {"approximate": "tanh"} if name == "gelu_tanh" else {}
-            made[e] = call(POINTWISE[name], *(emit(part, symbols, call, made) for part in args), *params, **keywords)
-        else:
-            parts = [emit(part, symbols, call, made) for part in sorted(e.args, key=lambda p: p.kind == "const")]
-            made[e] = reduce(lambda a, b: call(torch.add if e.kind == "add" else torch.mul, a, b), parts)
-    return made[e]
+from moeblaze_ops.lowering.match.terms.pointwise_formula import to_formula
 
 
 class Formulas:
@@ -77,6 +39,24 @@ class Formulas:
                     number.guard()
                 return name, order
         return None
+
+    def text(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]]:
+        """The formula of an activation that has no name, and its pre-activations in the order (gate, up).
+
+            F.mish(gate) * up.clamp(-5, 5)                   but not  gate.softmax(-1) * up
+
+        Raises:
+            ValueError: it is none; the message says what it does instead.
+        """
+        names = GATED_SYMBOLS if len(halves) == 2 else UNGATED_SYMBOLS
+        found: tuple[Node, tuple[Expr, ...]] | None = None
+        for order in permutations(halves):
+            root = to_formula(activation, dict(zip(order, map(symbol, names), strict=True)))
+            if found is None or _is_linear(root, names[-1]):
+                found = root, order
+        root, order = found
+        check_root(root)
+        return (IDENTITY if root is symbol("h") else name_of(root)), order
 
     def _rounded(self, e: Expr) -> Expr:
         """Constants rounded, so that 1 / sqrt(2) written in two ways is one number."""
@@ -134,6 +114,10 @@ class Formulas:
         g, u = self._bounded(g, u, CLAMP_LIMIT)
         gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
         return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
+
+
+def _is_linear(root: Node, name: str) -> bool:
+    return name not in symbols_of(derivative(root, symbol(name)))
 
 
 def _map_constants(algebra: Algebra, e: Expr) -> Expr:

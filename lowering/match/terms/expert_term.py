@@ -8,13 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_ops.arguments.activations import IDENTITY
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.terms.activation import Formulas, is_pointwise
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class ExpertTerm:
     up: tuple[Projection, ...]
     down: Projection
     activation: str
-    formula: Expr | None  # what the activation is, in symbols, where it is not a fused one
-    symbols: tuple[Expr, ...]  # of the pre-activations, in the order of ``up``
     width: Expr  # the variable of F
     feature_in: Expr  # the variable of D inside the up projection
 
@@ -179,7 +176,7 @@ def _read_hidden(
     hidden = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
     if scale and all(half.kind == "sum" for half in halves):
         hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale, movable)
-    activation, order, routing, formula = _named_activation(algebra, formulas, hidden, routing, symbols, movable)
+    activation, order, routing = _read_activation(algebra, formulas, hidden, routing, symbols, movable)
     projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     inputs = {(x, feature_in) for _, x, feature_in in projections}
     prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
@@ -190,8 +187,6 @@ def _read_hidden(
         "scale": tuple(map(algebra.unscaled, scale)),
         "up": tuple(projection for projection, _, _ in projections),
         "activation": activation,
-        "formula": formula,
-        "symbols": order,
         "feature_in": feature_in,
     }
 
@@ -211,9 +206,9 @@ def _in_symbols(algebra: Algebra, e: Expr, symbols: dict[Expr, Expr]) -> Expr:
     return getattr(algebra, e.kind)(*(_in_symbols(algebra, a, symbols) for a in args))
 
 
-def _named_activation(
+def _read_activation(
     algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...], movable: bool
-) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...], Expr | None]:
+) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
     """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
 
     They are not ``movable`` where they would be out of a sum with a bias.
@@ -225,10 +220,11 @@ def _named_activation(
     for own, rest in (((), routing), (constants, others), ((half,) if constants else (), doubled)):
         named = formulas.name(algebra.mul(hidden, *own), halves)
         if named is not None:
-            return *named, rest, None
-    if is_pointwise(hidden, halves):
-        return IDENTITY, halves, routing, hidden
-    raise Declined(Reason.ACTIVATION, _spelled_activation(hidden, halves))
+            return *named, rest
+    try:
+        return *formulas.text(hidden, halves), routing
+    except ValueError as error:
+        raise Declined(Reason.ACTIVATION, f"{_spelled_activation(hidden, halves)}: {error}") from error
 
 
 def _is_up_projection(e: Expr, width: Expr) -> bool:
@@ -294,7 +290,7 @@ def _unscaled(
 
     marked = algebra.substitute(hidden, {half: algebra.mul(half, inverse) for half in halves})
     bare = cancel(algebra.mul(marked, *routing) if movable else marked)
-    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input")
+    prove(inverse not in bare.free, Reason.ACTIVATION, "a scale that is not on the whole input, such as a learned parameter")
     if not movable:
         return bare, routing
     inside = [f for f in factors_of(bare) if any(half in f.free for half in halves)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -127,7 +128,7 @@ def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> E
     if not expert.routing or not expert.scale or index not in (None, *expert.binders):
         return expert
     mask = read_compared(algebra, index, expert.binders, expert.scale)
-    biased = expert.formula is not None or any(p.bias is not None for p in (*expert.up, expert.down))
+    biased = not is_zero_at_zero(expert.activation) or any(p.bias is not None for p in (*expert.up, expert.down))
     if mask.weights or mask.kept is not None or not (any(map(_compares, expert.routing)) or (mask.slot is None and not biased)):
         return expert
     return replace(expert, routing=(*expert.routing, *expert.scale), scale=())

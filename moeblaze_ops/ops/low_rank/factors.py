@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import IDENTITY
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.expert_down import expert_down
 from moeblaze_ops.ops.expert_up import expert_up
 from moeblaze_ops.ops.low_rank.expert_rows import expert_rows

@@ -100,9 +100,11 @@ def unique_among_one_hot(self, x, weights, ids):
 
 
 PRESENT = (
-    unique_numbers, unique_list, unique_of_a_view, set_of_numbers, set_in_the_header, unique_items, unique_in_each_slot,
-    unique_without_gradients, unique_among_one_hot,
+    unique_numbers, unique_list, unique_of_a_view, unique_items, unique_in_each_slot, unique_without_gradients,
+    unique_among_one_hot,
 )  # fmt: skip
+DROPPED = (set_of_numbers, set_in_the_header)
+"""A set of Python's, of numbers of all ids: compiled as written."""
 
 
 # Near misses.

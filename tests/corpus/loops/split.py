@@ -53,6 +53,21 @@ def scattered(self, x, weights, ids):
     return cache
 
 
+def scattered_by_counts(self, x, weights, ids):
+    """The same with counts in a list, and a running start."""
+    flat_weights, flat_ids, cache = weights.view(-1, 1), ids.view(-1), torch.zeros_like(x)
+    idxs = flat_ids.argsort()
+    token_idxs, start = idxs // ids.shape[1], 0
+    for i, count in enumerate(flat_ids.bincount().tolist()):
+        if count == 0:
+            continue
+        token = token_idxs[start : start + count]
+        y = self.experts[i](x[token]) * flat_weights[idxs[start : start + count]]
+        cache.scatter_add_(0, token.view(-1, 1).repeat(1, x.shape[-1]), y)
+        start += count
+    return cache
+
+
 def split_list(self, x, weights, ids):
     """torchtune's experts without grouped_mm."""
     flat = ids.flatten()
@@ -218,6 +233,8 @@ def torchtitan(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, token, _padded(self, x[token], counts) * scale)
 
 
+SCATTERED = (scattered, scattered_by_counts)
+"""By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert, by_function,
     by_function_of_numbers, sliced_by_cumsum,

@@ -1,0 +1,126 @@
+"""The derivative of a formula by one of its symbols, as another formula.
+
+It is that of torch's autograd where a function has none: zero of ``relu`` and ``abs`` at 0, one of a clamp at its bounds, half
+for each side of a maximum of equals. A branch that is not taken counts for nothing, whatever its derivative would be.
+"""
+
+import math
+from collections.abc import Callable
+
+from moeblaze_ops.kernels.formulas.expression import ONE, ZERO, Node, apply, below, number
+
+
+def derivative(root: Node, by: Node) -> Node:
+    """``d root / d by``, which shares what it can with ``root``."""
+    slopes: dict[Node, Node] = {}
+    for node in below(root):
+        slopes[node] = ONE if node is by else _slope(node, slopes)
+    return slopes[root]
+
+
+def times(a: Node, b: Node) -> Node:
+    """``a * b`` of derivatives: a zero says that nothing depends on the symbol, and a branch of zeros stays one."""
+    if a is ZERO or b is ZERO:
+        return ZERO
+    for choice, other in ((a, b), (b, a)):
+        if choice.op == "where":
+            mask, kept, left = choice.args
+            if (kept is ZERO and left.is_number) or (left is ZERO and kept.is_number):
+                return apply("where", mask, times(kept, other), times(left, other))
+    return apply("mul", a, b)
+
+
+def _plus(a: Node, b: Node) -> Node:
+    """``a + b`` of derivatives: two branches on one condition, of which one is zero for both, become one."""
+    if a.op == b.op == "where" and a.args[0] is b.args[0] and (ZERO, ZERO) in zip(a.args[1:], b.args[1:], strict=True):
+        return apply("where", a.args[0], _plus(a.args[1], b.args[1]), _plus(a.args[2], b.args[2]))
+    return apply("add", a, b)
+
+
+def _slope(node: Node, slopes: dict[Node, Node]) -> Node:
+    inner = [slopes[arg] for arg in node.args]
+    if node.is_logical or all(slope is ZERO for slope in inner):
+        return ZERO
+    if node.op == "mul":
+        return _product(node, slopes)
+    if node.op in _CHAINED:
+        return times(_CHAINED[node.op](node, *node.args), inner[0])
+    return _JOINED[node.op](node, *node.args, *inner)
+
+
+def _product(node: Node, slopes: dict[Node, Node]) -> Node:
+    """Of ``a * sigmoid(z)``: the product itself is used once more, for ``a * sigmoid'(z)``."""
+    terms = []
+    for factor, other in (node.args, node.args[::-1]):
+        relative = _RELATIVE.get(factor.op)
+        if relative is not None and slopes[factor] is not ZERO:
+            terms.append(times(times(node, relative(factor)), slopes[factor.args[0]]))
+        else:
+            terms.append(times(other, slopes[factor]))
+    return _plus(*terms)
+
+
+_RELATIVE: dict[str, Callable[[Node], Node]] = {
+    "sigmoid": lambda s: apply("sub", ONE, s),
+    "exp": lambda e: ONE,
+}
+"""The derivative of functions over their value."""
+
+
+def _outside(x: Node, low: float, high: float) -> Node:
+    if low == -high:
+        return apply("gt", apply("abs", x), number(high))
+    below_low, above_high = apply("lt", x, number(low)), apply("gt", x, number(high))
+    if math.isinf(low):
+        return above_high
+    return below_low if math.isinf(high) else apply("or", below_low, above_high)
+
+
+def _sign(x: Node) -> Node:
+    return apply("where", apply("gt", x, ZERO), ONE, apply("where", apply("lt", x, ZERO), number(-1), ZERO))
+
+
+def _power(x: Node, exponent: Node) -> Node:
+    return times(exponent, apply("pow", x, number(exponent.number - 1)))
+
+
+_CHAINED: dict[str, Callable[..., Node]] = {
+    "neg": lambda y, x: number(-1),
+    "abs": lambda y, x: _sign(x),
+    "exp": lambda y, x: y,
+    "log": lambda y, x: apply("div", ONE, x),
+    "sqrt": lambda y, x: apply("div", number(0.5), y),
+    "rsqrt": lambda y, x: apply("mul", apply("mul", y, apply("mul", y, y)), number(-0.5)),
+    "sigmoid": lambda y, x: apply("mul", y, apply("sub", ONE, y)),
+    "tanh": lambda y, x: apply("sub", ONE, apply("mul", y, y)),
+    "erf": lambda y, x: apply("mul", apply("exp", apply("neg", apply("mul", x, x))), number(2 / math.sqrt(math.pi))),
+    "log1p": lambda y, x: apply("div", ONE, apply("add", x, ONE)),
+    "expm1": lambda y, x: apply("exp", x),
+    "softplus": lambda y, x: apply("sigmoid", x),
+    "sin": lambda y, x: apply("cos", x),
+    "cos": lambda y, x: apply("neg", apply("sin", x)),
+    "relu": lambda y, x: apply("where", apply("le", x, ZERO), ZERO, ONE),
+    "clamp": lambda y, x, low, high: apply("where", _outside(x, low.number, high.number), ZERO, ONE),
+    "pow": lambda y, x, exponent: _power(x, exponent),
+}
+"""``f'(x)`` from ``y = f(x)`` and what f is applied to."""
+
+
+def _quotient(y: Node, a: Node, b: Node, da: Node, db: Node) -> Node:
+    return times(apply("sub", da, times(y, db)), apply("div", ONE, b)) if db is not ZERO else apply("div", da, b)
+
+
+def _larger(y: Node, a: Node, b: Node, da: Node, db: Node) -> Node:
+    half = times(apply("add", da, db), number(0.5))
+    return apply("where", apply("gt", a, b), da, apply("where", apply("lt", a, b), db, half))
+
+
+_JOINED: dict[str, Callable[..., Node]] = {
+    "add": lambda y, a, b, da, db: _plus(da, db),
+    "sub": lambda y, a, b, da, db: apply("sub", da, db),
+    "div": _quotient,
+    "maximum": _larger,
+    "minimum": lambda y, a, b, da, db: _larger(y, b, a, da, db),
+    "where": lambda y, mask, kept, other, _, dkept, dother: apply("where", mask, dkept, dother),
+}
+"""The derivative from ``y = f(a, b)``, a, b and their derivatives."""

@@ -1,0 +1,105 @@
+"""The activations that have a name: each is a formula like any other."""
+
+from functools import cache
+from typing import Any
+
+from moeblaze_ops.kernels.formulas.expression import ZERO, Node, apply, below, symbols_of
+from moeblaze_ops.kernels.formulas.text import parse, to_text
+
+IDENTITY = "identity"
+
+CLAMP_ALPHA = 1.702
+CLAMP_LIMIT = 7.0
+"""``swiglu_clamped`` is that of gpt-oss."""
+
+SILU_LIMIT = 10.0
+"""``swiglu_limited`` is that of DeepSeek-V4: SwiGLU of halves that are clamped."""
+
+NAMED = {
+    "swiglu": "silu(g) * u",
+    "geglu": "gelu(g) * u",
+    "geglu_tanh": "gelu_tanh(g) * u",
+    "reglu": "relu(g) * u",
+    "swiglu_clamped": (
+        f"clamp(g, None, {CLAMP_LIMIT}) * sigmoid({CLAMP_ALPHA} * clamp(g, None, {CLAMP_LIMIT}))"
+        f" * (clamp(u, -{CLAMP_LIMIT}, {CLAMP_LIMIT}) + 1.0)"
+    ),
+    "swiglu_limited": f"silu(clamp(g, None, {SILU_LIMIT})) * clamp(u, -{SILU_LIMIT}, {SILU_LIMIT})",
+    "silu": "silu(h)",
+    "gelu": "gelu(h)",
+    "gelu_tanh": "gelu_tanh(h)",
+    "relu": "relu(h)",
+    "relu2": "square(relu(h))",
+}
+"""The formula of every named activation; ``identity`` (no activation) is accepted by the ops but not listed here."""
+
+
+def formula_of(activation: str) -> Node:
+    """The formula of a name or of a text.
+
+    Raises:
+        ValueError: it is neither; the message says why it is no formula.
+    """
+    return parse("h" if activation == IDENTITY else NAMED.get(activation, activation))
+
+
+def name_of(root: Node) -> str:
+    """How ops take a formula: its name where it has one, up to the order of sums and products, else its text.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    return _named().get(_unordered(root)) or to_text(root)
+
+
+@cache
+def _named() -> dict[int, str]:
+    return {_unordered(parse(text)): name for name, text in NAMED.items()}
+
+
+_classes: dict[Any, int] = {}
+"""Numbers of the keys below, so that a key holds those of its parts as numbers."""
+
+
+def _unordered(root: Node) -> int:
+    """A number that formulas share which differ in the order of sums and products, or in the sixth digit of a constant."""
+    flat: dict[Node, tuple[int, ...]] = {}
+    numbers: dict[Node, int] = {}
+    for node in below(root):
+        parts = [numbers[arg] for arg in node.args]
+        if node.op in ("add", "mul"):
+            parts = sorted(part for arg in node.args for part in (flat[arg] if arg.op == node.op else (numbers[arg],)))
+            flat[node] = tuple(parts)
+        key = (node.op, node.symbol, f"{node.number:.5g}", *parts)
+        numbers[node] = _classes.setdefault(key, len(_classes))
+    return numbers[root]
+
+
+def is_gated(activation: str) -> bool:
+    """Whether it has a gate and an up half."""
+    return "h" not in symbols_of(formula_of(activation))
+
+
+def is_zero_at_zero(activation: str) -> bool:
+    """Whether an activation of zeros is zero."""
+    values: dict[Node, Node] = {}
+    try:
+        for node in below(formula_of(activation)):
+            values[node] = ZERO if node.symbol else apply(node.op, *(values[arg] for arg in node.args)) if node.args else node
+    except ValueError:  # a quotient by zero, or a comparison
+        return False
+    return values[node] is ZERO
+
+
+def why_no_formula(text: str) -> str | None:
+    """What keeps a text from being a formula."""
+    try:
+        parse(text)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# A compiler that traces a call has texts at hand, and takes what is known of them.
+is_gated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+why_no_formula._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,69 @@
+"""Calls that Dynamo traces, of functions and of methods: what they give for numbers that only the data tell.
+
+    counts.tolist(), np.cumsum(counts), torch.cat(parts)        `host_numbers`
+    sorted(hits), e in hits, x[token.tolist()]                  `hit_loops`
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo.variables import BaseListVariable, BuiltinVariable, ConstantVariable, RangeVariable, TensorVariable
+from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import NumpyVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
+from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
+
+_OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
+
+
+def watch_calls(is_on: Callable[[], bool]) -> None:
+    """Replace what calls of functions, and of methods of tensors and texts, give while ``is_on``."""
+    for cls in (*_OF_PYTHON, TorchInGraphFunctionVariable, NumpyVariable):
+        _watch_functions(cls, operator.attrgetter("fn" if cls in _OF_PYTHON else "value"), is_on)
+    tensor_method, constant_method = TensorVariable.call_method, ConstantVariable.call_method
+
+    @functools.wraps(tensor_method)
+    def of_tensors(self, tx, name, args, kwargs):
+        if not is_on():
+            return tensor_method(self, tx, name, args, kwargs)
+        found = host_numbers.handled_method(tx, self, name, args, kwargs)
+        if found is None:
+            found = hit_loops.handled_method(tx, self, name, args)
+        if found is None and name in ("__getitem__", "__setitem__"):
+            args = [as_key(args[0]), *args[1:]]
+        return tensor_method(self, tx, name, args, kwargs) if found is None else found
+
+    @functools.wraps(constant_method)
+    def of_texts(self, tx, name, args, kwargs):
+        asked = (*args, *kwargs.values())
+        if is_on() and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
+            raise Declined("a text is made of what only the data tell")
+        return constant_method(self, tx, name, args, kwargs)
+
+    TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
+
+
+def _watch_functions(cls: type, function_of: Callable[[Any], Any], is_on: Callable[[], bool]) -> None:
+    original = cls.call_function
+
+    @functools.wraps(original)
+    def call_function(self, tx, args, kwargs):
+        if not is_on():
+            return original(self, tx, args, kwargs)
+        function = function_of(self)
+        if cls in _OF_PYTHON and args and not kwargs:
+            args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
+            if (found := hit_loops.handled(tx, function, args)) is not None:
+                return found
+            if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
+                args = [args[0], as_key(args[1])]
+            hit_loops.refuse(function, args)
+        found = host_numbers.handled(tx, function, args, kwargs)
+        return original(self, tx, args, kwargs) if found is None else found
+
+    cls.call_function = call_function

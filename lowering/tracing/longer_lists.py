@@ -1,0 +1,117 @@
+"""Lists that have parts without rows more than the program's, because a branch on data was traced as if it were taken.
+
+    outputs = []
+    for e in range(E):
+        if counts[e] > 0:
+            outputs.append(experts[e](rows[e]))
+    y = torch.cat(outputs)          the same
+    if len(outputs): ...            always, if the parts have a row in all: `some_rows` in the graph
+    y / len(outputs)                refused
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import CellVariable, NullVariable
+
+from moeblaze_ops.lowering.obligations.markers import some_rows
+from moeblaze_ops.lowering.tracing.hit_loops import Declined
+
+
+class _Length(VariableTracker):
+    """How long a list is, of which it is only known that it has a part."""
+
+    def __init__(self, of: VariableTracker, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.of = of
+
+
+class LongerLists:
+    """The lists of one attempt that are longer than the program's, each with the line of a branch that appends to it."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, tuple[VariableTracker, str]] = {}
+
+    def add(self, tx: Any, found: VariableTracker, start: int, line: str) -> list[Any] | None:
+        """Take a list for longer by its parts from ``start`` on, and return these; None where that would be seen."""
+        items = [item.realize() if isinstance(item, LazyVariableTracker) else item for item in found.items]
+        tensors = [part for part in items if type(part) is TensorVariable]
+        if len(tensors) != len(items) or len({part.dtype for part in tensors}) > 1 or _is_held(tx, found):
+            return None
+        self._lines[id(found)] = found, line
+        return [part.as_proxy() for part in items[start:]]
+
+    def resolve(self, tx: Any, instruction: Any) -> None:
+        """Where an instruction asks whether a list has parts at all, put a length in its place that says so."""
+        name = instruction.opname
+        asks = name in ("TO_BOOL", "UNARY_NOT") or (name.startswith("POP_JUMP") and name.endswith(("_TRUE", "_FALSE")))
+        if asks and tx.stack and (found := self._list_of(tx.stack[-1])) is not None:
+            tx.stack[-1] = _one(tx, found)
+        if name == "COMPARE_OP":
+            for at, other in ((-1, -2), (-2, -1)):
+                zero = isinstance(tx.stack[other], ConstantVariable) and tx.stack[other].value == 0
+                if zero and isinstance(tx.stack[at], _Length):
+                    tx.stack[at] = _one(tx, tx.stack[at].of)
+
+    def _list_of(self, variable: VariableTracker) -> VariableTracker | None:
+        if isinstance(variable, _Length):
+            return variable.of
+        return variable if id(variable) in self._lines else None
+
+    def step(self, tx: Any, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        """Do an instruction, and refuse one that sees how long a list is."""
+        if not self._lines:
+            return original(tx)
+        before = list(tx.stack)
+        result = original(tx)
+        kept = 0
+        while kept < min(len(before), len(tx.stack)) and before[kept] is tx.stack[kept]:
+            kept += 1
+        taken = [variable.realize() if isinstance(variable, LazyVariableTracker) else variable for variable in before[kept:]]
+        seen = next((self._lines[id(variable)] for variable in taken if id(variable) in self._lines), None)
+        if seen is None or _moves(tx, instruction):
+            return result
+        called = next((variable for variable in taken[:2] if not isinstance(variable, NullVariable)), None)
+        is_call = instruction.opname.startswith("CALL")
+        if is_call and isinstance(called, BuiltinVariable) and called.fn is len:
+            tx.stack[-1] = _Length(seen[0])
+        elif not is_call or not (_concatenates(called) or isinstance(called, BaseUserFunctionVariable)):
+            raise Declined(f"the length of a list is seen, which {seen[1]} appends to")
+        return result
+
+
+def _one(tx: Any, found: VariableTracker) -> ConstantVariable:
+    tx.output.create_proxy("call_function", some_rows, (tuple(part.as_proxy() for part in found.items),), {})
+    return ConstantVariable.create(1)
+
+
+def _moves(tx: Any, instruction: Any) -> bool:
+    """Whether an instruction only hands a list on, or appends to it."""
+    name = instruction.opname
+    if name in ("LOAD_METHOD", "LOAD_ATTR"):
+        return instruction.argval == "append"
+    return name.startswith(("STORE_FAST", "STORE_DEREF", "POP_TOP", "SWAP", "COPY")) or (
+        name == "RETURN_VALUE" and tx.parent is not None
+    )
+
+
+def _concatenates(variable: VariableTracker | None) -> bool:
+    function = vars(variable).get("value") if variable is not None else None
+    return any(function is known for known in (torch.cat, torch.concat, torch.concatenate, torch.vstack))
+
+
+def _is_held(tx: Any, found: VariableTracker) -> bool:
+    """Whether a list is in another object, which may be asked without an instruction that takes the list itself."""
+    stored = tx.output.side_effects.store_attr_mutations.items()
+    held = [value for item, values in stored if not isinstance(item, CellVariable) for value in values.values()]
+    while tx is not None:
+        for value in tx.symbolic_locals.values():
+            items = vars(value).get("items")
+            held += items.values() if isinstance(items, dict) else items if isinstance(items, list) else ()
+        tx = tx.parent
+    return any(value is found for value in held)

@@ -1,0 +1,211 @@
+"""From a Python function of (gate, up), or of h, to the formula that it computes.
+
+The function is called once on small tensors while ATen's calls are recorded. Each call has a meaning here, or the function
+is refused: what mixes rows or features, is random, or reads a tensor of its own (a learned parameter) is no formula.
+"""
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moeblaze_ops.arguments.validation_values import refuse
+from moeblaze_ops.kernels.formulas import composites
+from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, UNGATED_SYMBOLS, Node, apply, number, symbol
+from moeblaze_ops.kernels.formulas.named import name_of
+from moeblaze_ops.kernels.formulas.text import check_root
+
+_aten = torch.ops.aten
+_traced: "WeakKeyDictionary[Callable, str]" = WeakKeyDictionary()
+
+
+def trace_activation(function: Callable) -> str:
+    """The name or the text of the formula that ``function`` computes; it is called once, and not again.
+
+    Raises:
+        ValueError: it is no pointwise function of its arguments; the message says what it does, as the end of a sentence.
+    """
+    if function not in _traced:
+        _traced[function] = _trace(function)
+    return _traced[function]
+
+
+def resolved_activation(op: str, activation: Any) -> Any:
+    """The name or the text of an activation that is a function; anything else as it is.
+
+    Raises:
+        ValueError: a function is no pointwise one.
+    """
+    if isinstance(activation, str | type) or not callable(activation):
+        return activation
+    try:
+        return trace_activation(activation)
+    except ValueError as error:
+        refuse(op, "activation", "be a pointwise function of (gate, up), or of h alone", error)
+
+
+resolved_activation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _trace(function: Callable) -> str:
+    names = GATED_SYMBOLS if _num_arguments(function) == 2 else UNGATED_SYMBOLS
+    halves = [torch.linspace(-1, 1, 6).reshape(2, 3) for _ in names]
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            traced = make_fx(torch.func.functionalize(lambda *halves: function(*halves)))(*halves)
+            root = _read(traced, [symbol(name) for name in names])
+        check_root(root)
+        return name_of(root)
+    except Exception as error:
+        raise ValueError(f"{_name(function)}: {error}") from error
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _num_arguments(function: Callable) -> int:
+    """Arguments without a default: 1 or 2, of a function whose signature is unknown 1."""
+    try:
+        parameters = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).parameters
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters.values())
+
+
+def _read(traced: fx.GraphModule, symbols: list[Node]) -> Node:
+    values: dict[fx.Node, Any] = {}
+    given = iter(symbols)
+    shape = torch.Size((2, 3))
+    for node in traced.graph.nodes:
+        match node.op:
+            case "placeholder":
+                values[node] = next(given)
+            case "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = _called(node.target, args, kwargs)
+            case "get_attr":
+                raise ValueError("it reads a tensor that is none of its arguments")
+            case "output":
+                (result,) = node.args
+                fake = result.meta["val"] if isinstance(result, fx.Node) else None
+                if not isinstance(fake, Tensor) or fake.shape != shape:
+                    raise ValueError("its result has not the shape of its arguments")
+                return values[result]
+    raise AssertionError("a graph without an output")
+
+
+def _called(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if target is operator.getitem:
+        return args[0] if args[1] == 0 else None
+    meaning = _MEANINGS.get(getattr(target, "overloadpacket", None))
+    if meaning is None:
+        raise ValueError(f"it calls {target}")
+    try:
+        return meaning(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"it calls {target} in a way that has no meaning here") from error
+
+
+def _nodes(*values: Any) -> list[Node]:
+    return [value if isinstance(value, Node) else number(value) for value in values]
+
+
+def _function(op: str) -> Callable[..., Node]:
+    return lambda *args: apply(op, *_nodes(*args))
+
+
+def _composite(function: Callable[..., Node]) -> Callable[..., Node]:
+    return lambda *args: function(*_nodes(*args))
+
+
+def _sum(op: str) -> Callable[..., Node]:
+    return lambda a, b, alpha=1: apply(op, *_nodes(a), _scaled(b, alpha))
+
+
+def _scaled(value: Any, factor: float) -> Node:
+    return apply("mul", *_nodes(value, factor))
+
+
+def _div(a: Any, b: Any, *, rounding_mode: str | None = None) -> Node:
+    if rounding_mode is not None:
+        raise ValueError("it rounds")
+    return apply("div", *_nodes(a, b))
+
+
+def _gelu(x: Node, *, approximate: str = "none") -> Node:
+    return composites.gelu_tanh(x) if approximate == "tanh" else composites.gelu(x)
+
+
+def _clamp(x: Node, min: float | None = None, max: float | None = None) -> Node:
+    return apply("clamp", *_nodes(x, -math.inf if min is None else min, math.inf if max is None else max))
+
+
+def _clamp_max(x: Node, max: float) -> Node:
+    return _clamp(x, None, max)
+
+
+def _hardtanh(x: Node, low: float = -1.0, high: float = 1.0) -> Node:
+    bounded = apply("where", apply("ge", *_nodes(x, high)), *_nodes(high, x))
+    return apply("where", apply("le", *_nodes(x, low)), *_nodes(low, bounded))
+
+
+def _addcmul(x: Any, a: Any, b: Any, *, value: float = 1) -> Node:
+    return apply("add", *_nodes(x), _scaled(apply("mul", *_nodes(a, b)), value))
+
+
+def _same(x: Node, **options: Any) -> Node:
+    """Of copies and casts: an activation is computed in fp32 and rounded once."""
+    dtype = options.get("dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"it casts to {dtype}")
+    return x
+
+
+def _constant(value: float) -> Callable[..., Node]:
+    return lambda *args, **options: number(value)
+
+
+_FUNCTIONS = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p", "expm1", "sin", "cos", "relu",
+              "mul", "maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne", "where", "pow")  # fmt: skip
+_COMPOSITES = ("silu", "mish", "softplus", "leaky_relu", "elu", "celu", "hardsigmoid", "hardswish", "reciprocal", "threshold")
+
+_MEANINGS: dict[Any, Callable[..., Any]] = {
+    **{getattr(_aten, name): _function(name) for name in _FUNCTIONS},
+    **{getattr(_aten, name): _composite(getattr(composites, name)) for name in _COMPOSITES},
+    _aten.add: _sum("add"),
+    _aten.sub: _sum("sub"),
+    _aten.rsub: lambda a, b, alpha=1: apply("sub", *_nodes(b), _scaled(a, alpha)),
+    _aten.div: _div,
+    _aten.gelu: _gelu,
+    _aten.clamp: _clamp,
+    _aten.clamp_min: lambda x, min: _clamp(x, min),
+    _aten.clamp_max: _clamp_max,
+    _aten.hardtanh: _hardtanh,
+    _aten.square: _composite(composites.square),
+    _aten.exp2: lambda x: apply("exp", _scaled(x, math.log(2))),
+    _aten.log2: lambda x: _scaled(apply("log", x), 1 / math.log(2)),
+    _aten.log_sigmoid_forward: _composite(composites.logsigmoid),
+    _aten.addcmul: _addcmul,
+    _aten.masked_fill: lambda x, mask, value: apply("where", mask, *_nodes(value, x)),
+    _aten.logical_and: _function("and"),
+    _aten.logical_or: _function("or"),
+    _aten.logical_not: _function("not"),
+    _aten.bitwise_and: _function("and"),
+    _aten.bitwise_or: _function("or"),
+    _aten.bitwise_not: _function("not"),
+    _aten.clone: _same,
+    _aten._to_copy: _same,
+    _aten.zeros_like: _constant(0.0),
+    _aten.ones_like: _constant(1.0),
+    _aten.full_like: lambda x, value, **options: number(value),
+    _aten.scalar_tensor: lambda value, **options: number(value),
+    _aten.full: lambda size, value, **options: number(value),
+}

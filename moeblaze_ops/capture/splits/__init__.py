@@ -1,1 +1,0 @@
-"""Loops over rows that counts on the host split."""

@@ -1,1 +1,0 @@
-"""Pieces of syntax trees."""

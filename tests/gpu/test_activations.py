@@ -1,0 +1,72 @@
+"""Activations without a name on a GPU, both kernel paths: output and gradients against fp64 beside eager code."""
+
+import pytest
+import torch
+
+from moeblaze_ops import config, moe
+from tests.corpus import activations
+
+pytestmark = pytest.mark.gpu
+
+T, K, E, D, F = 200, 2, 5, 256, 136
+
+
+@pytest.fixture(params=["hopper", "portable"], autouse=True)
+def path(request, monkeypatch):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels need compute capability 9.0")
+    monkeypatch.setattr(config, "hopper", "auto" if request.param == "hopper" else "off")
+
+
+def plain(x, weights, experts, w_up, w_down, function):
+    """A loop over the experts, in the dtype of x."""
+    out = torch.zeros_like(x)
+    for e in range(len(w_up)):
+        h = x @ w_up[e].T
+        a = function(*h.chunk(2, dim=-1)) if h.shape[1] == 2 * F else function(h)
+        out = out + (weights * (experts == e)).sum(-1, keepdim=True).to(x.dtype) * (a @ w_down[e].T)
+    return out
+
+
+@pytest.mark.parametrize("name", activations.ALL)
+def test_no_worse_than_eager(name):
+    torch.manual_seed(0)
+    function = activations.ALL[name]
+    rows = 2 * F if name in activations.GATED else F
+    numbers = torch.randn(T, D), torch.rand(T, K), torch.randn(E, rows, D) / 8, torch.randn(E, D, F) / 8
+    experts = torch.rand(T, E).topk(K).indices.cuda()
+    dout = torch.randn(T, D)
+
+    def step(run, dtype):
+        x, weights, w_up, w_down = (t.to("cuda", torch.bfloat16).to(dtype).requires_grad_() for t in numbers)
+        out = run(x, weights, experts, w_up, w_down)
+        return [out.detach(), *torch.autograd.grad(out, (x, weights, w_up, w_down), dout.to("cuda", torch.bfloat16).to(dtype))]
+
+    truth = step(lambda *args: plain(*args, function), torch.float64)
+    eager = step(lambda *args: plain(*args, function), torch.bfloat16)
+    ours = step(lambda *args: moe(*args, activation=function), torch.bfloat16)
+    for index, (got, other, want) in enumerate(zip(ours, eager, truth, strict=True)):
+        error, eager_error = ((values.double() - want).norm() / want.norm() for values in (got, other))
+        assert error <= 1.5 * eager_error + torch.finfo(torch.bfloat16).eps / 4, (index, float(error), float(eager_error))
+
+
+def test_a_compiled_layer_is_rewritten():
+    import moeblaze_ops
+
+    torch.manual_seed(0)
+    function = activations.GATED["mish_glu"]
+    x, w_up, w_down = torch.randn(T, D), torch.randn(E, 2 * F, D) / 8, torch.randn(E, D, F) / 8
+    x, w_up, w_down = (t.to("cuda", torch.bfloat16).requires_grad_() for t in (x, w_up, w_down))
+    logits = torch.randn(T, E, device="cuda")
+
+    def layer(x, w_up, w_down):
+        weights, experts = logits.softmax(-1).topk(K)
+        return plain(x, weights, experts, w_up, w_down, function)
+
+    expected = torch.autograd.grad(layer(x, w_up, w_down).float().square().sum(), (x, w_up, w_down))
+    report = moeblaze_ops.explain(layer, x, w_up, w_down)
+    assert "softplus(g)" in str(report)
+    with moeblaze_ops.enabled():
+        got = torch.autograd.grad(torch.compile(layer)(x, w_up, w_down).float().square().sum(), (x, w_up, w_down))
+    for ours, eager in zip(got, expected, strict=True):
+        assert (ours - eager).norm() <= 2e-2 * eager.norm()

@@ -1,0 +1,143 @@
+"""What stands between the two projections: any pointwise function of them becomes a name or a formula of the fused operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moeblaze_ops
+from tests.corpus import activations
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import check_against_eager, rewrite_of
+
+pytestmark = pytest.mark.usefixtures("fp64")
+
+_ACTIVATIONS = {
+    "silu": (F.silu, "silu", "swiglu"),
+    "silu module in place": (nn.SiLU(inplace=True), "silu", "swiglu"),
+    "silu by hand": (lambda x: x * torch.sigmoid(x), "silu", "swiglu"),
+    "silu by exp": (lambda x: x / (1 + torch.exp(-x)), "silu", "swiglu"),
+    "gelu": (F.gelu, "gelu", "geglu"),
+    "gelu by hand": (lambda x: 0.5 * x * (1.0 + torch.erf(x / 2**0.5)), "gelu", "geglu"),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh", "geglu_tanh"),
+    "gelu tanh by hand": (
+        lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3)))),
+        "gelu_tanh",
+        "geglu_tanh",
+    ),
+    "relu": (torch.relu, "relu", "reglu"),
+    "clamped at zero": (lambda x: x.clamp(min=0), "relu", "reglu"),
+    "squared relu": (lambda x: torch.square(F.relu(x)), "relu2", "relu(g) * relu(g) * u"),
+    "relu to the second": (lambda x: F.relu(x) ** 2, "relu2", "relu(g) * relu(g) * u"),
+    "none": (lambda x: x, "identity", "g * u"),
+}
+
+
+class _Expert(nn.Module):
+    """Two halves, of which the activation makes one."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(zoo.D, zoo.FF, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(zoo.FF, zoo.D, bias=False)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.w2(self.activation(self.w1(x), self.w3(x)))
+
+
+def layer_with(name, function, E=2):
+    expert = _Expert if name in activations.GATED else zoo.PlainMLP
+    return zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: expert(function), E=E)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("name", _ACTIVATIONS)
+def test_named_activation_is_recognised(name, gated):
+    function, plain, glu = _ACTIVATIONS[name]
+    mlp = zoo.GluMLP if gated else zoo.PlainMLP
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: mlp(function), E=2)
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D)).rewritten
+    assert found.activation == (glu if gated else plain)
+
+
+@pytest.mark.parametrize("name", activations.ALL)
+def test_any_pointwise_activation_is_fused(name):
+    layer = layer_with(name, activations.ALL[name])
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 4).rewritten
+    assert found.became == f"expert_up({found.activation}) -> expert_down"
+    assert found.activation != "identity" and set(found.activation) & ({"g", "u"} if name in activations.GATED else {"h"})
+
+
+def _row_norm(g, u):
+    return F.silu(g) * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6)
+
+
+_NEAR_MISSES = {
+    "mixes features": lambda g, u: g.softmax(-1) * u,
+    "norm of the row": _row_norm,
+    "reverses features": lambda g, u: torch.tanh(g) * u.flip(-1),
+    "sums over tokens": lambda g, u: torch.tanh(g) * u.cumsum(0),
+    "differs by feature": lambda g, u: torch.tanh(g) * u * torch.arange(zoo.FF),
+    "reads a matrix": lambda g, u: torch.tanh(g) * (u @ torch.eye(zoo.FF)),
+    "random": lambda g, u: torch.tanh(g) * F.dropout(u, 0.5),
+    "rounds": lambda g, u: torch.tanh(g).round() * u,
+}
+
+
+@pytest.mark.parametrize("name", _NEAR_MISSES)
+def test_what_is_not_pointwise_is_left_alone(name):
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(_NEAR_MISSES[name]), E=2)
+    result = rewrite_of(layer, torch.randn(5, zoo.D))
+    assert not result.rewritten
+    reasons = {"ACTIVATION", "NOT_TWO_PROJECTIONS", "PROJECTION_WEIGHTS", "SLOT_WEIGHTS"}
+    assert {found.reason for found in result.candidates} <= reasons
+
+
+class _Learned(_Expert):
+    """SwiGLU whose slope is learned."""
+
+    def __init__(self):
+        super().__init__(lambda g, u: g * torch.sigmoid(self.beta * g) * u)
+        self.beta = nn.Parameter(torch.tensor(1.3))
+
+
+def test_a_learned_slope_is_declined_by_name():
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=_Learned, E=2)
+    (found,) = rewrite_of(layer, torch.randn(5, zoo.D)).candidates
+    assert found.reason == "ACTIVATION" and "learned parameter" in found.detail
+
+
+def test_experts_with_different_formulas_are_declined():
+    betas = iter((0.5, 0.7))
+
+    def expert():
+        beta = next(betas)
+        return _Expert(lambda g, u: g * torch.sigmoid(beta * g) * u)
+
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=expert, E=2)
+    assert [found.reason for found in rewrite_of(layer, torch.randn(5, zoo.D)).candidates] == ["DIFFERENT_ACTIVATIONS"]
+
+
+_LIMITED = {
+    "DeepSeek-V4": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(min=-10.0, max=10.0), "swiglu_limited"),
+    "numbers": (lambda g, u: torch.clamp(u, -10, 10) * F.silu(torch.clamp_max(g, 10)), "swiglu_limited"),
+    "by hand": (lambda g, u: g.clamp(max=10) * torch.sigmoid(g.clamp(max=10)) * u.clip(-10, 10), "swiglu_limited"),
+    "another limit": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(-9.0, 9.0), "-9.0, 9.0"),
+    "gate clamped on both sides": (lambda g, u: F.silu(g.clamp(-10.0, 10.0)) * u.clamp(-10.0, 10.0), "clamp(g, -10.0, 10.0)"),
+    "up clamped on one side": (lambda g, u: F.silu(g.clamp(max=10.0)) * u.clamp(max=10.0), "clamp(u, None, 10.0)"),
+    "clamped behind silu": (lambda g, u: F.silu(g).clamp(max=10.0) * u.clamp(-10.0, 10.0), "sigmoid(g), None, 10.0"),
+}
+
+
+@pytest.mark.parametrize("name", _LIMITED)
+def test_limited_swiglu(name):
+    function, expected = _LIMITED[name]
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(function))
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 20).rewritten
+    assert expected in found.activation and (found.activation == expected) == (expected == "swiglu_limited")
+
+
+def test_explain_shows_the_formula():
+    layer = layer_with("quick_geglu", activations.ALL["quick_geglu"])
+    assert "expert_up(g * sigmoid(g * 1.702) * u) -> expert_down" in str(moeblaze_ops.explain(layer, torch.randn(5, zoo.D)))

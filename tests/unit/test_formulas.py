@@ -1,0 +1,208 @@
+"""Formulas of activations: their text, their canonical form, their derivative, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moeblaze_ops import MoE, moe
+from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.arguments.traced_activations import trace_activation
+from moeblaze_ops.kernels.formulas.expression import below
+from moeblaze_ops.kernels.formulas.named import NAMED, formula_of, is_gated, is_zero_at_zero
+from moeblaze_ops.kernels.formulas.program import gradient_program, value_program
+from moeblaze_ops.kernels.formulas.text import MOST_CHARACTERS, parse, to_text
+from tests.corpus import activations
+from tests.corpus.fuzz.activations import check
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_random_formulas_agree_with_autograd(first):
+    """The fuzzer's own comparison: value and gradient in fp64, fp32 and bf16."""
+    assert sum(check(seed) is not None for seed in range(first, first + 20)) > 10
+
+
+@pytest.mark.parametrize("text", [*NAMED.values(), *map(trace_activation, activations.ALL.values())])
+def test_text_of_a_formula_is_read_as_itself(text):
+    formula = formula_of(text)
+    assert parse(to_text(formula)) is formula
+    shown = {node for node in below(formula) if node.args}
+    assert shown and len(value_program(text).partition("|")[0].split(";")) >= 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("silu(g) * u", "g * sigmoid(g) * u"),
+        ("g / (1 + exp(-g)) * u", "silu(g) * u"),
+        ("log(1 + exp(h))", "softplus(h)"),
+        ("log1p(exp(h))", "softplus(h)"),
+        ("0.5 * h * (1 + tanh(h))", "h * sigmoid(2 * h)"),
+        ("h / 4", "h * 0.25"),
+        ("-(-h)", "h"),
+        ("h ** 2", "h * h"),
+        ("h ** 0.5", "sqrt(h)"),
+        ("2 * (3 * h)", "h * 6"),
+        ("where(~(h > 0), h, 1.0)", "where(h > 0, 1.0, h)"),
+        ("clamp(h, None, None)", "h"),
+        ("h - -h", "h * 2"),
+    ],
+)
+def test_equal_spellings_are_one_formula(one, other):
+    assert formula_of(one) is formula_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("h - 1", "1 - h"),
+        ("clamp(h, 0.0, None)", "relu(h)"),  # their gradients differ at zero
+        ("maximum(h, 0.0)", "relu(h)"),
+        ("g * u", "g + u"),
+        ("where(h > 0, h, 0)", "where(h >= 0, h, 0)"),
+        ("h * 0", "h * 1"),
+        ("where((h > 0) & (h < 1), h, 0)", "where((h > 0) | (h < 1), h, 0)"),
+    ],
+)
+def test_near_misses_are_two(one, other):
+    assert formula_of(one) is not formula_of(other)
+
+
+def test_a_factor_of_zero_keeps_what_is_not_finite():
+    h = torch.tensor([[[float("inf"), float("nan"), 1.0]]])
+    assert activate(h, "h * 0.0").isnan().tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no expression"),
+        ("swish", "no symbol, number or known function"),
+        ("g * h", "a function of g, h instead of g and u"),
+        ("3.0", "a function of no symbol"),
+        ("h > 0", "a comparison instead of a number"),
+        ("h + (h > 0)", "add of a comparison"),
+        ("where(h, h, 0)", "where of a number"),
+        ("h ** u", "pow whose exponent are no numbers"),
+        ("clamp(h, h, 1.0)", "clamp whose bounds are no numbers"),
+        ("relu(h, h)", "no function relu of 2 arguments"),
+        ("h.real", "no symbol, number or known function"),
+        ("h[0]", "no symbol, number or known function"),
+        ("(lambda: h)()", "no symbol, number or known function"),
+        ("__import__('os').getcwd()", "no symbol, number or known function"),
+        ("h if h else h", "no symbol, number or known function"),
+        ("True * h", "no symbol, number or known function"),
+        ("h / 0.0 * (1.0 / 0.0)", "div of 1.0, 0.0"),
+        ("h" + " + h * 1.5" * MOST_CHARACTERS, "characters"),
+        ("h < 1 < 2", "no symbol, number or known function"),
+    ],
+)
+def test_what_is_no_formula_is_refused(text, reason):
+    with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
+        parse(text)
+
+
+def test_a_long_formula_is_refused():
+    text = "h"
+    for number in range(300):
+        text = f"sin({text} + {number})" if len(text) < 1900 else text
+    with pytest.raises(ValueError, match="more than 200 steps"):
+        parse(text)
+
+
+class _Glu(nn.Module):
+    def forward(self, gate, up):
+        return F.silu(gate) * up
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda g, u: F.silu(g) * u, "swiglu"),
+        (lambda g, u: u * (torch.sigmoid(g) * g), "swiglu"),
+        (_Glu(), "swiglu"),
+        (F.silu, "silu"),
+        (torch.sigmoid, "sigmoid(h)"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (lambda h: F.relu(h).pow(2), "relu2"),
+        (lambda h: (h.float() * 2).to(h.dtype), "h * 2.0"),
+        (lambda h, slope=0.2: F.leaky_relu(h, slope), "where(h > 0.0, h, h * 0.2)"),
+        (lambda h: h.masked_fill(h < 0, 0.5), "where(h < 0.0, 0.5, h)"),
+    ],
+)
+def test_function_is_traced(function, expected):
+    assert trace_activation(function) == expected
+
+
+def _with_parameter():
+    beta = nn.Parameter(torch.ones(()))
+    return lambda g, u: g * torch.sigmoid(beta * g) * u
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda g, u: g.softmax(-1) * u, "softmax"),
+        (lambda g, u: g.flip(-1) * u, "flip"),
+        (lambda h: h.mean(), "mean"),
+        (lambda h: h * h.mean(-1, keepdim=True), "mean"),
+        (lambda h: h.t(), r"aten\.t\."),
+        (lambda g, u: torch.cat([g, u]), "cat"),
+        (lambda g, u: F.dropout(g, 0.5) * u, "it calls aten"),
+        (lambda h: h + torch.rand_like(h), "rand"),
+        (lambda h: h.mul_(2), "copy_"),
+        (lambda h: h.detach() * h, "detach"),
+        (lambda h: h if h.sum() > 0 else -h, "value out of a tracing tensor"),
+        (lambda h: h.round(), "round"),
+        (lambda h: h.int() * h, "casts to torch.int32"),
+        (lambda h: torch.div(h, 2, rounding_mode="floor"), "in a way|rounds|floor"),
+        (lambda h: 3.0, "shape of its arguments"),
+        (lambda h: h > 0, "a comparison"),
+        (lambda a, b, c: a, "positional arguments"),
+        (_with_parameter(), "a tensor that is none of its arguments"),
+        (nn.PReLU(), "a tensor that is none of its arguments"),
+    ],
+)
+def test_what_is_not_pointwise_is_refused(function, reason):
+    with pytest.raises(ValueError, match=reason):
+        trace_activation(function)
+
+
+def test_refusal_names_argument_rule_and_value():
+    rule = r"MoE: activation must be a pointwise function of \(gate, up\), or of h alone, got .*softmax"
+    with pytest.raises(ValueError, match=rule):
+        MoE(8, 8, 2, 1, activation=lambda g, u: g.softmax(-1) * u)
+
+
+def test_layer_of_a_function_is_that_of_its_formula():
+    torch.manual_seed(0)
+    layer = MoE(16, 24, 4, 2, activation=activations.GATED["mish_glu"])
+    assert "g * tanh(softplus(g)) * u" in repr(layer)
+    x = torch.randn(20, 16)
+    weights, experts = torch.rand(20, 4).topk(2)
+    operands = (x, weights, experts, layer.w_up, layer.w_down)
+    expected = moe(*operands, activation="mish(g) * u")
+    assert torch.equal(moe(*operands, activation=activations.GATED["mish_glu"]), expected)
+    function = activations.GATED["mish_glu"]
+    compiled = torch.compile(lambda *args: moe(*args, activation=function), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*operands), expected)
+
+
+def test_what_a_program_computes_twice_it_computes_once():
+    assert value_program("silu(g) * u") == "sigmoid 0;mul 0 3;mul 4 1|5"
+    steps, _, results = gradient_program("silu(g) * u").partition("|")
+    assert len(steps.split(";")) == 9 and steps.count("sigmoid") == 1 and len(results.split(" ")) == 3
+    assert value_program("identity") == "|0" and gradient_program("identity") == "|0 2 2"
+
+
+@pytest.mark.parametrize(("activation", "zero"), [("swiglu", True), ("relu2", True), ("exp(h)", False), ("u + 1.0", False)])
+def test_activation_of_zeros(activation, zero):
+    assert is_zero_at_zero(activation) == zero
+    if zero:
+        assert not activate(torch.zeros(1, 2 if is_gated(activation) else 1, 3), activation).any()
+
+
+def test_an_unused_half_has_no_gradient():
+    h_N2F, da_NF = torch.randn(4, 2, 3), torch.randn(4, 3)
+    gradient = activation_gradient(da_NF, h_N2F, "tanh(g)")
+    assert not gradient[:, 1].any() and gradient[:, 0].all()
