@@ -6,11 +6,11 @@ optional because AOTInductor hands over None for an empty list.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.repeated import remembered
 from moeblaze_ops.kernels.tracing import is_traceable
 
 NAMESPACE = "moeblaze_hopper"
@@ -21,17 +21,28 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]:
     """Define the op that does what ``function`` does, and return what a launcher calls."""
     name = schema.split("(", 1)[0]
-    function = remembered(function)
+
+    def run(*args) -> None:
+        _remembered(function)(*args)
+
     # Inductor must hand the kernels the strides that `select` has seen.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
-    _library.impl(name, function, "CUDA")
+    _library.impl(name, run, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_library)
     op = getattr(torch.ops.moeblaze_hopper, name).default
 
     def call(*args) -> None:
-        (op if is_traceable() else function)(*args)
+        (op if is_traceable() else run)(*args)
 
     return call
+
+
+@cache
+def _remembered(function: Callable[..., None]) -> Callable[..., None]:
+    """Whoever has no GPU imports this file, and may have no Triton."""
+    from moeblaze_ops.kernels.hopper.repeated import remembered
+
+    return remembered(function)
 
 
 def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF, u_NR, lora_b_EGFR) -> None:
