@@ -9,7 +9,7 @@ from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, 
 from moeblaze_ops.kernels.routing.range_routing import launch_range_routing
 from moeblaze_ops.kernels.rows.add_rows import add_rows
 from moeblaze_ops.memory.row_ranges import RangeSizes
-from moeblaze_ops.ops import expert_mlp_ranged
+from moeblaze_ops.ops.recomputed import expert_mlp_ranged
 from tests.corpus.layers import ROUTINGS, make_layer
 from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
 

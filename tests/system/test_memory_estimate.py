@@ -21,7 +21,7 @@ from moeblaze_ops.memory import row_ranges
 from moeblaze_ops.memory.estimate import LayerSizes, memory_estimate
 from moeblaze_ops.memory.row_ranges import range_sizes
 from moeblaze_ops.memory.token_chunks import transient_bytes
-from moeblaze_ops.ops import expert_mlp_ranged, ranged_backward
+from moeblaze_ops.ops.recomputed import expert_mlp_ranged, ranged_backward
 
 LAUNCHERS = {
     "dispatch": "routing.dispatch",
