@@ -141,6 +141,40 @@ def tokens_table() -> str:
     return markdown(["tokens", "step", "kept", "peak"], lines)
 
 
+def adapters_table() -> str:
+    """A layer whose frozen experts have adapters of rank 16: a step, and memory beside the weights."""
+    rows = {row["contender"]: row for row in json.loads((RESULTS / "lora_h200.json").read_text())["rows"]}
+    labels = {
+        "peft+grouped_mm": "sums of weights as PEFT makes them, grouped_mm + compile",
+        "rewritten": "the same, rewritten",
+        "op": "`moe(..., lora_up=, lora_down=)`",
+        "frozen": "without adapters",
+    }
+    lines = [
+        [label, f"{rows[way]['ms']:.2f} ms", f"{rows[way]['kept_mib']:.0f} MiB", f"{rows[way]['peak_mib']:.0f} MiB"]
+        for way, label in labels.items()
+    ]
+    return markdown(["layer", "step", "kept", "peak"], lines)
+
+
+def activations_table() -> str:
+    """A step of the fine shape with each activation, over that of SwiGLU (of SiLU where there is no gate)."""
+    rows = json.loads((RESULTS / "activations_h200.json").read_text())["rows"]
+    fine = sorted((row["ratio"], row["activation"]) for row in rows if row["shape"] == "fine")
+    return markdown(["activation", "step"], [[name, f"{ratio:.2f}"] for ratio, name in fine])
+
+
+def routing_table() -> str:
+    """What a way to route costs beside plain top-k in the same run."""
+    rows = json.loads((RESULTS / "routing_h200.json").read_text())["measurements"]
+    sizes = {"fine": SHAPES["fine"], "shaped": (32768, 2048, 768, 32, 4), "sparse_256": (16384, 4096, 1024, 256, 8)}
+    lines = []
+    for row in rows:
+        step = f"{row['step_ms']:.2f} ms", f"{row['ratio']:.2f}", f"{row['peak_mib']:.0f} MiB"
+        lines.append([", ".join(map(str, sizes[row["question"]])), row["contender"], *step])
+    return markdown(["T, D, F, E, K", "routing", "step", "over top-k", "peak"], lines)
+
+
 def compile_table() -> str:
     """Compile time of 24 layers with attention on two busy CPU cores, forward and backward, without any cache."""
     rows = {
@@ -170,6 +204,9 @@ TABLES = {
         configuration_table,
         tokens_table,
         dial_table,
+        adapters_table,
+        activations_table,
+        routing_table,
         models_table,
         compile_table,
         demo_table,
