@@ -72,7 +72,9 @@ def test_numbers_of_an_activation_are_guarded():
         for num_tokens in (10, 13):
             x = torch.randn(num_tokens, zoo.D) * 9
             torch.testing.assert_close(run(x), layer(x))
-    assert {found.activation for found in backend.rewritten} == {"swiglu_clamped", "identity"}
+    named, *others = sorted({found.activation for found in backend.rewritten}, key=len)
+    assert named == "swiglu_clamped"
+    assert ["6.0" in other for other in others] == [False, True] and ["1.3" in other for other in others] == [True, False]
 
 
 @pytest.mark.parametrize("numbers", [{"alpha": 1.7}, {"limit": 6.0}], ids=str)
