@@ -39,11 +39,26 @@ def _is_given(value: Value) -> bool:
 
 def _is_low_rank(value: Value) -> bool:
     """A product of two matrices that the caller passes in, over fewer ranks than either has rows; multiples and sums of such."""
-    if value.op in ("cast", "permute"):
-        return _is_low_rank(value.args[0])
-    if value.op == "pointwise" and value.args[0] in ("add", "mul"):
-        tensors = [x for x in value.args[1] if not _is_scale(x)]
-        return (len(tensors) == 1 or value.args[0] == "add") and len(tensors) > 0 and all(map(_is_low_rank, tensors))
+    pending = [value]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.op in ("cast", "permute"):
+            pending.append(value.args[0])
+        elif value.op == "pointwise" and value.args[0] in ("add", "mul"):
+            tensors = [x for x in value.args[1] if not _is_scale(x)]
+            if not tensors or (len(tensors) > 1 and value.args[0] == "mul"):
+                return False
+            pending += tensors
+        elif not _is_of_few_ranks(value):
+            return False
+    return True
+
+
+def _is_of_few_ranks(value: Value) -> bool:
     if value.op != "contract" or len(value.args[0]) != 2 or not all(map(_is_factor, value.args[0])):
         return False
     xs, labels, out = value.args
@@ -74,17 +89,20 @@ def _is_scale(value: Value) -> bool:
 
 def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:
     """``x W + s (x A) B`` as the product of x and ``W + s A B``; a bias that was added to the first stays outside."""
-    if product.op == "pointwise" and product.args[0] == "add" and len(product.args[1]) == 2:
-        for inner, bias in (product.args[1], product.args[1][::-1]):
-            if inner.shape == product.shape and (joined := _joined(view, inner, addition)) is not None:
-                return view.make("pointwise", "add", (joined, bias), ())
+    numbers, second = _without_numbers(addition)
+    joined_products = {"contract": _joined_products, "grouped_mm": _joined_groups}.get(second.op)
+    if joined_products is None:
         return None
-    product, (numbers, second) = _without_casts(product), _without_numbers(addition)
-    if product.op != second.op or product.op not in ("contract", "grouped_mm"):
+    if (first := _without_casts(product)).op == second.op:
+        return joined_products(view, first, numbers, second)
+    if product.op != "pointwise" or product.args[0] != "add" or len(product.args[1]) != 2:
         return None
-    if product.op == "grouped_mm":
-        return _joined_groups(view, product, numbers, second)
-    return _joined_products(view, product, numbers, second)
+    for inner, bias in (product.args[1], product.args[1][::-1]):
+        first = _without_casts(inner)
+        fits = inner.shape == product.shape and first.op == second.op
+        if fits and (joined := joined_products(view, first, numbers, second)) is not None:
+            return view.make("pointwise", "add", (joined, bias), ())
+    return None
 
 
 def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], second: Value) -> Value | None:
