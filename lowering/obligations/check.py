@@ -12,7 +12,7 @@ from moeblaze_ops.lowering.graph.functional_view import graphs_of, storage_of, t
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.torch_internals import places
-from moeblaze_ops.ops.sharded.collectives import used_slots
+from moeblaze_ops.ops.register import NAMESPACE
 
 
 def unproven(gm: fx.GraphModule) -> str | None:
@@ -61,7 +61,7 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
     dependent = {node for node in nodes if depends_on_data(node)}
     dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
-    return _named(node for node in sources if node.target is not used_slots)
+    return _named(node for node in sources if getattr(node.target, "namespace", "") != NAMESPACE)
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
