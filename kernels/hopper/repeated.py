@@ -110,8 +110,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._temporaries: list[Tensor] = []
-        self._used: list[Tensor] = []
+        self._temporaries: dict[int, Tensor] = {}  # by address
+        self._used: dict[int, int] = {}  # their numbers by address
         self._launches: list[str] = []
         self._names: dict[str, Any] = {}
         self._is_clear = _are_apart(tensors)
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _NEW:
-            self._temporaries.append(result)
+            self._temporaries[result.data_ptr()] = result
         self._is_clear = self._is_clear and func in (*_NEW, *_VIEWS)
         return result
 
@@ -151,7 +151,8 @@ class _Recorder(TorchDispatchMode):
         """What repeats the launches, or None where that is not clear."""
         if not self._is_clear:
             return None
-        temporaries = [f"new{i} = {self._named(_maker(tensor))}()" for i, tensor in enumerate(self._used)]
+        makers = [_maker(self._temporaries[address]) for address in self._used]
+        temporaries = [f"new{i} = {self._named(maker)}()" for i, maker in enumerate(makers)]
         if temporaries:
             temporaries.append("at = at + [" + ", ".join(f"new{i}.data_ptr()" for i in range(len(self._used))) + "]")
         source = "\n    ".join(["def again(at, stream):", *temporaries, *self._launches, "return None"])
@@ -183,11 +184,8 @@ class _Recorder(TorchDispatchMode):
         for index, tensor in enumerate(self._tensors):
             if _contains(tensor, address):
                 return f"at[{index}] + {address - tensor.data_ptr()}"
-        for tensor in self._temporaries:
-            if tensor.data_ptr() == address:
-                if not any(tensor is used for used in self._used):
-                    self._used.append(tensor)
-                return f"at[{len(self._tensors) + [used is tensor for used in self._used].index(True)}]"
+        if address in self._temporaries:
+            return f"at[{len(self._tensors) + self._used.setdefault(address, len(self._used))}]"
         raise _Unclear
 
 
