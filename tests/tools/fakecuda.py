@@ -1,8 +1,8 @@
 """Lower graphs for a CUDA device that is not there, and read the code that Inductor generates for it.
 
-``generated_code`` compiles a function of fake CUDA tensors. ``shadow_backend`` compiles and runs on the CPU and lowers
-each forward and backward graph a second time for CUDA: that covers training, which fake tensors alone do not. Nothing
-is launched, and caches are off. Both stand on private parts of torch, which is why they live with the tests.
+``generated_code`` compiles a function of fake CUDA tensors. ``shadow_backend`` runs each forward and backward graph on the
+CPU as it is, and lowers it for CUDA: that covers training, which fake tensors alone do not. Nothing is launched or built, and
+caches are off. Both stand on private parts of torch, which is why they live with the tests.
 """
 
 import contextlib
@@ -177,13 +177,14 @@ def generated_code(
 
 
 def shadow_backend(sources: list[str], capability: tuple[int, int] = (9, 0)) -> Callable:
-    """A backend that runs on the CPU and appends to ``sources`` the code of each graph, lowered for CUDA."""
+    """A backend that runs graphs on the CPU and appends to ``sources`` the code of each, lowered for CUDA."""
+    from functorch.compile import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     require_fake_cuda()
     kept = ("is_backward", "is_inference", "static_input_idxs", "boxed_forward_device_index", "graph_id")
 
-    def compile_both(gm, inputs, **keywords):
+    def lower(gm, inputs, **keywords):
         twin = _for_cuda(gm)
         twin_inputs = [node.meta["val"] for node in twin.graph.nodes if node.op == "placeholder"]
         recorded: list[str] = []
@@ -194,13 +195,13 @@ def shadow_backend(sources: list[str], capability: tuple[int, int] = (9, 0)) -> 
                 if not recorded:
                     raise
         sources.extend(without_comments(source) for source in recorded)
-        return compile_fx_inner(gm, inputs, **keywords)
+        return make_boxed_func(gm.forward)
 
     def backend(gm, inputs):
         import torch._inductor.config as inductor_config
 
         with inductor_config.patch(force_disable_caches=True):
-            return compile_fx(gm, inputs, inner_compile=compile_both)
+            return compile_fx(gm, inputs, inner_compile=lower)
 
     return backend
 
