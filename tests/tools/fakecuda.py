@@ -22,6 +22,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from tests.tools.caches import graphs_compiled_anew
+
 _GUARD_SOURCE = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -92,6 +94,36 @@ def _driver(capability: tuple[int, int]):
     return Driver()
 
 
+_ANALYSES: dict[tuple, object] = {}
+
+
+def _analysed_once() -> contextlib.AbstractContextManager:
+    """A context in which torch looks once at what a kernel reads and writes, for arguments of one kind.
+
+    Otherwise each graph has Triton make code for each of its launches, twice: two thirds of the time that lowering takes.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    names = "identify_accessed_tensors", "identify_mutated_tensors"  # of torch 2.13, and of 2.11
+    name = next(name for name in names if hasattr(triton_kernel_wrap, name))
+    analyse = getattr(triton_kernel_wrap, name)
+
+    def kind(value: object) -> object:
+        if hasattr(value, "dtype"):
+            return value.dtype
+        return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value)
+
+    def analyse_once(kernel, kwargs, descriptors):
+        key = id(kernel), *((name, kind(value)) for name, value in kwargs.items())
+        if descriptors or key not in _ANALYSES:
+            _ANALYSES[key] = analyse(kernel, kwargs, descriptors)
+        for option in kwargs.keys() - set(kernel.arg_names):  # as the analysis does
+            del kwargs[option]
+        return _ANALYSES[key]
+
+    return mock.patch.object(triton_kernel_wrap, name, analyse_once)
+
+
 @contextlib.contextmanager
 def fake_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """A context in which torch and Triton believe in a CUDA device of this compute capability."""
@@ -121,6 +153,7 @@ def fake_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         return hints if torch.device(device).type == "cuda" else cpu_hints
 
     patches = [
+        _analysed_once(),
         # Its patterns are traced on a device that has to exist.
         mock.patch.object(joint_graph, "lazy_init", lambda device=None: initialise(torch.device("cpu"))),
         mock.patch.object(DeviceProperties, "create", staticmethod(device_hints)),
@@ -166,7 +199,7 @@ def generated_code(
     require_fake_cuda()
     sources: list[str] = []
     torch._dynamo.reset()
-    with fake_device(capability), _recording(sources), inductor_config.patch(force_disable_caches=True, **options):
+    with fake_device(capability), _recording(sources), graphs_compiled_anew(), inductor_config.patch(options):
         try:
             torch.compile(function, dynamic=dynamic)(*inputs)
         except Exception:
@@ -198,9 +231,7 @@ def shadow_backend(sources: list[str], capability: tuple[int, int] = (9, 0)) -> 
         return make_boxed_func(gm.forward)
 
     def backend(gm, inputs):
-        import torch._inductor.config as inductor_config
-
-        with inductor_config.patch(force_disable_caches=True):
+        with graphs_compiled_anew():
             return compile_fx(gm, inputs, inner_compile=lower)
 
     return backend
