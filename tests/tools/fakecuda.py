@@ -100,7 +100,7 @@ _ANALYSES: dict[tuple, object] = {}
 def _analysed_once() -> contextlib.AbstractContextManager:
     """A context in which torch looks once at what a kernel reads and writes, for arguments of one kind.
 
-    Otherwise each graph has Triton make code for each of its launches, twice: two thirds of the time that lowering takes.
+    Otherwise each graph has Triton make code for each of its launches, twice.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -108,13 +108,16 @@ def _analysed_once() -> contextlib.AbstractContextManager:
     name = next(name for name in names if hasattr(triton_kernel_wrap, name))
     analyse = getattr(triton_kernel_wrap, name)
 
-    def kind(value: object) -> object:
+    def kind(value: object, is_constant: bool) -> object:
         if hasattr(value, "dtype"):
             return value.dtype
+        if type(value) is int and not is_constant:
+            return value == 1, value % 16 == 0
         return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value)
 
     def analyse_once(kernel, kwargs, descriptors):
-        key = id(kernel), *((name, kind(value)) for name, value in kwargs.items())
+        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        key = id(kernel), *((name, kind(value, name in constants)) for name, value in kwargs.items())
         if descriptors or key not in _ANALYSES:
             _ANALYSES[key] = analyse(kernel, kwargs, descriptors)
         for option in kwargs.keys() - set(kernel.arg_names):  # as the analysis does
