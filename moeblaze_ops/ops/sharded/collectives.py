@@ -1,6 +1,7 @@
 """Collectives of the ranks that share a layer's experts, and what a host has to know before tokens move.
 
-Transport is torch's functional collectives by the name of a process group: they start at once and are waited for by name.
+They start at once, by the name of a process group, and are waited for. Copy engines move the data where ``copies`` says so
+(``peer_copies``), torch's functional collectives elsewhere: these keep their arguments as they are until somebody has waited.
 """
 
 import functools
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeblaze_ops.ops.sharded import peer_copies
+
 Size = int | torch.SymInt
 
 _functional = torch.ops._c10d_functional
@@ -17,33 +20,48 @@ _library = torch.library.Library("moeblaze", "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def start_gather(local: Tensor, rows: Size, ranks: int, group: str) -> Tensor:
+def start_gathers(
+    local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, window: str = "tokens"
+) -> list[Tensor]:
     """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1.
 
-    The result is to be waited for, and has no gradient.
+    The results are to be waited for, and have no gradient. Transfers through one window follow each other.
     """
     with torch.no_grad():
-        sent = local.detach()
-        sent = sent.contiguous() if _is_same(local.shape[0], rows) else with_rows(sent, rows)
-        return _functional.all_gather_into_tensor(sent, ranks, group)
+        sent = [tensor.detach() for tensor in local]
+        sent = [t.contiguous() if _is_same(t.shape[0], rows) else with_rows(t, rows) for t in sent]
+        if copies:
+            return gather_rows(sent, ranks, group, window)
+        return [_functional.all_gather_into_tensor(tensor, ranks, group) for tensor in sent]
 
 
-def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: str) -> Tensor:
-    """``start_gather`` with so many rows, or with as many as a tensor has."""
-    return start_gather(x_TD, rows if isinstance(rows, int) else rows.shape[0], ranks, group)
+def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: str, copies: bool) -> Tensor:
+    """``start_gathers`` of x with so many rows, or with as many as a tensor has."""
+    return start_gathers([x_TD], rows if isinstance(rows, int) else rows.shape[0], ranks, group, copies)[0]
 
 
-def start_reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
-    """Start to sum ``whole`` over the ranks, of which each gets its part of the first axis; to be waited for."""
-    return _functional.reduce_scatter_tensor(whole.contiguous(), "sum", ranks, group)
+def start_reduce_scatters(whole: list[Tensor], ranks: int, group: str, copies: bool) -> list[Tensor]:
+    """Start to sum tensors over the ranks, of which each gets its part of the first axis; to be waited for."""
+    sent = [tensor.contiguous() for tensor in whole]
+    if copies:
+        return sum_parts(sent, ranks, group)
+    return [_functional.reduce_scatter_tensor(tensor, "sum", ranks, group) for tensor in sent]
 
 
 def wait(started: Tensor) -> Tensor:
     return _functional.wait_tensor(started)
 
 
+def _gather_rows_fake(local: list[Tensor], ranks: int, group: str, window: str) -> list[Tensor]:
+    return [tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:]) for tensor in local]
+
+
+def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:]) for tensor in whole]
+
+
 def first_rows(tensor: Tensor, rows: Size) -> Tensor:
-    """Without the rows that ``start_gather`` put behind those of this rank."""
+    """Without the rows that ``start_gathers`` put behind those of this rank."""
     if _is_same(tensor.shape[0], rows):
         return tensor
     torch._check_value(rows <= tensor.shape[0], lambda: _too_many(rows, tensor.shape[0]))
@@ -136,6 +154,22 @@ def register(name: str, schema: str, real: Callable, fake: Callable) -> torch._o
     torch.library.register_fake(f"moeblaze::{name}", fake, lib=_library)
     return getattr(torch.ops.moeblaze, name).default
 
+
+gather_rows = register(
+    "gather_rows",
+    "(Tensor[] local, int ranks, str group, str window) -> Tensor[]",
+    lambda local, ranks, group, window: peer_copies.gather(local, group, window),
+    _gather_rows_fake,
+)
+"""Starts to gather tensors on their first axis by copy engines; it has read them when it returns."""
+
+sum_parts = register(
+    "sum_parts",
+    "(Tensor[] whole, int ranks, str group) -> Tensor[]",
+    lambda whole, ranks, group: peer_copies.sum_parts(whole, group, "sums"),
+    _sum_parts_fake,
+)
+"""Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns."""
 
 used_slots = register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
 """The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""
