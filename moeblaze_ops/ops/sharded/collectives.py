@@ -4,7 +4,6 @@ They start at once, by the name of a process group, and are waited for. Copy eng
 (``peer_copies``), torch's functional collectives elsewhere: these keep their arguments as they are until somebody has waited.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeblaze_ops.ops.sharded import peer_copies
+from moeblaze_ops.ops.sharded.host_numbers import largest_number
 
 Size = int | torch.SymInt
 
@@ -20,18 +20,16 @@ _library = torch.library.Library("moeblaze", "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def start_gathers(
-    local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, window: str = "tokens"
-) -> list[Tensor]:
-    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1.
+def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool) -> list[Tensor]:
+    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1, or any with copies.
 
-    The results are to be waited for, and have no gradient. Transfers through one window follow each other.
+    The results are to be waited for, and have no gradient.
     """
     with torch.no_grad():
         sent = [tensor.detach() for tensor in local]
-        sent = [t.contiguous() if _is_same(t.shape[0], rows) else with_rows(t, rows) for t in sent]
         if copies:
-            return gather_rows(sent, ranks, group, window)
+            return gather_rows([tensor.contiguous() for tensor in sent], rows, ranks, group)
+        sent = [t.contiguous() if _is_same(t.shape[0], rows) else with_rows(t, rows) for t in sent]
         return [_functional.all_gather_into_tensor(tensor, ranks, group) for tensor in sent]
 
 
@@ -52,8 +50,14 @@ def wait(started: Tensor) -> Tensor:
     return _functional.wait_tensor(started)
 
 
-def _gather_rows_fake(local: list[Tensor], ranks: int, group: str, window: str) -> list[Tensor]:
-    return [tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:]) for tensor in local]
+def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str) -> list[Tensor]:
+    if local[0].shape[0] > rows:
+        raise ValueError(_too_many(local[0].shape[0], rows))
+    return peer_copies.gather(local, rows, group)
+
+
+def _gather_rows_fake(local: list[Tensor], rows: Size, ranks: int, group: str) -> list[Tensor]:
+    return [tensor.new_empty(ranks * rows, *tensor.shape[1:]) for tensor in local]
 
 
 def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str) -> list[Tensor]:
@@ -86,15 +90,6 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-@functools.cache
-def _host_group(name: str) -> dist.ProcessGroup:
-    """A group of the same ranks for numbers of the host."""
-    group = process_group(name)
-    if dist.get_backend(group) == "gloo":
-        return group
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-
-
 def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
     return slots_N[: int(offsets_E1[-1])].clone()
 
@@ -121,10 +116,7 @@ def number_of_data() -> torch.SymInt:
 
 
 def _most_tokens(x_TD: Tensor, group: str) -> Tensor:
-    host, mine = _host_group(group), x_TD.shape[0]
-    everyone = torch.empty(host.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, torch.tensor([mine], dtype=torch.int64), group=host)
-    return x_TD.new_empty(max(1, int(everyone.max())), 0)
+    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group)), 0)
 
 
 def _most_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
@@ -156,17 +148,14 @@ def register(name: str, schema: str, real: Callable, fake: Callable) -> torch._o
 
 
 gather_rows = register(
-    "gather_rows",
-    "(Tensor[] local, int ranks, str group, str window) -> Tensor[]",
-    lambda local, ranks, group, window: peer_copies.gather(local, group, window),
-    _gather_rows_fake,
+    "gather_rows", "(Tensor[] local, SymInt rows, int ranks, str group) -> Tensor[]", _gather_rows, _gather_rows_fake
 )
-"""Starts to gather tensors on their first axis by copy engines; it has read them when it returns."""
+"""Starts to gather so many rows of each rank by copy engines, of several tensors; it has read them when it returns."""
 
 sum_parts = register(
     "sum_parts",
     "(Tensor[] whole, int ranks, str group) -> Tensor[]",
-    lambda whole, ranks, group: peer_copies.sum_parts(whole, group, "sums"),
+    lambda whole, ranks, group: peer_copies.sum_parts(whole, group),
     _sum_parts_fake,
 )
 """Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns."""

@@ -90,7 +90,7 @@ class _Experts(torch.autograd.Function):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
         together = ranks.size, ranks.group, ranks.copies
-        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, gathered_x.shape[0] // ranks.size, *together)
+        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, gathered_x.shape[0] // ranks.size, *together[:2])
         local = ids - first_of_rank(ranks.group, num_local)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
@@ -128,14 +128,17 @@ class _Experts(torch.autograd.Function):
 
 
 def _routing_of_all(
-    experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str, copies: bool
+    experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Expert ids and routing weights of all ranks, in one collective: fp32 and fp64 hold ids and narrower weights exactly."""
+    """Expert ids and routing weights of all ranks, in one collective: fp32 and fp64 hold ids and narrower weights exactly.
+
+    They are few bytes, and waited for at once: a collective takes less time than copies between two barriers.
+    """
     if weights_TK is None:
-        (ids,) = start_gathers([experts_TK.to(torch.int32)], rows, ranks, group, copies, "routing")
+        (ids,) = start_gathers([experts_TK.to(torch.int32)], rows, ranks, group, copies=False)
         return wait(ids), None
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    (both,) = start_gathers([torch.cat([experts_TK.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies, "routing")
+    (both,) = start_gathers([torch.cat([experts_TK.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies=False)
     both = wait(both)
     ids, weights = both.chunk(2, dim=1)
     return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()

@@ -3,13 +3,14 @@
     lay rows in a window that the ranks see -> barrier -> fetch those of the others, on a stream of its own -> wait
 
 A persistent kernel gives each program the same share of the work, and a program that finds its multiprocessor taken by a
-collective starts late. Copy engines take no multiprocessor. What does take one, the barrier and the copies within a GPU, runs on the stream
-of the caller, before the products that are to run beside the fetch.
+collective starts late. Copy engines take no multiprocessor. What does take one, the barrier and the copies within a GPU, runs on
+the stream of the caller, before the products that are to run beside the fetch.
 """
 
+import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,129 +49,150 @@ def _are_linked(group: str) -> bool:
     return all(links[a][b] > 0 for a in devices for b in devices if a != b)
 
 
-def gather(tensors: list[Tensor], group: str, window: str) -> list[Tensor]:
-    """Start to gather tensors of the same shape on every rank on their first axis; to be waited for.
+def gather(local: list[Tensor], rows: int, group: str) -> list[Tensor]:
+    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them any; to be waited for.
 
     Args:
-        tensors: contiguous, on a GPU.
-        window: name of the memory that they pass through. A transfer waits for the last one through its window.
+        local: contiguous, on a GPU; no more than ``rows`` rows.
+        rows: the same on every rank.
     """
-    shared = _window(group, window)
-    whole = [tensor.new_empty(shared.ranks, *tensor.shape) for tensor in tensors]
-    places = shared.lay(tensors)
-    for tensor, out in zip(tensors, whole, strict=True):
-        out[shared.rank].copy_(tensor)
-    fetches = [
-        (out[peer], shared.seen(peer, place, tensor.shape, tensor.dtype))
-        for tensor, out, place in zip(tensors, whole, places, strict=True)
-        for peer in shared.others
-    ]
-    arrived = shared.fetch(fetches)
-    results = [out.flatten(0, 1) for out in whole]
-    for result in results:
-        _register(result, arrived, None)
-    return results
+    window = _window(group, "tokens")
+    whole = [tensor.new_empty(window.ranks * rows, *tensor.shape[1:]) for tensor in local]
+    sizes = [tensor.nbytes // window.ranks for tensor in whole]
+    places = window.open(sizes)
+    for tensor, place in zip(local, places, strict=True):
+        window.lay(place, tensor.data_ptr(), tensor.nbytes)
+    window.show()
+    fetches: list[tuple[int, int, int, int]] = []
+    for tensor, out, size, place in zip(local, whole, sizes, places, strict=True):
+        begin = out.data_ptr()
+        window.copy(begin + window.rank * size, tensor.data_ptr(), tensor.nbytes)
+        fetches += [(begin + peer * size, peer, place, size) for peer in window.others]
+    arrived = window.fetch(fetches)
+    for out in whole:
+        _register(out, arrived, None)
+    return whole
 
 
-def sum_parts(tensors: list[Tensor], group: str, window: str) -> list[Tensor]:
+def sum_parts(whole: list[Tensor], group: str) -> list[Tensor]:
     """Start to sum tensors over the ranks, of which each gets its part of the first axis; to be waited for.
 
     Sums are computed in fp32 and rounded once; two runs agree bit for bit.
+
+    Args:
+        whole: contiguous, on a GPU.
     """
-    shared = _window(group, window)
-    parts = [tensor.unflatten(0, (shared.ranks, -1)) for tensor in tensors]
-    sent = [_without(part, shared.rank) for part in parts]
-    places = shared.lay(sent)
-    arriving = [torch.empty_like(part) for part in sent]
-    fetches = []
-    for part, place, out in zip(sent, places, arriving, strict=True):
-        for peer, into in zip(shared.others, out, strict=True):
-            fetches.append((into, shared.seen(peer, place, part.shape, part.dtype)[shared.rank - (shared.rank > peer)]))
-    own = [part[shared.rank].clone() for part in parts]
-    arrived = shared.fetch(fetches)
-    for total, others in zip(own, arriving, strict=True):
-        _register(total, arrived, functools.partial(_add, total, others))
+    window = _window(group, "sums")
+    rank, others = window.rank, window.others
+    sizes = [tensor.nbytes // window.ranks for tensor in whole]
+    places = window.open([len(others) * size for size in sizes])
+    own, arriving, fetches = [], [], []
+    for tensor, size, place in zip(whole, sizes, places, strict=True):
+        begin, shape = tensor.data_ptr(), (tensor.shape[0] // window.ranks, *tensor.shape[1:])
+        # The parts of the others lie in the order of ranks, without this one's.
+        window.lay(place, begin, rank * size)
+        window.lay(place + rank * size, begin + (rank + 1) * size, (len(others) - rank) * size)
+        own.append(tensor.new_empty(shape))
+        arriving.append(tensor.new_empty(len(others), *shape))
+        into = arriving[-1].data_ptr()
+        fetches += [(into + i * size, peer, place + (rank - (rank > peer)) * size, size) for i, peer in enumerate(others)]
+    window.show()
+    for tensor, part, size in zip(whole, own, sizes, strict=True):
+        window.copy(part.data_ptr(), tensor.data_ptr() + rank * size, size)
+    arrived = window.fetch(fetches)
+    for part, parts in zip(own, arriving, strict=True):
+        _register(part, arrived, functools.partial(_add, part, parts))
     return own
 
 
-def _without(parts: Tensor, rank: int) -> Tensor:
-    """The parts of the other ranks, in their order."""
-    before, behind = parts[:rank], parts[rank + 1 :]
-    return torch.cat([before, behind]) if len(before) and len(behind) else before if len(before) else behind
-
-
-def _add(total: Tensor, others: Tensor) -> None:
-    if len(others) == 1:
-        total += others[0]
+def _add(total: Tensor, parts: Tensor) -> None:
+    if len(parts) == 1:
+        total.add_(parts[0])
     else:
-        total.copy_(others.sum(0, dtype=torch.float32).add_(total))
+        total.copy_(parts.sum(0, dtype=torch.float32).add_(total))
 
 
 class _Window:
-    """Memory of this rank that the ranks of a group see."""
+    """Memory of this rank that the ranks of a group see. Transfers through it follow each other."""
 
     def __init__(self, group: str) -> None:
-        self._group = group
         resolved = dist.distributed_c10d._resolve_process_group(group)
         self.rank, self.ranks = resolved.rank(), resolved.size()
         self.others = [peer for peer in range(self.ranks) if peer != self.rank]
+        self._group = group
+        self._device = torch.cuda.current_device()
+        self._memory: Tensor | None = None
         self._handle: Any = None
-        self._size = 0
-        self._seen: dict[tuple, Tensor] = {}
+        self._begins: list[int] = []  # of the windows of all ranks
         self._stream = torch.cuda.Stream(priority=-1)
+        self._shown = torch.cuda.Event()
         self._fetched: torch.cuda.Event | None = None
 
-    def lay(self, tensors: list[Tensor]) -> list[int]:
-        """Copy tensors here, one behind the other, where all ranks see them then; returns their places in bytes."""
+    def open(self, sizes: Iterable[int]) -> list[int]:
+        """Have room for so many bytes, one behind the other, that nobody reads any more; their places."""
         places, end = [], 0
-        for tensor in tensors:
+        for size in sizes:
             places.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._grow(end)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._memory is None or self._memory.nbytes < end:
+            self._grow(end)
         if self._fetched is not None:
             torch.cuda.current_stream().wait_event(self._fetched)
-        # All ranks have fetched what is here.
-        self._handle.barrier(0, _TIMEOUT_MS)
-        for tensor, place in zip(tensors, places, strict=True):
-            self.seen(self.rank, place, tensor.shape, tensor.dtype).copy_(tensor)
         self._handle.barrier(0, _TIMEOUT_MS)
         return places
 
-    def seen(self, rank: int, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What a rank has laid at a place of its window."""
-        key = (rank, place, shape, dtype)
-        tensor = self._seen.get(key)
-        if tensor is None:
-            self._seen[key] = tensor = self._handle.get_buffer(rank, shape, dtype, place // dtype.itemsize)
-        return tensor
+    def lay(self, place: int, address: int, size: int) -> None:
+        self.copy(self._begins[self.rank] + place, address, size)
 
-    def fetch(self, copies: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Copy to the first of each pair, behind what the stream of the caller does; the event says when all are there."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for into, seen in copies:
-                into.copy_(seen, non_blocking=True)
-            self._fetched = self._stream.record_event()
+    def show(self) -> None:
+        """Let the others see what lies here, and see what they laid."""
+        self._handle.barrier(0, _TIMEOUT_MS)
+
+    def copy(self, into: int, address: int, size: int) -> None:
+        _copy(into, address, size, torch._C._cuda_getCurrentRawStream(self._device))
+
+    def fetch(self, copies: Sequence[tuple[int, int, int, int]]) -> torch.cuda.Event:
+        """Copy to an address, from a rank's window, a place there, so many bytes; the event says when all are there."""
+        self._shown.record()
+        self._stream.wait_event(self._shown)
+        for into, rank, place, size in copies:
+            _copy(into, self._begins[rank] + place, size, self._stream.cuda_stream)
+        self._fetched = self._stream.record_event()
         return self._fetched
 
     def _grow(self, size: int) -> None:
-        if size <= self._size:
-            return
         import torch.distributed._symmetric_memory as symmetric_memory
 
         if torch.cuda.is_current_stream_capturing():
-            rule = f"tokens must need at most {self._size} bytes under CUDA graph capture, got {size}"
+            have = 0 if self._memory is None else self._memory.nbytes
+            rule = f"tokens must need at most {have} bytes under CUDA graph capture, got {size}"
             raise RuntimeError(f"sharded experts: {rule}; run the layer once before the capture")
         # Nobody reads the memory of before any more once the ranks have met.
         torch.cuda.synchronize()
-        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
-        handle = symmetric_memory.rendezvous(memory, self._group)
-        self._memory, self._handle, self._size, self._seen = memory, handle, size, {}
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
+        self._handle = symmetric_memory.rendezvous(memory, self._group)
+        self._begins = [self._handle.buffer_ptrs[rank] for rank in range(self.ranks)]
+        self._memory = memory
 
 
 @functools.cache
 def _window(group: str, name: str) -> _Window:
     return _Window(group)
+
+
+@functools.cache
+def _memcpy() -> Callable[[int, int, int, int], int]:
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
+def _copy(into: int, address: int, size: int, stream: int) -> None:
+    """Copy bytes between GPUs, or within one, on a stream; without the tensors that a view of each part would be."""
+    if size:
+        failed = _memcpy()(into, address, size, stream)
+        if failed:
+            raise RuntimeError(f"sharded experts: copies between GPUs must be possible, got error {failed} of the CUDA driver")
 
 
 class _Arrival(torch._C._distributed_c10d.Work if dist.is_available() else object):
