@@ -195,7 +195,7 @@ def _copy(into: int, address: int, size: int, stream: int) -> None:
             raise RuntimeError(f"sharded experts: copies between GPUs must be possible, got error {failed} of the CUDA driver")
 
 
-class _Arrival(torch._C._distributed_c10d.Work if dist.is_available() else object):
+class _Arrival(torch._C._distributed_c10d.Work if dist.is_available() else object):  # type: ignore[misc]
     """What ``wait_tensor`` waits for: an event, and what is left to do then."""
 
     def __init__(self, event: torch.cuda.Event, finish: Callable[[], None] | None) -> None:
