@@ -21,8 +21,8 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
+from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x

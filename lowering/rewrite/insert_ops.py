@@ -27,7 +27,6 @@ from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
-from moeblaze_ops.ops.sharded.collectives import used_slots
 
 _ops = torch.ops.moeblaze
 
@@ -123,7 +122,7 @@ def _insert_whole(
     if match.named is not None and (num_rows := _named_rows(match)) is not None:
         routing[0] = insert.call("narrow", routing[0], 0, 0, num_rows)
     elif match.experts is None and parts != "ranges" and _counts_rows(match):
-        routing[0] = insert.of_data(used_slots, *routing[:2])
+        routing[0] = insert.of_data(_ops.used_slots.default, *routing[:2])
     if parts == "ranges":
         out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
         return out, f"expert_mlp_ranged({match.activation})"

@@ -4,20 +4,18 @@ They start at once, by the name of a process group, and are waited for. Copy eng
 (``peer_copies``), torch's functional collectives elsewhere: these keep their arguments as they are until somebody has waited.
 """
 
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeblaze_ops.ops.register import number_of_data, register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
 
 Size = int | torch.SymInt
 
 _functional = torch.ops._c10d_functional
-_library = torch.library.Library("moeblaze", "FRAGMENT")
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
 def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool) -> list[Tensor]:
@@ -90,31 +88,6 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    return slots_N[: int(offsets_E1[-1])].clone()
-
-
-def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    if isinstance(slots_N.shape[0], int) and slots_N.shape[0] == 0:
-        return torch.empty_like(slots_N)
-    count = number_of_data()
-    torch._check(count <= slots_N.shape[0])
-    return slots_N.new_empty(count)
-
-
-def number_of_data() -> torch.SymInt:
-    """A size of 0 or more that nobody knows before the op runs.
-
-    Not ``new_dynamic_size``: frames may be captured without ops whose output shape depends on data, and these are ours.
-    """
-    context = torch.library.get_ctx()
-    if context._shape_env is None:
-        return context.new_dynamic_size(min=0)
-    count = context._shape_env.create_unbacked_symint()
-    torch._check(count >= 0)
-    return count
-
-
 def _most_tokens(x_TD: Tensor, group: str) -> Tensor:
     return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group)), 0)
 
@@ -140,19 +113,12 @@ def _with_rows_fake(tensor: Tensor, rows: int) -> Tensor:
     return tensor.new_empty(rows, *tensor.shape[1:])
 
 
-def register(name: str, schema: str, real: Callable, fake: Callable) -> torch._ops.OpOverload:
-    _library.define(f"{name}{schema}", tags=_TAGS)
-    _library.impl(name, real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeblaze::{name}", fake, lib=_library)
-    return getattr(torch.ops.moeblaze, name).default
-
-
-gather_rows = register(
+gather_rows = register_plain_op(
     "gather_rows", "(Tensor[] local, SymInt rows, int ranks, str group) -> Tensor[]", _gather_rows, _gather_rows_fake
 )
 """Starts to gather so many rows of each rank by copy engines, of several tensors; it has read them when it returns."""
 
-sum_parts = register(
+sum_parts = register_plain_op(
     "sum_parts",
     "(Tensor[] whole, int ranks, str group) -> Tensor[]",
     lambda whole, ranks, group: peer_copies.sum_parts(whole, group),
@@ -160,13 +126,10 @@ sum_parts = register(
 )
 """Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns."""
 
-used_slots = register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
-"""The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""
-
-most_tokens = register("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
+most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
 """[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other."""
 
-with_rows = register("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
+with_rows = register_plain_op("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
 """A copy with so many rows, the last ones filled with -1: no expert's id.
 
 Raises:

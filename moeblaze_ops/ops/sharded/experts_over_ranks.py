@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
-from moeblaze_ops.ops.dispatch import dispatch
+from moeblaze_ops.ops.dispatch import dispatch, used_slots
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
@@ -26,7 +26,6 @@ from moeblaze_ops.ops.sharded.collectives import (
     process_group,
     start_gathers,
     start_reduce_scatters,
-    used_slots,
     wait,
 )
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
