@@ -16,7 +16,7 @@ must not have been moved. What is not so gives the attempt up (`Declined`), and 
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import CellVariable
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import SymT, free_unbacked_symbols, symbol_is_type
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.torch_internals import dynamo_config
@@ -80,6 +80,7 @@ class _Branch:
     result: Variable | None = None  # what the frame returns without the work, if it joins at its end
     attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
     world: tuple = ()
+    known: dict[sympy.Symbol, tuple] = field(default_factory=dict)  # what is known of sizes
     lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
     skipped: dict[Variable, list[Variable]] = field(default_factory=dict)  # and as they are at the join without the work
 
@@ -215,6 +216,7 @@ class Branches:
         branch.names, branch.stack = names, stack
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
         branch.world = _world(tx)
+        branch.known = _known_of_sizes(tx)
         self.open.append(branch)
         return True
 
@@ -253,6 +255,7 @@ class Branches:
         proxy = condition.as_proxy()
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (proxy, works_if, fork), {})
         branch.world = _world(tx)
+        branch.known = _known_of_sizes(tx)
         self.open.append(branch)
         tx.instruction_pointer = work
         return True
@@ -263,6 +266,7 @@ class Branches:
         names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
         fork = tx.output.create_proxy("call_function", branch_forks, (), {})
         branch.world = _world(tx)
+        branch.known = _known_of_sizes(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
         while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
@@ -296,6 +300,8 @@ class Branches:
 
         if branch.world != _world(tx):
             self.decline(branch, "random numbers, prints or modes of torch would be others")
+        if branch.known != _known_of_sizes(tx, branch.known):
+            self.decline(branch, "what the work says of sizes would not hold")
         if branch.join == EXIT:
             result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
             compare("what the function returns", branch.result, result)
@@ -321,8 +327,6 @@ class Branches:
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
-
-
 
     def _appended(self, branch: _Branch, found: Variable) -> list[Any]:
         """The parts that a list has more of, which must have no rows without the work."""
@@ -394,6 +398,18 @@ def _world(tx: Any) -> tuple:
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
+
+
+_OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+
+
+def _known_of_sizes(tx: Any, symbols: Iterable[sympy.Symbol] | None = None) -> dict:
+    """What is known of ``symbols``, or of all of them, that are sizes or numbers which only the data tell."""
+    env = tx.output.shape_env
+    if symbols is None:
+        symbols = [s for s in env.var_to_range if symbol_is_type(s, _OF_DATA)]
+    asserts = env.deferred_runtime_asserts
+    return {s: (env.var_to_range.get(s), env.replacements.get(s), len(asserts.get(s, ()))) for s in symbols}
 
 
 def _kind(variable: Variable) -> str:
