@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumulators
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import (
@@ -373,26 +373,18 @@ class _Proof:
         if before is after:
             return True
         algebra = self.evaluator.algebra
-        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(before.shape))
+        indices = self.evaluator.variables(before)
         made_beside = self.view.position.get(before.node, -1) > self.fork
         for base in accumulators(before) if made_beside else [before]:
             self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
-        try:
-            elements = [self.zeros.without(self.evaluator.element(value, indices)) for value in (before, after)]
-        except Unroll:
-            return False
-        return elements[0] is elements[1]
+        one, other = (self.evaluator.try_element(value, indices) for value in (before, after))
+        return one is not None and other is not None and self.zeros.without(one) is self.zeros.without(other)
 
     def _element(self, value: Value) -> Expr | None:
         """What any element of a mask is, or the only one of a number."""
-        algebra = self.evaluator.algebra
-        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(value.shape))
-        try:
-            e = self.evaluator.element(value, indices)
-        except Unroll:
-            return None
-        for variable in reversed([i for i in indices if i.kind == "var"]):
-            e = algebra.any(variable, e)
+        e = self.evaluator.try_element(value)
+        for variable in reversed([i for i in self.evaluator.variables(value) if i.kind == "var"]) if e is not None else ():
+            e = self.evaluator.algebra.any(variable, e)
         return e
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 import sympy
 import torch
 
+from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -44,8 +45,10 @@ def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
 
 
 def _is_count(e: Expr) -> bool:
-    """Whether an expression is a sum of products of zeros and ones, which is zero only where all of them are."""
-    return is_count(e) or (e.kind == "add" and all(map(_is_count, e.args))) or (e.kind == "const" and e.args[0] >= 0)
+    """Whether an expression is a sum of products of zeros, ones and weights, which is zero only where all of them are."""
+    if e.kind == "add":
+        return all(map(_is_count, e.args))
+    return is_count(e) or fades(e) or (e.kind == "const" and e.args[0] >= 0)
 
 
 def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_flag: bool) -> bool:
@@ -87,8 +90,11 @@ class Zeros:
             bound = variables
             if len(factors) == 1 and factors[0].kind == "call" and factors[0].args[0] == "ge":
                 self._patterns.append((bound, [self.algebra.eq(*factors[0].args[1])]))  # what is below a number is not that
-            for inner in [f for f in factors if f.kind in ("any", "sum")] if len(factors) == 1 else []:
-                return self.add(inner, bound)
+            for inner in factors if len(factors) == 1 else []:
+                if inner.kind in ("any", "sum"):
+                    return self.add(inner, bound)
+                if inner.kind == "call" and inner.args[0] == CHOSEN:
+                    self.add(*inner.args[1], bound)  # what is not chosen is zero
             self._patterns.append((bound, factors))
         self._memo.clear()
 

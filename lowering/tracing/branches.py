@@ -172,9 +172,11 @@ class Branches:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
             raise Declined("an error is raised in a block")
-        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
-            tx.stack[-1], tx.instruction_pointer = iterator, at + 1
-            return True
+        if instruction.opname == "GET_ITER":
+            over = _realized(tx.stack[-1])
+            if (iterator := self.longer.iterator_over(over) or iterator_over(tx, over)) is not None:
+                tx.stack[-1], tx.instruction_pointer = iterator, at + 1
+                return True
         if instruction.opname == "CONTAINS_OP" and (found := contains(tx, *map(_realized, tx.stack[:-3:-1]))) is not None:
             tx.popn(2)
             tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
@@ -205,20 +207,22 @@ class Branches:
     def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """The next round of a loop over all experts, done where the program goes over those that have tokens."""
         rounds = tx.stack[-1]
-        condition = rounds.condition(tx)
+        conditions = rounds.conditions(tx)
         names, stack = dict(tx.symbolic_locals), list(tx.stack)
         goes_on = original(tx)
         rounds.is_asked = False
-        if not goes_on or condition is None:
-            return True
-        self.age += 1
-        branch = _Branch(tx, at, self.age, _place(tx, instruction))
-        branch.names, branch.stack = names, stack
-        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
-        branch.world = _world(tx)
-        branch.known = _known_of_sizes(tx)
-        self.open.append(branch)
+        for condition in conditions if goes_on else ():
+            self.age += 1
+            branch = _Branch(tx, at, self.age, _place(tx, instruction), names=names, stack=stack)
+            self._open(branch, *condition)
         return True
+
+    def _open(self, branch: _Branch, condition: Any, works_if: bool, fork: Any = None) -> None:
+        """Begin the work of a branch."""
+        tx = branch.tx
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition, works_if, fork), {})
+        branch.world, branch.known = _world(tx), _known_of_sizes(tx)
+        self.open.append(branch)
 
     def _watch(self, tx: Any, instruction: Any) -> None:
         branch = self.open[-1]
@@ -252,11 +256,7 @@ class Branches:
         branch = _Branch(tx, join, self.age, line)
         fork = self._trace_skip(branch, skip, original)
         works_if = instruction.opname.endswith("_TRUE") == (work == jump)
-        proxy = condition.as_proxy()
-        branch.begin = tx.output.create_proxy("call_function", branch_begins, (proxy, works_if, fork), {})
-        branch.world = _world(tx)
-        branch.known = _known_of_sizes(tx)
-        self.open.append(branch)
+        self._open(branch, condition.as_proxy(), works_if, fork)
         tx.instruction_pointer = work
         return True
 
@@ -333,7 +333,9 @@ class Branches:
         before = branch.lists[found]
         if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        if (parts := self.longer.add(branch.tx, found, len(before), branch.line)) is None:
+        condition, works_if, _ = branch.begin.node.args
+        asked = torch.fx.Proxy(condition, branch.tx.output.current_tracer), works_if
+        if (parts := self.longer.add(branch.tx, found, len(before), branch.line, asked)) is None:
             self.decline(branch, "a list would be longer")
         return parts
 

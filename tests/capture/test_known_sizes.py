@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.capture.test_branches import E, check, rows
+from tests.capture.test_branches import E, check, rows, scratch  # noqa: F401
 
 
 def asserts(token, x, few):
