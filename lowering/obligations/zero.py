@@ -4,7 +4,7 @@
     any(ids[:, 0] == e)         ->  [ids[t, 0] = e] is 0, [ids[t, 1] = e] is not known
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import sympy
 import torch
@@ -69,12 +69,29 @@ def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_fl
 class Zeros:
     """Expressions and sizes that are zero under a condition."""
 
-    def __init__(self, algebra: Algebra) -> None:
-        self.algebra = algebra
-        self.sizes: set[Size] = set()
+    def __init__(self, algebra: Algebra, masks_of: Callable[[Size], Iterable[Expr]]) -> None:
+        """``masks_of``: any elements of masks, of which a size is the number of true elements."""
+        self.algebra, self.masks_of = algebra, masks_of
+        self.beside: Zeros | None = None  # of the same condition, in a view of the graph that says more of sizes
+        self._sizes: dict[Size, bool] = {}
         self._patterns: list[tuple[frozenset[Expr], list[Expr]]] = []  # products, and their variables
         self._memo: dict[Expr, Expr] = {}
         self._opened = 0
+
+    def add_size(self, size: Size) -> None:
+        """Take nothing to be as long as ``size``."""
+        self._sizes[size] = True
+        self._memo.clear()
+
+    def is_zero_size(self, size: Size) -> bool:
+        """Whether nothing is as long as ``size``: no element is true of a mask that selects as many."""
+        if isinstance(size, int):
+            return size == 0
+        if size not in self._sizes:
+            self._sizes[size] = False
+            known = any(self.without(element) is self.algebra.zero for element in self.masks_of(size))
+            self._sizes[size] = known or (self.beside is not None and self.beside.is_zero_size(size))
+        return self._sizes[size]
 
     def add(self, e: Expr, variables: frozenset[Expr] = frozenset()) -> None:
         """Take a sum of what is never negative for zero, whatever ``variables`` in it are."""
@@ -107,7 +124,7 @@ class Zeros:
 
     def _visit(self, e: Expr) -> Expr:
         algebra = self.algebra
-        if e.kind in BINDERS and e.kind != "group" and e.args[0].args[1] in self.sizes:
+        if e.kind in BINDERS and e.kind != "group" and self.is_zero_size(e.args[0].args[1]):
             return algebra.zero
         if is_indicator(e) or e.kind in ("mul", "sum", "any"):
             of = [e] if e.kind in ("sum", "any") else list(self._factors(e))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.capture.test_branches import E, check, rows, scratch  # noqa: F401
+from tests.capture.test_branches import D, E, Layer, T, check, rows, scratch  # noqa: F401
+from tests.tools.rewrite_harness import rewriting_backend
 
 
 def asserts(token, x, few):
@@ -37,6 +38,14 @@ def loop(says, few, *, if_any):
 @pytest.mark.parametrize("says", [asserts, adds], ids=lambda says: says.__name__)
 def test_a_branch_that_is_not_taken_says_nothing(says):
     assert check(loop(says, 3, if_any=77)) == 0
+
+
+@pytest.mark.parametrize("says", [asserts, adds, stays_small], ids=lambda says: says.__name__)
+def test_what_the_program_says_of_sizes_is_still_asserted(says):
+    layer = Layer(loop(says, 1, if_any=0))
+    layer.penalty[0] = 100.0  # all tokens choose expert 0
+    with rewriting_backend() as backend, pytest.raises(RuntimeError):
+        torch.compile(layer, backend=backend)(torch.randn(T, D))
 
 
 def test_a_branch_that_says_nothing_new_is_taken():
