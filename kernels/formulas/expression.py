@@ -1,5 +1,7 @@
 """Pointwise formulas as expressions: interned nodes over the symbols ``g``, ``u`` (gated) or ``h`` (ungated), and numbers.
 
+The symbols ``p0``, ``p1`` and so on are parameters: one number for all rows and features of an expert, known only when run.
+
 Equal expressions are one object, so that a subexpression is computed once wherever it stands. The constructors fold numbers
 and write what has a stable function in its terms (``1 / (1 + exp(-x))`` is ``sigmoid(x)``); they never drop a tensor, so
 that infinities and NaN come out as in the formula as it was written.
@@ -12,6 +14,7 @@ from functools import cache
 
 GATED_SYMBOLS = ("g", "u")
 UNGATED_SYMBOLS = ("h",)
+PARAMETER_SYMBOLS = ("p0", "p1", "p2", "p3")
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = (*COMPARISONS, "and", "or", "not")

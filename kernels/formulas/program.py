@@ -2,8 +2,8 @@
 
     mul 0 1.702;sigmoid 3;mul 0 4;...|8 11 12
 
-A step is a function and its operands: the number of a value (g or h is 0, u is 1, the gradient of a is 2, then the steps'
-own), or a constant, which has a point or an exponent. Behind the bar stand the results.
+A step is a function and its operands: the number of a value (g or h is 0, u is 1, the gradient of a is 2, then parameters and
+the steps' own), or a constant, which has a point or an exponent. Behind the bar stand the results.
 """
 
 import math
@@ -11,31 +11,42 @@ from dataclasses import dataclass
 from functools import cache
 
 from moeblaze_ops.kernels.formulas.derivative import derivative, times
-from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, ZERO, Node, apply, below, symbol, symbols_of
-from moeblaze_ops.kernels.formulas.named import formula_of, is_gated
+from moeblaze_ops.kernels.formulas.expression import (
+    GATED_SYMBOLS,
+    PARAMETER_SYMBOLS,
+    ZERO,
+    Node,
+    apply,
+    below,
+    symbol,
+    symbols_of,
+)
+from moeblaze_ops.kernels.formulas.named import formula_of, is_gated, num_parameters
 
 IDENTITY_PROGRAM = "|0"
 """Of no activation."""
 
-_PLACES = {"g": 0, "h": 0, "u": 1, "da": 2}
-_FIRST_STEP = 3
+_PLACES = {"g": 0, "h": 0, "u": 1, "da": 2, **{name: 3 + i for i, name in enumerate(PARAMETER_SYMBOLS)}}
 _DA = symbol("da")
 
 
 @cache
 def value_program(activation: str) -> str:
     """``a`` of an activation, a name or a formula."""
-    return _program(formula_of(activation))
+    return _program(num_parameters(activation), formula_of(activation))
 
 
 @cache
 def gradient_program(activation: str) -> str:
-    """``(a, dgate, dup)``; dup is the gradient of a where there is no up half."""
-    formula = formula_of(activation)
+    """``(a, dgate, dup)`` and the gradient of each parameter; dup is the gradient of a where there is no up half."""
+    formula, count = formula_of(activation), num_parameters(activation)
     computed = set(below(formula))
-    if "h" in symbols_of(formula):
-        return _program(formula, _weighted(derivative(formula, symbol("h")), computed), _DA)
-    return _program(formula, *(_weighted(derivative(formula, symbol(name)), computed) for name in GATED_SYMBOLS))
+    halves = ("h",) if "h" in symbols_of(formula) else GATED_SYMBOLS
+    names = (*halves, *PARAMETER_SYMBOLS[:count])
+    slopes = [_weighted(derivative(formula, symbol(name)), computed) for name in names]
+    if len(halves) == 1:
+        slopes.insert(1, _DA)
+    return _program(count, formula, *slopes)
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ def _weighted(slope: Node, computed: set[Node]) -> Node:
     return times(_DA, slope)
 
 
-def _program(*results: Node) -> str:
+def _program(num_parameters: int, *results: Node) -> str:
+    first_step = 3 + num_parameters
     made: dict[Node, Node] = {}
     for node in below(*results):
         made[node] = _lowered(node, [made[arg] for arg in node.args])
@@ -96,7 +108,7 @@ def _program(*results: Node) -> str:
         elif node.is_number:
             places[node] = repr(node.number)
         else:
-            places[node] = str(_FIRST_STEP + len(steps))
+            places[node] = str(first_step + len(steps))
             function, operands = _step(node)
             steps.append(" ".join((function, *(places[operand] for operand in operands))))
     return f"{';'.join(steps)}|{' '.join(places[result] for result in results)}"

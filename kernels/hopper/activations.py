@@ -192,13 +192,37 @@ def _run(values, PROGRAM: gl.constexpr):
 
 
 @gluon.jit
-def activate(gate, up, PROGRAM: gl.constexpr):
-    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
-    return _result(_run((gate, up, gate), PROGRAM), PROGRAM, 0)
+def load_parameters(params_ptr, expert, NUM_PARAMETERS: gl.constexpr):
+    """What the activation of an expert reads as p0, p1 and so on."""
+    parameters = ()
+    for i in gl.static_range(NUM_PARAMETERS):
+        parameters = parameters + (gl.load(params_ptr + expert * NUM_PARAMETERS + i),)
+    return parameters
 
 
 @gluon.jit
-def activate_backward(gate, up, da, PROGRAM: gl.constexpr):
-    """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
-    values = _run((gate, up, da), PROGRAM)
-    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2)
+def _with_parameters(gate, up, da, parameters):
+    """What a program begins with; a parameter is a number, of which each element gets a copy."""
+    values = (gate, up, da)
+    for i in gl.static_range(len(parameters)):
+        values = values + (gl.full(gate.shape, parameters[i], gl.float32, gate.type.layout),)
+    return values
+
+
+@gluon.jit
+def activate(gate, up, parameters, PROGRAM: gl.constexpr):
+    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated. ``parameters``: fp32 numbers."""
+    return _result(_run(_with_parameters(gate, up, gate, parameters), PROGRAM), PROGRAM, 0)
+
+
+@gluon.jit
+def activate_backward(gate, up, da, parameters, PROGRAM: gl.constexpr):
+    """``(a, dgate, dup, dparameters)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated.
+
+    ``dparameters`` has the element's part of the gradient of each parameter.
+    """
+    values = _run(_with_parameters(gate, up, da, parameters), PROGRAM)
+    dparameters = ()
+    for i in gl.static_range(len(parameters)):
+        dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)
+    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2), dparameters
