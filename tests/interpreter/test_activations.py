@@ -90,8 +90,8 @@ def test_value_and_gradient_in_fp32(activation):
     for got, expected in ((a_2N[0], value_N), (a_2N[1], value_N), *zip(dh_GN[:halves], slopes, strict=False)):
         torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-6)
     for got, expected in zip(dh_GN[halves:], slopes[halves:], strict=True):
-        # Of large numbers, whose products with 1 - sigmoid are rounded: up to a part of the largest.
-        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-6 * max(1.0, expected.abs().max().item()))
+        # One minus a sigmoid near 1 has few digits, and is multiplied by up to the cube of 80.
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("activation", ["tanh(h)", "expm1(h)", "softplus(h)", "log1p(exp(h) - 1)", "mish(h)"])
