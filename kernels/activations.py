@@ -133,6 +133,8 @@ def _apply(FUNCTION: tl.constexpr, x, y, z):
         return tl.exp(x)
     elif FUNCTION == "erf":
         return tl.math.erf(x)
+    elif FUNCTION == "half_erf":
+        return tl.math.erf(x) * 0.5 + 0.5
     elif FUNCTION == "tanh":
         return _tanh(x)
     elif FUNCTION == "tanh_softplus":

@@ -18,6 +18,7 @@ from moeblaze_ops.kernels.formulas.expression import (
     Node,
     apply,
     below,
+    number,
     symbol,
     symbols_of,
 )
@@ -28,6 +29,7 @@ IDENTITY_PROGRAM = "|0"
 
 _PLACES = {"g": 0, "h": 0, "u": 1, "da": 2, **{name: 3 + i for i, name in enumerate(PARAMETER_SYMBOLS)}}
 _DA = symbol("da")
+_HALF = number(0.5)
 
 
 @cache
@@ -115,9 +117,14 @@ def _program(num_parameters: int, *results: Node) -> str:
 
 
 def _step(node: Node) -> tuple[str, tuple[Node, ...]]:
-    """The function of a step and what it takes: ``tanh(softplus(x))`` of mish is a function of its own, which is a short one."""
+    """The function of a step and what it takes: ``tanh(softplus(x))`` of mish and ``erf(x) * 0.5 + 0.5`` of GELU are functions of
+    their own, which are short ones. What they are made of is left to the compiler, which drops what nobody reads."""
     if node.op == "tanh" and node.args[0].op == "softplus":
         return "tanh_softplus", node.args[0].args
+    if node.op == "add" and node.args[1] is _HALF:
+        product = node.args[0]
+        if product.op == "mul" and product.args[1] is _HALF and product.args[0].op == "erf":
+            return "half_erf", product.args[0].args
     return node.op, node.args
 
 
