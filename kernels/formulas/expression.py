@@ -54,7 +54,8 @@ class Node:
 
 
 @cache
-def _interned(op: str, args: tuple[Node, ...], number: float, symbol: str) -> Node:
+def interned(op: str, args: tuple[Node, ...] = (), number: float = 0.0, symbol: str = "") -> Node:
+    """The one node of these parts, as it is; ``apply`` gives it its canonical form."""
     return Node(op, args, number, symbol)
 
 
@@ -62,11 +63,11 @@ def number(value: float) -> Node:
     """A constant. Raises ValueError for NaN."""
     if math.isnan(value):
         raise ValueError("a constant that is NaN")
-    return _interned("number", (), float(value) + 0.0, "")
+    return interned("number", (), float(value) + 0.0, "")
 
 
 def symbol(name: str) -> Node:
-    return _interned("symbol", (), 0.0, name)
+    return interned("symbol", (), 0.0, name)
 
 
 ZERO, ONE = number(0.0), number(1.0)
@@ -86,7 +87,7 @@ def apply(op: str, *args: Node) -> Node:
             raise ValueError(f"{op} of {', '.join(str(arg.number) for arg in args)}") from error
     simplify = _SIMPLIFIED.get(op)
     found = simplify(*args) if simplify else None
-    return _interned(op, args, 0.0, "") if found is None else found
+    return interned(op, args, 0.0, "") if found is None else found
 
 
 def _check(op: str, args: tuple[Node, ...]) -> None:

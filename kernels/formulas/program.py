@@ -18,6 +18,7 @@ from moeblaze_ops.kernels.formulas.expression import (
     Node,
     apply,
     below,
+    interned,
     number,
     symbol,
     symbols_of,
@@ -80,8 +81,8 @@ def _cost(program: str, gated: bool) -> Cost:
 
 
 _WEIGHTS = {
-    "softplus": 19, "tanh_softplus": 19, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6,
-    "minimum": 2, "maximum": 2,
+    "softplus": 19, "tanh_softplus": 19, "expm1": 12, "log1p": 12, "erf": 6, "half_erf": 6, "tanh": 5, "sin": 14, "cos": 14,
+    "log": 6, "minimum": 2, "maximum": 2,
 }  # fmt: skip
 """Functions of several steps; those of one or two count once."""
 
@@ -117,15 +118,20 @@ def _program(num_parameters: int, *results: Node) -> str:
 
 
 def _step(node: Node) -> tuple[str, tuple[Node, ...]]:
-    """The function of a step and what it takes: ``tanh(softplus(x))`` of mish and ``erf(x) * 0.5 + 0.5`` of GELU are functions of
-    their own, which are short ones. What they are made of is left to the compiler, which drops what nobody reads."""
+    """The function of a step and what it takes: ``tanh(softplus(x))`` of mish is a function of its own, which is a short one."""
     if node.op == "tanh" and node.args[0].op == "softplus":
         return "tanh_softplus", node.args[0].args
-    if node.op == "add" and node.args[1] is _HALF:
-        product = node.args[0]
-        if product.op == "mul" and product.args[1] is _HALF and product.args[0].op == "erf":
-            return "half_erf", product.args[0].args
     return node.op, node.args
+
+
+def _is_half_erf(a: Node, b: Node) -> bool:
+    """``erf(x) * 0.5 + 0.5``, as in GELU."""
+    return b is _HALF and a.op == "mul" and a.args[1] is _HALF and a.args[0].op == "erf"
+
+
+def _half_erf(x: Node) -> Node:
+    """It, as a function of x and of ``exp(-x * x)``, which its derivative is made of."""
+    return interned("half_erf", (x, apply("exp", apply("neg", apply("mul", x, x)))))
 
 
 def _lowered(node: Node, args: list[Node]) -> Node:
@@ -140,6 +146,8 @@ def _lowered(node: Node, args: list[Node]) -> Node:
             low, high = args[1:]
             bounded = x if math.isinf(low.number) else apply("maximum", x, low)
             return bounded if math.isinf(high.number) else apply("minimum", bounded, high)
+        case "add" if _is_half_erf(x, args[1]):
+            return _half_erf(x.args[0].args[0])
         case "pow":
             return apply("exp", apply("mul", apply("log", x), args[1]))
     return apply(node.op, *args)
