@@ -280,7 +280,7 @@ def _is_up_projection(e: Expr, width: Expr) -> bool:
     if e.kind == "sum":
         return e.args[0].args[2] == "d"
     return e.kind == "add" and len(e.args) == 2 and any(
-        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b)
+        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b) and width in b.free
         for a, b in (e.args, e.args[::-1])
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import moeblaze_ops
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
@@ -23,7 +24,7 @@ class Layer(nn.Module):
         self.w_up = nn.Parameter(torch.randn(E, (2 if gated else 1) * FF, D) / D**0.5)
         self.w_down = nn.Parameter(torch.randn(E, D, FF) / FF**0.5)
         for name, tensor in tensors.items():
-            setattr(self, name, nn.Parameter(tensor) if tensor.is_floating_point() else tensor)
+            setattr(self, name, nn.Parameter(tensor.to(self.w_up.dtype)))
 
     def activated(self, e, x):
         h = x @ self.w_up[e].T
@@ -125,8 +126,6 @@ def test_low_precision_is_as_near_as_eager(dtype):
 
     def gradients(run, parameters, x):
         return torch.autograd.grad(run(x).double().square().sum(), parameters)
-
-    import moeblaze_ops
 
     exact = gradients(truth, list(truth.parameters()), x.double())
     eager = gradients(layer, list(layer.parameters()), x)
