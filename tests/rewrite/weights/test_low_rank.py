@@ -129,8 +129,8 @@ MORE = {
     "weights_multiplied": (lambda w, a, b, s: w * (1 + b @ a), False),
     "two_adapters": (lambda w, a, b, s: w + b @ a + s * (b * b) @ a, False),
     "normed": (lambda w, a, b, s: (w + b @ a) / (w + b @ a).norm(dim=2, keepdim=True), False),
-    "square_factor": (lambda w, a, b, s: w + b @ a.square(), False),
-    "without_gradient": (lambda w, a, b, s: w + s * (b.detach() @ a), False),
+    "square_factor": (lambda w, a, b, s: w + b @ a.square(), True),
+    "without_gradient": (lambda w, a, b, s: w + s * (b.detach() @ a), True),
     "subtracted": (lambda w, a, b, s: w - b @ a, False),
 }
 
