@@ -23,7 +23,7 @@ def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
     for left, right in ((a, b), (b, a)):
         if len(left.shape) != len(right.shape) or not all(map(same_size, left.shape, right.shape)):
             continue
-        if _is_given(left) and _is_low_rank(right):
+        if _is_given(left) and _is_low_rank(right) and not _is_low_rank(left):
             _look_into(right)
             return view.make("low_rank", left, right)
         if (joined := _joined(view, left, right)) is not None:
@@ -82,8 +82,8 @@ def _is_of_few_ranks(value: Value) -> bool:
 
 
 def _is_factor(value: Value) -> bool:
-    """A matrix that the caller passes in, or a multiple of one."""
-    while value.op == "cast" or (value.op == "pointwise" and value.args[0] == "mul"):
+    """A matrix that the caller passes in, one that is computed of the model's state, or a multiple of one."""
+    while not _is_given(value) and (value.op == "cast" or (value.op == "pointwise" and value.args[0] == "mul")):
         if value.op == "cast":
             value = value.args[0]
             continue
@@ -95,8 +95,8 @@ def _is_factor(value: Value) -> bool:
 
 
 def _is_scale(value: Value) -> bool:
-    """A number."""
-    return value.op == "full"
+    """A number, or numbers that are passed in, along one axis: one for each expert, or no scale after all."""
+    return value.op == "full" or (sum(size != 1 for size in value.shape) < 2 and _is_given(value))
 
 
 def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:

@@ -32,7 +32,7 @@ def repeat_weights(node: fx.Node) -> None:
 
 
 def _steps(weight: fx.Node) -> list[fx.Node]:
-    """The nodes that compute a weight from inputs of the graph; nothing where one of them is dear, random, or of a layer."""
+    """The nodes that compute a weight from inputs of the graph; none where all are views, or one is dear or random."""
     steps: dict[fx.Node, None] = {}
     pending = [weight]
     while pending:
@@ -43,7 +43,11 @@ def _steps(weight: fx.Node) -> list[fx.Node]:
             return []
         steps[step] = None
         pending += step.all_input_nodes
-    return list(steps)
+    return [] if all(map(_is_view, steps)) else list(steps)
+
+
+def _is_view(step: fx.Node) -> bool:
+    return isinstance(step.target, torch._ops.OpOverload) and step.target.is_view
 
 
 def _is_cheap(step: fx.Node) -> bool:
