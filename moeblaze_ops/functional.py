@@ -140,7 +140,8 @@ def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:
     """The low-rank additions to one weight, of which one may stand for a list of one."""
     if lora is None:
         return []
-    return [lora] if len(lora) == 0 or not isinstance(lora[0], tuple | list) else lora
+    several = isinstance(lora, tuple | list) and all(isinstance(own, tuple | list) for own in lora)
+    return lora if several else [lora]
 
 
 def _up_factors(
