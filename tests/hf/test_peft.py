@@ -7,13 +7,14 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 import moeblaze_ops.compile  # noqa: E402  (registers the backend where the package is not installed)
+from tests.tools.rewrite_harness import rewriting_backend  # noqa: E402
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2, "attn_implementation": "eager",
 }  # fmt: skip
 RANK = 3
-BECAME = [f"expert_up(swiglu, rank {RANK}) -> expert_down(rank {RANK})"] * 2
+BECAME = [f"expert_up(swiglu, rank {RANK}) -> expert_down(rank {RANK})"]
 
 
 def base(name):
@@ -46,8 +47,11 @@ def tokens():
     return torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def compiled(model):
-    return torch.compile(model, backend="moeblaze")
+@pytest.fixture(autouse=True)
+def backend():
+    """A backend that rewrites and runs graphs as they are: what Inductor makes of them is tested elsewhere."""
+    with rewriting_backend() as backend:
+        yield backend
 
 
 def step(run, model, tokens):
@@ -57,13 +61,16 @@ def step(run, model, tokens):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
 
 
-def assert_same_step(model, tokens):
+def assert_same_step(model, tokens, backend):
     expected = step(model, model, tokens)
-    for got, want in zip(step(compiled(model), model, tokens), expected, strict=True):
+    before = torch._dynamo.utils.counters["moeblaze"]["rewritten"]
+    actual = step(torch.compile(model, backend=backend), model, tokens)
+    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] > before
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_saved_adapters_load_with_the_same_outputs(name, tokens, tmp_path):
+def test_saved_adapters_load_with_the_same_outputs(name, tokens, tmp_path, backend):
     model = adapted(name)
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(base(name), tmp_path, is_trainable=True)
@@ -71,27 +78,28 @@ def test_saved_adapters_load_with_the_same_outputs(name, tokens, tmp_path):
         torch.testing.assert_close(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
     seen = moeblaze_ops.explain(loaded, input_ids=tokens, labels=tokens)
     assert [candidate.became for candidate in seen.candidates] == BECAME
-    assert_same_step(loaded, tokens)
+    assert_same_step(loaded, tokens, backend)
 
 
-def test_merged_adapters_are_the_same_function(name, tokens):
+def test_merged_adapters_are_the_same_function(name, tokens, backend):
     model = adapted(name).eval()
     with torch.no_grad():
-        expected = compiled(model)(input_ids=tokens).logits
+        expected = torch.compile(model, backend=backend)(input_ids=tokens).logits
         merged = model.merge_and_unload()
         torch._dynamo.reset()
-        torch.testing.assert_close(compiled(merged)(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+        logits = torch.compile(merged, backend=backend)(input_ids=tokens).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_gradient_checkpointing(name, tokens):
+def test_gradient_checkpointing(name, tokens, backend):
     model = adapted(name).train()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same_step(model, tokens)
+    assert_same_step(model, tokens, backend)
 
 
-def test_prepared_for_training_on_few_bits(name, tokens):
+def test_prepared_for_training_on_few_bits(name, tokens, backend):
     """What PEFT does to a quantised model before it is trained: norms in fp32, gradients of the inputs, checkpointing."""
     model = base(name)
     model.is_loaded_in_8bit = True
@@ -99,7 +107,7 @@ def test_prepared_for_training_on_few_bits(name, tokens):
     model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     model.is_loaded_in_8bit = False
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=[], target_parameters=targets))
-    assert_same_step(model, tokens)
+    assert_same_step(model, tokens, backend)
 
 
 def test_trainer(name, tokens, tmp_path):
@@ -121,7 +129,7 @@ def test_trainer(name, tokens, tmp_path):
     torch._dynamo.utils.counters["moeblaze"].clear()
     with moeblaze_ops.enabled():
         assert losses(True) == pytest.approx(expected, rel=1e-3)
-    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] >= 2
+    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] >= 1
     assert expected[-1] < expected[0]
 
 
@@ -141,7 +149,7 @@ def test_sft_trainer(name, tmp_path):
         trainer = trl.SFTTrainer(adapted(name), arguments, train_dataset=data, processing_class=tokenizer)
         trainer.train()
     assert trainer.state.global_step == 2
-    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] >= 2
+    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] >= 1
 
 
 def _tokenizer():

@@ -9,7 +9,7 @@ another order, the scale twice, dropped ranks. Either way the layer is compiled 
 same layer in eager mode in fp64, no worse than eager mode in its own dtype, whatever became of it. Through ``moe`` nothing is
 compiled: it takes the factors, as the twin reads them.
 
-Another function differs for every draw of numbers. One draw may differ by rounding alone: where a relu is at its kink, or a sum of
+Another function differs for every draw of numbers. One draw may differ by rounding alone, where a relu is at its kink or a sum of
 few numbers cancels. So a case is wrong if three draws are, and one that is not is drawn once.
 """
 
