@@ -319,6 +319,17 @@ def keep_for_backward(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def repeat_in_backward(node: fx.Node) -> None:
+    """Let the partitioner compute a node of forward again for backward, and keep nothing of it; a user's own policy stays."""
+    if node.meta.get("recompute") is None:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION
+
+
+_LAST_REGION = 1 << 30
+"""The partitioner keeps what a region of checkpointing hands to a later one: no region is later than this."""
+
+
 def fallback(op: torch._ops.OpOverload) -> Callable:
     """The lowering that calls ``op`` itself from the generated code."""
     from torch._inductor.lowering import fallback_handler

@@ -23,6 +23,7 @@ from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
+from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
@@ -31,12 +32,13 @@ from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backw
 
 
 def register_lowerings() -> None:
-    """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what keeps routing."""
+    """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_joint_rewrite(torch.ops.aten.mm.default, narrow_router_product)
     for op in ROUTED:
         torch_internals.register_joint_visit(op, pin_routing)
+        torch_internals.register_joint_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     register_traced_lowering(experts_over_ranks_backward, lambda: gradients_over_ranks, _leaves_room, in_order=True)

@@ -350,8 +350,8 @@ class Matcher:
         w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
         num_experts = E
         (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
-        low_rank_up: tuple[Factors | None, ...] = ()
-        low_rank_down = None
+        low_rank_up: tuple[tuple[Factors, ...], ...] = ()
+        low_rank_down: tuple[Factors, ...] = ()
         if split:
             widths, inputs, outputs = [e.width for e in chosen], [e.feature_in for e in chosen], [feature] * len(chosen)
             up, down = [of_up[i] for i in order], [of_down[i] for i in order]
@@ -387,7 +387,7 @@ class Matcher:
         scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
-        factors = [view for added in filter(None, (*low_rank_up, low_rank_down)) for view in (added.a, added.b)]
+        factors = [view for group in (*low_rank_up, low_rank_down) for added in group for view in added.views]
         views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []), *factors)
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
