@@ -18,9 +18,11 @@ _SCALED = (
     torch.ops.aten.div.Tensor,
     torch.ops.prims.convert_element_type.default,
 )
-"""What may stand between ``route_backward`` and a product: another shape or type, a scale."""
+"""What may stand between ``route_backward`` and a product: another shape or type, a scale, and gradients of losses."""
 _SHIFTED = (*_SCALED, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 """What may stand between a product and ``route``."""
+_ROUTES = (torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_at.default)
+_GRADIENTS = (torch.ops.moeblaze.route_backward.default, torch.ops.moeblaze.router_sums_backward.default)
 
 
 def replace_router_product(mm: fx.Node) -> bool:
@@ -56,7 +58,7 @@ def _is_transposed(node: fx.Node) -> bool:
 def feeds_route(node: fx.Node) -> bool:
     """Whether a router's logits are made of this node."""
     for user in node.users:
-        if user.target == torch.ops.moeblaze.route.default and user.args[0] is node:
+        if user.target in _ROUTES and user.args[0] is node:
             return True
         if user.target in _SHIFTED and feeds_route(user):
             return True
@@ -65,6 +67,6 @@ def feeds_route(node: fx.Node) -> bool:
 
 def comes_from_route(node: fx.Node) -> bool:
     """Whether this is made of the gradient of a router's logits."""
-    if node.target in _SCALED:
+    if node.target in _SCALED or node.target == torch.ops.aten.add.Tensor:
         return any(comes_from_route(argument) for argument in node.all_input_nodes)
-    return node.target == torch.ops.moeblaze.route_backward.default
+    return node.target in _GRADIENTS
