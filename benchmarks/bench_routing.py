@@ -56,17 +56,25 @@ class BalancedAsWritten(Balanced):
 
 
 class Threshold(nn.Module):
-    """A loop over experts, each on the tokens whose gate is above zero; ``chosen`` says which, so that rows can be equal."""
+    """A loop over experts, each on the tokens whose logit is above a number, which gives as many rows as K experts a token."""
 
     def __init__(self, shape: Shape, skew: float) -> None:
         super().__init__()
         self.layer = GroupedMoE(shape, skew)
         self.shape = shape
+        self.register_buffer("least", torch.zeros((), device="cuda"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.router).float()
+
+    @torch.no_grad()
+    def prepare(self, x: Tensor) -> None:
+        logits = self.logits(x).flatten()
+        self.least.copy_(logits.topk(x.shape[0] * self.shape.K).values[-1])
 
     def gates(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.layer.router).float()
-        least = logits.topk(self.shape.K, dim=-1).values[:, -1:]
-        return torch.where(logits >= least, logits.sigmoid(), 0)
+        logits = self.logits(x)
+        return torch.where(logits >= self.least, logits.sigmoid(), 0)
 
     def forward(self, x: Tensor) -> Tensor:
         gates = self.gates(x)
@@ -83,7 +91,7 @@ class ExpertChoice(Threshold):
     """Each expert takes the T * K / E tokens that weigh most."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = F.linear(x, self.layer.router).float().softmax(-1)
+        scores = self.logits(x).softmax(-1)
         weights, tokens = scores.t().topk(x.shape[0] * self.shape.K // self.shape.E, dim=-1)
         out = torch.zeros_like(x)
         for e in range(self.shape.E):
@@ -203,7 +211,15 @@ def peak(step: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(question: str, rounds: int, round_ms: float) -> list[Measurement]:
+def kernels_of(step: Callable[[], None]) -> str:
+    """A table of the kernels of one step, and of what the host waited for."""
+    with torch.profiler.profile() as profile:
+        step()
+        torch.cuda.synchronize()
+    return profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)
+
+
+def measure(question: str, rounds: int, round_ms: float, profiles: str | None = None) -> list[Measurement]:
     shape, contenders = QUESTIONS[question]
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -224,8 +240,14 @@ def measure(question: str, rounds: int, round_ms: float) -> list[Measurement]:
         row = Measurement(question, name)
         rows.append(row)
         try:
-            steps[name] = partial(step, make(shape, 0.0))
+            layer = make(shape, 0.0)
+            if hasattr(layer, "prepare"):
+                layer.prepare(x)
+            steps[name] = partial(step, layer)
             row.peak_mib = peak(steps[name])
+            if profiles:
+                with open(f"{profiles}/{question}_{name.replace(' ', '_')}.txt", "w") as file:
+                    file.write(kernels_of(steps[name]))
         except Exception as failure:  # a contender that fails is a result, and the others still run
             steps.pop(name, None)
             row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
@@ -244,11 +266,12 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=list(QUESTIONS), choices=QUESTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=300.0, help="time of each contender in each round")
+    parser.add_argument("--profiles", help="write the kernels of a step of each contender into this folder")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     for question in arguments.questions:
-        rows += measure(question, arguments.rounds, arguments.round_ms)
+        rows += measure(question, arguments.rounds, arguments.round_ms, arguments.profiles)
         torch.cuda.empty_cache()
         if arguments.json:
             report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
