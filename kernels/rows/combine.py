@@ -182,7 +182,7 @@ def combine(
         rows_ND.shape[0],
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k) if _LARGEST_UNROLL < top_k <= _MOST_SORTED else 0,
-        UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
+        UNROLL=ceil_div(top_k, ceil_div(top_k, _LARGEST_UNROLL)),
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,
         FEW_CHANNELS=num_channels if has_few_channels else 0,

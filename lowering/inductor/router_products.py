@@ -18,9 +18,9 @@ _SCALED = (
     torch.ops.aten.div.Tensor,
     torch.ops.prims.convert_element_type.default,
 )
-"""What may stand between ``route_backward`` and a product: another shape or type, a scale, and gradients of losses."""
+"""Another shape or type, or a scale."""
 _SHIFTED = (*_SCALED, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
-"""What may stand between a product and ``route``."""
+"""What may stand between a product and ``route``, or between ``route_backward`` and a product: losses have gradients, too."""
 _ROUTES = (torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_at.default)
 _GRADIENTS = (torch.ops.moeblaze.route_backward.default, torch.ops.moeblaze.router_sums_backward.default)
 
@@ -67,6 +67,12 @@ def feeds_route(node: fx.Node) -> bool:
 
 def comes_from_route(node: fx.Node) -> bool:
     """Whether this is made of the gradient of a router's logits."""
-    if node.target in _SCALED or node.target == torch.ops.aten.add.Tensor:
-        return any(comes_from_route(argument) for argument in node.all_input_nodes)
-    return node.target in _GRADIENTS
+    seen, left = {node}, [node]
+    while left:
+        node = left.pop()
+        if node.target in _GRADIENTS:
+            return True
+        if node.target in _SHIFTED:
+            left += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(left)
+    return False

@@ -58,6 +58,12 @@ class _Trail:
         self.nodes: set[fx.Node] = set()
         self.sources: set[fx.Node] = set()
 
+    @property
+    def ids(self) -> set[fx.Node]:
+        """Of the nodes, those that are the chosen ids in another shape or type."""
+        fakes = {node: fake_of(node) for node in self.nodes}
+        return {node for node, fake in fakes.items() if isinstance(fake, torch.Tensor) and not fake.is_floating_point()}
+
     def peel(self, node: fx.Node, accept: Callable[[fx.Node, fx.Node], bool]) -> fx.Node:
         """The first node behind ``node`` that is not a step that ``accept(step, its input)`` takes."""
         while node.op in ("call_function", "call_method") and node.args and isinstance(node.args[0], fx.Node):
@@ -80,10 +86,9 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
         return None
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_order)
-    ids_nodes = set(trail.nodes)
     topk = _topk_of(choice, 1)
     if topk is None:
-        return _match_given(view, match, choice)
+        return _match_given(view, trail, match, choice)
     if not _takes_largest_of_last_axis(topk, match.K):
         return None
     if match.weights.gathered:
@@ -96,46 +101,46 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
         return None
     if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
         return None
-    own = trail.nodes | {topk, choice}
     # The fused router reads them at the end of the layer, and saves the logits for the backward.
     sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
-    if not all(view.value_at(node, len(view.position)) is view.value(node) for node in sources):
+    if not _stay_unwritten(view, sources):
         return None
-    own |= set(match.region.nodes)
-    others = {reader: node for node in trail.nodes | {topk, choice} for reader in node.users if reader not in own}
-    if not others:
+    own = trail.nodes | {topk, choice}
+    read_by_others = {node for node in own if not (own | set(match.region.nodes)).issuperset(node.users)}
+    if not read_by_others:
         return found
     shared = replace(found, shared=choice)
-    reads_ids = all(node is choice or node in ids_nodes for node in others.values())
-    return shared if reads_ids and _can_stand_early(view, shared) else None
+    return shared if read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, shared) else None
 
 
-def _can_stand_early(view: GraphView, router: RouterMatch) -> bool:
+def _stay_unwritten(view: GraphView, nodes: set[fx.Node]) -> bool:
+    """Whether nothing in the whole graph writes to what these nodes gave, by whatever alias."""
+    return all(view.value_at(node, len(view.position)) is view.value(node) for node in nodes)
+
+
+def _can_stand_early(view: GraphView, trail: _Trail, router: RouterMatch) -> bool:
     """Whether a fused router right behind what it reads has a gradient, and ids in the place of those that others read."""
     place, ids = router.last_source, fake_of(router.shared)
     if place.op not in ("call_function", "call_method") or view.is_without_gradient(place):
         return False
-    unwritten = view.value_at(router.shared, len(view.position)) is view.value(router.shared)
-    return unwritten and ids.is_contiguous() and ids.dtype == torch.int64
+    return _stay_unwritten(view, trail.ids | {router.shared}) and ids.is_contiguous() and ids.dtype == torch.int64
 
 
-def _match_given(view: GraphView, match: MoEMatch, ids: fx.Node) -> RouterMatch | None:
+def _match_given(view: GraphView, trail: _Trail, match: MoEMatch, ids: fx.Node) -> RouterMatch | None:
     """The weights of ids that are no choice of this router."""
     shape = fake_of(ids).shape
     if match.weights.gathered or not shape or shape[-1] != match.K or match.K > MAX_TOP_K:
         return None
     if fake_of(ids).dtype != torch.int64:  # gather takes no others
         return None
-    trail = _Trail()
     found = _read_weights(view, trail, match.weights.node, None, ids)
     if found is None or not _reaches_logits(view, trail):
         return None
     if not isinstance(fake_of(found.logits).shape[-1], int) or fake_of(found.logits).shape[:-1] != shape[:-1]:
         return None
-    sources = {found.logits, ids, *trail.sources}
-    if not all(view.value_at(node, len(view.position)) is view.value(node) for node in sources):
+    if not _stay_unwritten(view, {found.logits, ids, *trail.sources, *trail.ids}):
         return None
-    scored = {node for node in trail.nodes if fake_of(node).is_floating_point()}
+    scored = trail.nodes - trail.ids
     readers = {user for node in scored for user in node.users}
     return replace(found, given=ids) if readers <= scored | set(match.region.nodes) else None
 

@@ -71,7 +71,15 @@ def scores_of_few_are_read(logits):
     return values.softmax(-1), ids, values.logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("router", [weights_are_read, scores_of_few_are_read])
+def others_are_written(logits):
+    """The layer's ids are a copy, to which is written."""
+    weights, ids = logits.softmax(-1).topk(K)
+    changed = ids.clone()
+    changed[0] = changed[1]
+    return weights, changed, ids.float().mean()
+
+
+@pytest.mark.parametrize("router", [weights_are_read, scores_of_few_are_read, others_are_written])
 def test_what_the_fused_router_does_not_give_stays(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))
     assert len(rewriting.rewritten) == 1
@@ -116,11 +124,17 @@ def a_number_is_added(logits):
     return weights / (weights.sum(-1, keepdim=True) + 1e-13), GIVEN
 
 
+def at_ids_before_they_changed(logits):
+    ids = GIVEN.clone()
+    ids[0] = ids[1]
+    return logits.softmax(-1).gather(1, GIVEN), ids
+
+
 def doubled(logits):
     return logits.softmax(-1).gather(1, GIVEN) + 1, GIVEN
 
 
-@pytest.mark.parametrize("router", [at_other_ids, a_number_is_added, doubled])
+@pytest.mark.parametrize("router", [at_other_ids, a_number_is_added, at_ids_before_they_changed, doubled])
 def test_other_weights_of_given_ids_stay(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))
     assert len(rewriting.rewritten) == 1
