@@ -15,7 +15,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from moeblaze_ops.arguments.traced_activations import trace_activation  # noqa: E402
-from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, is_gated  # noqa: E402
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, is_gated, num_parameters  # noqa: E402
 from moeblaze_ops.kernels.hopper import launch as hopper_launch  # noqa: E402
 from moeblaze_ops.kernels.hopper.configs import num_partials  # noqa: E402
 from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward  # noqa: E402
@@ -119,8 +119,10 @@ EPILOGUES = [
 ]
 
 
-FORMULAS = ("situ_glu", "mish_glu", "softplus_glu", "tanh_glu", "swiglu_other_limits", "xielu", "hard_swish")
+FORMULAS = ("situ_glu", "mish_glu", "softplus_glu", "tanh_glu", "swiglu_other_limits", "xielu", "hard_swish", "snake")
 EPILOGUES += [(trace_activation(activations.ALL[name]), num_d) for name in FORMULAS for num_d in (1536, 2048)]
+LEARNED = ("g * sigmoid(p0 * g) * u", "prelu(h, p0)")
+EPILOGUES += [(text, num_d) for text in LEARNED for num_d in (512, 1536, 2048)]
 
 
 def one_plan_each(cases):
@@ -142,9 +144,14 @@ def test_activations_fit(compiled, activation, num_d):
     table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
     h, a, partials = empty(N, parts, F), empty(N, F), empty(num_partials(F, D), N, dtype=torch.float32)
     w_up, w_down = up_weights("packed", parts, F, D), empty(E, F, D)
-    hopper_expert_up(empty(T, D), w_up, up_biases(w_up), *table, h, a)
-    written = (empty(*h.shape), partials, a)
-    hopper_down_backward(empty(T, D), h, [w_down], empty(T, K, dtype=torch.float32), *table, *written, early=num_d == 2048)
+    learned, P = {}, num_parameters(activation)
+    if P > 0:
+        learned["params_EP"] = empty(E, P, dtype=torch.float32)
+    hopper_expert_up(empty(T, D), w_up, up_biases(w_up), *table, h, a, **learned)
+    if P > 0:
+        learned["shares_PCN"] = empty(P, *partials.shape, dtype=torch.float32)
+    given = (empty(T, D), h, [w_down], empty(T, K, dtype=torch.float32), *table, empty(*h.shape), partials, a)
+    hopper_down_backward(*given, early=num_d == 2048, **learned)
     assert len(compiled) == 2
     assert_fits(compiled)
 
