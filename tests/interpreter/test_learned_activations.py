@@ -6,18 +6,10 @@ import torch
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from tests.corpus.layers import make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
+from tests.tools.kernel_helpers import assert_near, oracle, poison_unused
 
 GATED = "g * sigmoid(p0 * g) * (u + p1)"
 UNGATED = "where(h > 0.0, h, h * p0)"
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize(

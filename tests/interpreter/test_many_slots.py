@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from moeblaze_ops.kernels.rows.combine import combine
-from tests.tools.kernel_helpers import interpreted
-
-pytestmark = interpreted
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["all_rows", "first_rows"])

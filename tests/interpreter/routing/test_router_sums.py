@@ -7,9 +7,6 @@ from moeblaze_ops.kernels.routing.router_sums import launch_router_sums, launch_
 from moeblaze_ops.ops.route import route_backward
 from moeblaze_ops.ops.route_at import route_at
 from moeblaze_ops.ops.router_sums import expert_counts, router_sums, router_sums_backward
-from tests.tools.kernel_helpers import interpreted
-
-pytestmark = interpreted
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
