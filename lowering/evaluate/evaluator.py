@@ -16,6 +16,7 @@ from moeblaze_ops.lowering.evaluate.nesting import Nesting
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_no_projection, is_weight
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
+from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
@@ -98,7 +99,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
         shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
         shallow = shallow or (kind == "put" and len(value.args[1]) > 1)  # at places of experts, such as counts give
-        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._nesting.is_deep(value):
+        ends = rule is None or is_computed_weight(value) or (depth >= MAX_PROJECTIONS and not shallow)
+        if ends or self._nesting.is_deep(value):
             return self.algebra.leaf(value, indices)
         try:
             return rule(value, indices, depth)

@@ -15,8 +15,9 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
-from moeblaze_ops.lowering.internal_errors import tolerate
+from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
@@ -91,6 +92,7 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
     report = RewriteReport()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
+            mark_state_in_bodies(module.graph)
             _rewrite_one(module, report)
     return report
 
