@@ -111,7 +111,8 @@ class Zeros:
                 if inner.kind in ("any", "sum"):
                     return self.add(inner, bound)
                 if inner.kind == "call" and inner.args[0] == CHOSEN:
-                    self.add(*inner.args[1], bound)  # what is not chosen is zero
+                    (number,) = inner.args[1]
+                    self.add(number, bound)  # what is not chosen is zero
             self._patterns.append((bound, factors))
         self._memo.clear()
 

@@ -42,7 +42,7 @@ def test_a_branch_that_is_not_taken_says_nothing(says):
 
 @pytest.mark.parametrize("says", [asserts, adds, stays_small], ids=lambda says: says.__name__)
 def test_what_the_program_says_of_sizes_is_still_asserted(says):
-    layer = Layer(loop(says, 1, if_any=0))
+    layer = Layer(loop(says, 2, if_any=0))
     layer.penalty[0] = 100.0  # all tokens choose expert 0
     with rewriting_backend() as backend, pytest.raises(RuntimeError):
         torch.compile(layer, backend=backend)(torch.randn(T, D))
