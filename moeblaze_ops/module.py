@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moeblaze_ops.adapters import LoRAFactors
 from moeblaze_ops.arguments.traced_activations import resolved_activation
 from moeblaze_ops.arguments.validation_calls import check_module, check_module_input
-from moeblaze_ops.arguments.validation_values import not_scriptable
+from moeblaze_ops.arguments.validation_values import check_number, kind_of, not_scriptable, refuse, refuse_type
 from moeblaze_ops.functional import moe
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops.route import route
@@ -62,6 +63,8 @@ class MoE(nn.Module):
         if activation_parameters:
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             self.activation_parameters = nn.Parameter(torch.tensor(activation_parameters, device=device, dtype=wide))
+        self.adapters = nn.ModuleDict()
+        self.active_adapters: list[str] = []
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -73,9 +76,41 @@ class MoE(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
+    def add_adapter(self, name: str, rank: int, *, scale: float = 1.0) -> LoRAFactors:
+        """Add a low-rank adapter (LoRA) to the experts, active with those that are, and freeze all other parameters.
+
+        Args:
+            name: of the adapter, in ``adapters`` and in the state dict. What is in the list ``active_adapters`` is added to the
+                weights, by its products alone: nothing of their size is written.
+            rank: r of the factors A [E, r, inputs] and B [E, outputs, r] of both projections. B starts at zero.
+            scale: what ``B @ A`` is multiplied by, such as alpha / r.
+
+        Raises:
+            ValueError, TypeError: there is such an adapter, or an argument breaks one of these rules.
+        """
+        check_number("MoE.add_adapter", "rank", rank, 1)
+        if isinstance(scale, bool) or not isinstance(scale, int | float):
+            refuse_type("MoE.add_adapter", "scale", "be a number", kind_of(scale))
+        if name in self.adapters:
+            refuse("MoE.add_adapter", "name", "be new", repr(name))
+        for own, parameter in self.named_parameters():
+            if not own.startswith("adapters."):
+                parameter.requires_grad_(False)
+        self.adapters[name] = LoRAFactors(self.w_up, self.w_down, rank, scale)
+        self.active_adapters.append(name)
+        return self.adapters[name]
+
+    def merge_adapters(self) -> None:
+        """Add what is active to the weights, and forget all adapters. The parameters stay frozen."""
+        for name in self.active_adapters:
+            self.adapters[name].add_to(self.w_up, self.w_down)
+        self.adapters.clear()
+        self.active_adapters.clear()
+
     def forward(self, x: Tensor) -> Tensor:
         """Shape [..., D] to [..., D]."""
         check_module_input(x, self.w_up)
+        active = [self.adapters[name] for name in self.active_adapters]
         weights, experts = route(self.router(x), self.K, renormalize=self.renormalize)
         return moe(
             x,
@@ -88,6 +123,8 @@ class MoE(nn.Module):
             activation=self.activation,
             activation_parameters=() if self.activation_parameters is None else self.activation_parameters.unbind(),
             keep=self.keep,
+            lora_up=[adapter.up for adapter in active],
+            lora_down=[adapter.down for adapter in active],
         )
 
     def extra_repr(self) -> str:

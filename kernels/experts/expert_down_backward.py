@@ -390,7 +390,9 @@ def _new_shares(params_EP, num_partials, h_NGF):
 
 def _new_partials(h_NGF, num_partials, b_down):
     """Partial sums of dweights: a row for each column block, and one for ``<dout, b>`` where there is a bias."""
-    return h_NGF.new_empty((num_partials + len(b_down), h_NGF.shape[0]), dtype=torch.float32)
+    # With strides: where a compiler does not know N, it takes those of a plain one for (max(1, N), 1) here and (N, 1) there.
+    N = h_NGF.shape[0]
+    return h_NGF.new_empty_strided((num_partials + len(b_down), N), (N, 1), dtype=torch.float32)
 
 
 def _choose_config(h_NGF, w_down, activation):

@@ -21,8 +21,8 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, fake_of, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
+from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
 from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
@@ -350,8 +350,8 @@ class Matcher:
         w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
         num_experts = E
         (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
-        low_rank_up: tuple[Factors | None, ...] = ()
-        low_rank_down = None
+        low_rank_up: tuple[tuple[Factors, ...], ...] = ()
+        low_rank_down: tuple[Factors, ...] = ()
         if split:
             widths, inputs, outputs = [e.width for e in chosen], [e.feature_in for e in chosen], [feature] * len(chosen)
             up, down = [of_up[i] for i in order], [of_down[i] for i in order]
@@ -387,7 +387,7 @@ class Matcher:
         scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
-        factors = [view for added in filter(None, (*low_rank_up, low_rank_down)) for view in (added.a, added.b)]
+        factors = [view for group in (*low_rank_up, low_rank_down) for added in group for view in added.views]
         views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []), *factors)
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):

@@ -89,6 +89,10 @@ class Inserter:
         """One that adds after another node, an earlier one."""
         return Inserter(self._edits, node)
 
+    def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """As ``Edits.redirect``."""
+        self._edits.redirect(reader, old, new)
+
     def _add(self, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
         node = self._edits.insert(self._after, target, args, kwargs)
         self.nodes.append(node)
@@ -113,7 +117,7 @@ class Inserter:
     def weights(self, views: Sequence[WeightView]) -> list[fx.Node]:
         """The tensors that the ops take, by views of the stored ones: experts that are stored apart stay apart.
 
-        Where they are cast they are stacked before: it takes one cast instead of E, and the cast is all that is kept.
+        Where they are cast they are stacked before: it takes one cast instead of E.
         """
         if all(view.apart and not view.cast for view in views):
             return [self.viewed(node, view) for view in views for node in view.nodes]

@@ -3,6 +3,7 @@
 The ops check what reaches them again, in their own names. Errors are those of ``validation``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,10 +78,10 @@ def check_moe(
 
 
 def check_lora(
-    x: Tensor, loras: dict[str, Any], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool, keep: str
+    x: Tensor, loras: dict[str, Sequence[Any]], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool, keep: str
 ) -> None:
-    """The low-rank additions that ``moe`` is called with, by name, once its weights are checked."""
-    given = {name: lora for name, lora in loras.items() if lora is not None}
+    """The low-rank additions that ``moe`` is called with, by name of the weight, once its weights are checked."""
+    given = {name: adapters for name, adapters in loras.items() if adapters}
     if "lora_gate" in given and w_gate is None:
         refuse("moe", "lora_gate", "come with w_gate (pack it into lora_up otherwise)", "factors")
     if given and keep == "input":
@@ -88,8 +89,10 @@ def check_lora(
         raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
     E, outputs, D = (w_up.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, 2)))
     F = w_down.shape[1 if transposed else 2]
-    for name, lora in given.items():
-        _check_factors(name, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
+    for name, adapters in given.items():
+        for i, lora in enumerate(adapters):
+            called = name if len(adapters) == 1 else f"{name}[{i}]"
+            _check_factors(called, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
 
 
 def check_activation_parameters(parameters: Any, activation: str, x: Tensor, E: int, keep: str) -> None:

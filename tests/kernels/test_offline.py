@@ -153,12 +153,19 @@ def test_kernels_compile_without_spills(layer, capability):
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
 
 
-@pytest.mark.parametrize("rank", [16, 256])
-@pytest.mark.parametrize(
-    ("layer", "capability"),
-    [*(("many_rows", c) for c in CAPABILITIES), *(("few_rows", c) for c in CAPABILITIES), ("fp32", (8, 0))],
-    ids=name_of,
-)
+# A small rank and a large one with each size of tiles and for each target.
+LOW_RANK = [
+    ("many_rows", (8, 0), 256),
+    ("many_rows", (9, 0), 16),
+    ("many_rows", (10, 0), 256),
+    ("few_rows", (8, 0), 16),
+    ("few_rows", (9, 0), 256),
+    ("few_rows", (10, 0), 16),
+    ("fp32", (8, 0), 256),
+]
+
+
+@pytest.mark.parametrize(("layer", "capability", "rank"), LOW_RANK, ids=str)
 def test_low_rank_kernels_compile_without_spills(layer, capability, rank):
     step = partial(train_low_rank, rank=rank)
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32, step=step)

@@ -4,6 +4,8 @@ The addition is R more columns of the contraction with W, in the same sum: ``x @
 size of W is written, in forward or in backward.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,12 @@ def scaled(b_EOR: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(scale, Tensor):
         return (b_EOR * scale.view(-1, *[1] * (b_EOR.dim() - 1))).to(dtype)
     return b_EOR.to(dtype) if scale == 1 else (b_EOR * scale).to(dtype)
+
+
+def joined(adapters: Sequence[tuple[Tensor, Tensor, float | Tensor]], dtype: torch.dtype) -> Factors:
+    """A and B of all additions to one weight, with the scales in B: the sum of their products is the product of these."""
+    pairs = [(a.to(dtype), scaled(b, scale, dtype)) for a, b, scale in adapters]
+    return pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs], 2))
 
 
 def beside(gate: Factors | None, up: Factors | None) -> Factors:
