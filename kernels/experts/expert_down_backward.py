@@ -93,7 +93,7 @@ def _write_strip(
     # Outside the tile da belongs to another row or column and must not reach the sum.
     sums = (tl.sum(tl.where(tile_in, da * a, 0.0), axis=1),)
     for i in tl.static_range(len(parameters)):
-        sums = sums + (tl.sum(tl.where(tile_in, dparameters[i] * scale, 0.0), axis=1),)
+        sums = sums + (tl.sum(tl.where(tile_in, dparameters[i] * scale, 0.0), axis=1),)  # type: ignore[assignment]
     return sums
 
 
@@ -335,8 +335,8 @@ def _launch(
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
         shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
-        written = (dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
-        _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, q_NR, lora_a_ERF, *written)
+        given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
+        _launch_portable(config, *given, q_NR, lora_a_ERF, dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
     dparams_EP = None
     if params_EP is not None:
         shares_NC = shares_PCN.flatten(0, 1).t()
@@ -377,8 +377,8 @@ def launch_expert_down_backward(*args: Any, **options: Any) -> tuple[Tensor, Ten
 
 def launch_expert_down_backward_learned(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """``_launch`` of a formula that reads parameters, the last argument, [E, P] fp32 of any strides, and their gradient."""
-    *given, params_EP = args
-    return _launch(*given, **options, params_EP=params_EP.contiguous())
+    options["params_EP"] = args[-1].contiguous()
+    return _launch(*args[:-1], **options)
 
 
 def _new_shares(params_EP, num_partials, h_NGF):

@@ -143,7 +143,8 @@ def expert_down_backward(
 
 def expert_down_backward_learned(dout_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dparams_EP = torch.zeros_like(rest[-1])
-    return *expert_down_backward(dout_TD, *rest, dparams_EP), dparams_EP
+    given = (*rest, dparams_EP)
+    return *expert_down_backward(dout_TD, *given), dparams_EP
 
 
 def expert_mlp_backward(
