@@ -192,7 +192,7 @@ def _with_parameters(gate, up, da, parameters):
     """What a program begins with; a parameter is a number, of which each element gets a copy."""
     values = (gate, up, da)
     for i in tl.static_range(len(parameters)):
-        values = values + (tl.broadcast_to(parameters[i], gate.shape),)
+        values = values + (tl.broadcast_to(parameters[i], gate.shape),)  # type: ignore[assignment]
     return values
 
 
@@ -211,5 +211,5 @@ def activate_backward(gate, up, da, parameters, PROGRAM: tl.constexpr):
     values = _run(_with_parameters(gate, up, da, parameters), PROGRAM)
     dparameters = ()
     for i in tl.static_range(len(parameters)):
-        dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)
+        dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)  # type: ignore[assignment]
     return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2), dparameters

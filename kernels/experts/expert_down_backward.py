@@ -93,7 +93,7 @@ def _write_strip(
     # Outside the tile da belongs to another row or column and must not reach the sum.
     sums = (tl.sum(tl.where(tile_in, da * a, 0.0), axis=1),)
     for i in tl.static_range(len(parameters)):
-        sums = sums + (tl.sum(tl.where(tile_in, dparameters[i] * scale, 0.0), axis=1),)
+        sums = sums + (tl.sum(tl.where(tile_in, dparameters[i] * scale, 0.0), axis=1),)  # type: ignore[assignment]
     return sums
 
 
@@ -267,7 +267,7 @@ def _dweights_kernel(
     tl.store(dweights_ptr + slots, total.to(dweights_ptr.dtype.element_ty), mask=slot_in)
 
 
-def launch_expert_down_backward(
+def _launch(
     dout_TD: Tensor,
     h_NGF: Tensor,
     w_down: list[Tensor],
@@ -286,8 +286,7 @@ def launch_expert_down_backward(
     wa_NF: Tensor | None = None,
     early: bool = False,
     params_EP: Tensor | None = None,
-    dparams_EP: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
     Args:
@@ -308,12 +307,12 @@ def launch_expert_down_backward(
         wa_NF: written in place of a new tensor, contiguous.
         early: as for ``hopper_down_backward``.
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
-        dparams_EP: their gradient, written, contiguous.
 
     Returns:
         dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
         fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous;
-        rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on. fp32 sums; two runs agree bit for bit.
+        rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on; and the gradient of the parameters, fp32, None
+        where there are none. fp32 sums; two runs agree bit for bit.
     """
     num_rows, _, F = h_NGF.shape
     dh_NGF = h_NGF if overwrite_h else h_NGF.new_empty(h_NGF.shape)
@@ -336,14 +335,15 @@ def launch_expert_down_backward(
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
         shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
-        written = (dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
-        _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, q_NR, lora_a_ERF, *written)
+        given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
+        _launch_portable(config, *given, q_NR, lora_a_ERF, dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
+    dparams_EP = None
     if params_EP is not None:
         shares_NC = shares_PCN.flatten(0, 1).t()
         sums_EC = launch_expert_bias_grad(shares_NC, None, slots_N, offsets_E1, top_k, False)
-        dparams_EP.copy_(sums_EC.view(-1, shares_PCN.shape[0], num_partials).sum(2))
+        dparams_EP = sums_EC.view(-1, params_EP.shape[1], num_partials).sum(2)
     if weights_TK is None:
-        return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
+        return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF, dparams_EP
     if b_down:
         bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
     if dweights_TK is None:
@@ -367,18 +367,18 @@ def launch_expert_down_backward(
         num_warps=block // 64,
         num_stages=1,
     )
-    return dh_NGF, dweights_TK, wa_NF
+    return dh_NGF, dweights_TK, wa_NF, dparams_EP
 
 
-def launch_expert_down_backward_learned(
-    dout_TD: Tensor, h_NGF: Tensor, *rest: Any, overwrite_h: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of a formula that reads parameters, the last argument, [E, P] fp32 of any strides, and their gradient."""
-    *given, params_EP = rest
-    params_EP = params_EP.contiguous()
-    dparams_EP = params_EP.new_empty(params_EP.shape)
-    learned: dict[str, Any] = {"overwrite_h": overwrite_h, "params_EP": params_EP, "dparams_EP": dparams_EP}
-    return *launch_expert_down_backward(dout_TD, h_NGF, *given, **learned), dparams_EP
+def launch_expert_down_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``_launch`` of an activation without parameters: dh, dweights and wa."""
+    return _launch(*args, **options)[:3]
+
+
+def launch_expert_down_backward_learned(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """``_launch`` of a formula that reads parameters, the last argument, [E, P] fp32 of any strides, and their gradient."""
+    options["params_EP"] = args[-1].contiguous()
+    return _launch(*args[:-1], **options)
 
 
 def _new_shares(params_EP, num_partials, h_NGF):

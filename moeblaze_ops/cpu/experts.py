@@ -135,7 +135,7 @@ def expert_down_backward(
         params_NP = row_parameters(params_EP, block)
         dparams_NP = None if params_NP is None else torch.empty_like(params_NP)
         down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation, params_NP, dparams_NP)
-        if dparams_NP is not None:
+        if dparams_NP is not None and dparams_EP is not None:
             dparams_EP[block.experts] = torch.stack([rows.sum(0) for rows in of_each(dparams_NP, block)])
     _zero_unused_rows(blocks, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
@@ -143,7 +143,8 @@ def expert_down_backward(
 
 def expert_down_backward_learned(dout_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dparams_EP = torch.zeros_like(rest[-1])
-    return *expert_down_backward(dout_TD, *rest, dparams_EP), dparams_EP
+    given = (*rest, dparams_EP)
+    return *expert_down_backward(dout_TD, *given), dparams_EP
 
 
 def expert_mlp_backward(

@@ -21,7 +21,7 @@ from moeblaze_ops import config
 from moeblaze_ops.kernels import configs
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
-from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
+from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
@@ -168,10 +168,38 @@ def test_ranges_of_columns_take_no_guard(backed, width, ranges, monkeypatch):
 
 def test_mutation_analysis_finds_what_kernels_write(trace):
     graph, _, _ = trace
+    check_writes(graph, WRITES)
+
+
+def test_learned_parameters_are_read_and_their_sums_written():
+    formula = "g * sigmoid(p0 * g) * (u + p1)"
+
+    def step(x, experts, weights, w_up, w_down, params):
+        routing = launch_dispatch(experts, E)
+        h, _ = launch_expert_up(x, [w_up], [], None, *routing, formula, None, None, None, params)
+        return launch_expert_down_backward_learned(x, h, [w_down], [], weights, *routing, formula, None, None, params)
+
+    with FakeTensorMode(allow_non_fake_inputs=False), fake_device():
+
+        def new(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        kernel_side_table.reset_table()
+        numbers = new(HINT, K, dtype=torch.int64), new(HINT, K, dtype=torch.float32)
+        parameters = new(E, 2, dtype=torch.float32)
+        graph = make_fx(step)(new(HINT, D), *numbers, new(E, 2, F, D), new(E, F, D), parameters)
+        (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        assert results[3].meta["val"].shape == (E, 2) and results[3].meta["val"].dtype == torch.float32
+        written = WRITES["_expert_down_backward_kernel"] | {"shares_ptr"}
+        check_writes(graph, WRITES | {"_expert_down_backward_kernel": written})
+        assert not any("copy_" in str(node.target) for node in graph.graph.nodes)
+
+
+def check_writes(graph, writes):
     for kernel, node in kernel_launches(graph):
         kwargs = {
             name: value.meta["val"] if isinstance(value, torch.fx.Node) else value
             for name, value in node.kwargs["kwargs"].items()
         }
         written = get_mutated_tensors(node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"], kwargs, {})
-        assert set(written) == WRITES[kernel_name(kernel)], kernel_name(kernel)
+        assert set(written) == writes[kernel_name(kernel)], kernel_name(kernel)

@@ -10,7 +10,7 @@ from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_scales import held_of_experts
-from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 
 
@@ -18,14 +18,15 @@ def find_parameters(
     algebra: Algebra, finder: Finder, numbers: Sequence[Expr | None], experts: Sequence[ExpertTerm]
 ) -> tuple[Operand, ...]:
     """One operand for each parameter, of one element or of one for each expert; ``numbers`` are those of the experts."""
-    found = []
+    found: list[Operand] = []
     for values in zip(*(expert.parameters for expert in experts), strict=True):
         if len(set(values)) == 1 and not values[0].free:
             operand = finder.find_of_experts((values[0],), (algebra.zero,), 1)
         else:
-            known = None not in numbers
-            operand = held_of_experts(algebra, finder, dict(zip(numbers, values, strict=True))) if known else None
-        prove(operand is not None, Reason.ACTIVATION, "a parameter that is neither one number nor one for each expert")
+            of_number = {number: value for number, value in zip(numbers, values, strict=True) if number is not None}
+            operand = held_of_experts(algebra, finder, of_number) if len(of_number) == len(values) else None
+        if operand is None:
+            raise Declined(Reason.ACTIVATION, "a parameter that is neither one number nor one for each expert")
         prove(operand.dtype.is_floating_point and not operand.is_rounded, Reason.DTYPE_PATH, "a rounded parameter")
         found.append(operand)
     return tuple(found)
