@@ -7,9 +7,8 @@ contender of each question is what the others are compared with. All are compile
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
 from bench_layer import SHAPES, GroupedMoE, Shape, interleaved_medians, load_device
-from environment import command, describe
+from environment import save
 
 
 class Fp32Router(GroupedMoE):
@@ -30,31 +29,51 @@ class Fp32Router(GroupedMoE):
 
 
 class Balanced(GroupedMoE):
-    """The losses of Switch Transformer beside the layer, whose sum its output carries."""
+    """The losses of Switch Transformer beside the layer, as a second result."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, self.router)
+        logits = F.linear(x, self.router) + self.popularity.to(x.dtype)
         scores, experts = torch.topk(logits, self.shape.K, dim=-1)
-        balance = moeblaze_ops.load_balancing_loss(logits, self.shape.K, ids=experts)
-        self.losses = balance + moeblaze_ops.router_z_loss(logits)
+        self.losses = 1e-3 * self.losses_of(logits, experts)
         return torch.softmax(scores, dim=-1, dtype=torch.float32), experts
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.losses.to(x.dtype) * 1e-3
+    def losses_of(self, logits: Tensor, experts: Tensor) -> Tensor:
+        balance = moeblaze_ops.load_balancing_loss(logits, self.shape.K, ids=experts)
+        return balance + moeblaze_ops.router_z_loss(logits)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.losses
+
+
+class BalancedAsWritten(Balanced):
+    """The same losses as models write them."""
+
+    def losses_of(self, logits: Tensor, experts: Tensor) -> Tensor:
+        fraction = F.one_hot(experts, self.shape.E).float().mean(0)
+        balance = self.shape.E * (fraction * logits.float().softmax(-1).mean(0)).sum()
+        return balance + logits.float().logsumexp(-1).square().mean()
 
 
 class Threshold(nn.Module):
-    """A loop over experts, each on the tokens whose gate is above zero; ``chosen`` says which, so that rows can be equal."""
+    """A loop over experts, each on the tokens whose logit is above a number, which gives as many rows as K experts a token."""
 
     def __init__(self, shape: Shape, skew: float) -> None:
         super().__init__()
         self.layer = GroupedMoE(shape, skew)
         self.shape = shape
+        self.register_buffer("least", torch.zeros((), device="cuda"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.router).float()
+
+    @torch.no_grad()
+    def prepare(self, x: Tensor) -> None:
+        logits = self.logits(x).flatten()
+        self.least.copy_(logits.topk(x.shape[0] * self.shape.K).values[-1])
 
     def gates(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.layer.router).float()
-        least = logits.topk(self.shape.K, dim=-1).values[:, -1:]
-        return torch.where(logits >= least, logits.sigmoid(), 0)
+        logits = self.logits(x)
+        return torch.where(logits >= self.least, logits.sigmoid(), 0)
 
     def forward(self, x: Tensor) -> Tensor:
         gates = self.gates(x)
@@ -71,7 +90,7 @@ class ExpertChoice(Threshold):
     """Each expert takes the T * K / E tokens that weigh most."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = F.linear(x, self.layer.router).float().softmax(-1)
+        scores = self.logits(x).softmax(-1)
         weights, tokens = scores.t().topk(x.shape[0] * self.shape.K // self.shape.E, dim=-1)
         out = torch.zeros_like(x)
         for e in range(self.shape.E):
@@ -154,6 +173,7 @@ QUESTIONS: dict[str, tuple[Shape, dict[str, Callable[[Shape, float], nn.Module]]
             "top-k": ours(GroupedMoE),
             "fp32 router": ours(Fp32Router),
             "losses": ours(Balanced),
+            "losses as written": ours(BalancedAsWritten),
             "replayed": replaying(GroupedMoE),
         },
     ),
@@ -190,7 +210,15 @@ def peak(step: Callable[[], None]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(question: str, rounds: int, round_ms: float) -> list[Measurement]:
+def kernels_of(step: Callable[[], None]) -> str:
+    """A table of the kernels of one step, and of what the host waited for."""
+    with torch.profiler.profile() as profile:
+        step()
+        torch.cuda.synchronize()
+    return profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)
+
+
+def measure(question: str, rounds: int, round_ms: float, profiles: str | None = None) -> list[Measurement]:
     shape, contenders = QUESTIONS[question]
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -200,15 +228,25 @@ def measure(question: str, rounds: int, round_ms: float) -> list[Measurement]:
     def step(layer: nn.Module) -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = None
-        layer(x).backward(dout)
+        out = layer(x)
+        if isinstance(out, tuple):
+            torch.autograd.backward(out, (dout, None))
+        else:
+            out.backward(dout)
 
     rows, steps = [], {}
     for name, make in contenders.items():
         row = Measurement(question, name)
         rows.append(row)
         try:
-            steps[name] = partial(step, make(shape, 0.0))
+            layer = make(shape, 0.0)
+            if hasattr(layer, "prepare"):
+                layer.prepare(x)
+            steps[name] = partial(step, layer)
             row.peak_mib = peak(steps[name])
+            if profiles:
+                with open(f"{profiles}/{question}_{name.replace(' ', '_')}.txt", "w") as file:
+                    file.write(kernels_of(steps[name]))
         except Exception as failure:  # a contender that fails is a result, and the others still run
             steps.pop(name, None)
             row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"
@@ -227,16 +265,14 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", default=list(QUESTIONS), choices=QUESTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=300.0, help="time of each contender in each round")
+    parser.add_argument("--profiles", help="write the kernels of a step of each contender into this folder")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     rows: list[Measurement] = []
     for question in arguments.questions:
-        rows += measure(question, arguments.rounds, arguments.round_ms)
+        rows += measure(question, arguments.rounds, arguments.round_ms, arguments.profiles)
         torch.cuda.empty_cache()
-        if arguments.json:
-            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-            with open(arguments.json, "w") as file:
-                json.dump(report, file, indent=1)
+        save(arguments, rows)
 
 
 if __name__ == "__main__":

@@ -245,6 +245,11 @@ def choose_route_backward(columns: int) -> TileConfig:
     return TileConfig(max(1, min(64, 2048 // columns)), columns, 4 if columns <= 2048 else 8)
 
 
+def router_sum_parts(columns: int) -> int:
+    """Parts into which the tokens are cut for sums of rows of logits, padded to ``columns``: so that their sums stay small."""
+    return max(64, min(512, 131072 // columns))
+
+
 def choose_router_product(element_size: int, D: int | None) -> TileConfig:
     """Tokens and columns of D that a program of either product takes at a time: 256 bytes of each token."""
     return TileConfig(64, _clip(256 // element_size, D, 16), 4)

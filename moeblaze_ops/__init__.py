@@ -9,6 +9,7 @@ Letters used in every tensor name of the project (``x_TD`` is a tensor of shape 
     D  model width
     F  expert hidden width
     G  2 for a gated expert (gate, up), 1 for an ungated one
+    P  parameters of an activation, its p0, p1 and so on
     B  rows of the block schedule, ``N // 128 + E + 1``
 
 A *slot* is ``t * K + k``: token ``t``'s k-th choice. A *row* is a position in expert order: rows
@@ -43,6 +44,7 @@ from moeblaze_ops.ops import register as _register  # noqa: E402
 from moeblaze_ops.ops.accumulation import accumulate_grad  # noqa: E402
 from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
+from moeblaze_ops.ops.router_sums import router_sums as _router_sums  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
 from moeblaze_ops.routing.losses import load_balancing_loss, router_z_loss  # noqa: E402
 from moeblaze_ops.routing.record import record_routing  # noqa: E402

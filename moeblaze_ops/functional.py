@@ -7,9 +7,10 @@ from torch import Tensor
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
+from moeblaze_ops.arguments.activations import stacked_parameters
 from moeblaze_ops.arguments.made_weights import with_made_weights
 from moeblaze_ops.arguments.traced_activations import resolved_activation
-from moeblaze_ops.arguments.validation_calls import check_lora, check_moe
+from moeblaze_ops.arguments.validation_calls import check_activation_parameters, check_lora, check_moe
 from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.kernels.formulas.named import is_gated
@@ -44,6 +45,7 @@ def moe(
     interleaved: bool = False,
     transposed: bool = False,
     weight_on: str = "output",
+    activation_parameters: Sequence[Tensor] = (),
     keep: str | None = None,
     lora_up: LoRA | Sequence[LoRA] | None = None,
     lora_down: LoRA | Sequence[LoRA] | None = None,
@@ -72,6 +74,10 @@ def moe(
             ``swiglu_limited``) or an ungated one (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``); a formula of ``g``
             and ``u``, or of ``h``, such as ``"g * sigmoid(1.702 * g) * (u + 1)"``; or a function of (gate, up), or of h,
             which is called once to see its formula. The kernels compute any of them in their epilogues, in fp32.
+        activation_parameters: up to 4 tensors that the formula reads as ``p0``, ``p1`` and so on, or a function as its last
+            arguments: of one element, or of shape [E], one for each expert; any floating-point dtype. Differentiable.
+            ``activation=lambda g, u, beta: g * torch.sigmoid(beta * g) * u, activation_parameters=[beta]``. Not with
+            ``keep="input"``.
         interleaved: packed gate and up alternate row by row instead of standing one after the other.
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
@@ -98,20 +104,22 @@ def moe(
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
-        NotImplementedError: low-rank additions with ``keep="input"``.
+        NotImplementedError: low-rank additions or an activation's parameters with ``keep="input"``.
     """
     made = {"w_up": w_up, "w_down": w_down, "w_gate": w_gate}
     if any(callable(weight) for weight in made.values()):
         options = {"activation": activation, "interleaved": interleaved, "transposed": transposed, "weight_on": weight_on}
         options |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "keep": keep}
         options |= {"lora_up": lora_up, "lora_down": lora_down, "lora_gate": lora_gate}
+        options |= {"activation_parameters": activation_parameters}
         return with_made_weights(lambda **given: moe(x, weights, experts, **given, **options), "moe", made, x)
     keep = config.keep if keep is None else keep
-    formula: str = resolved_activation("moe", activation)
+    formula: str = resolved_activation("moe", activation, len(activation_parameters))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
     check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
     given = {name: _adapters(lora) for name, lora in (("lora_up", lora_up), ("lora_gate", lora_gate), ("lora_down", lora_down))}
     check_lora(x, given, w_up, w_gate, w_down, transposed, keep)
+    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0], keep)
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, formula, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -122,7 +130,9 @@ def moe(
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (formula, weight_on == "input")
     has_lora = any(given.values())
-    if not has_lora and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
+    params_EP = stacked_parameters(activation_parameters, w_down.shape[0], x.dtype)
+    is_plain = not has_lora and params_EP is None
+    if is_plain and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
@@ -131,8 +141,8 @@ def moe(
     if given["lora_down"]:
         a_ERF, b_EDR = padded(*joined(given["lora_down"], x.dtype))
         down_factors = a_ERF, b_EDR.transpose(1, 2)
-    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors)
-    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors)
+    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
+    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
     return out_TD.view(x.shape)
 
 

@@ -1,7 +1,7 @@
 """``MoE``: a plain module, router and experts, over ``moe``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class MoE(nn.Module):
     Args:
         D: model width. F: hidden width of an expert. E: experts. K: experts per token.
         activation: as in ``moe``; gated ones pack gate and up into one parameter.
+        activation_parameters: what the learned parameters of the activation begin with, numbers. They are one fp32 parameter of
+            the module, ``activation_parameters`` of shape [P].
         bias: biases on both projections.
         renormalize: scale the K weights of a token to sum to 1.
         keep: as in ``moe``.
@@ -36,6 +38,7 @@ class MoE(nn.Module):
         K: int,
         *,
         activation: str | Callable[..., Tensor] = "swiglu",
+        activation_parameters: Sequence[float] = (),
         bias: bool = False,
         renormalize: bool = True,
         keep: str | None = None,
@@ -43,8 +46,8 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        formula: str = resolved_activation("MoE", activation)
-        check_module(D, F, E, K, formula, bias, renormalize, keep, device, dtype)
+        formula: str = resolved_activation("MoE", activation, len(activation_parameters))
+        check_module(D, F, E, K, formula, activation_parameters, bias, renormalize, keep, device, dtype)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         outputs = 2 * F if is_gated(formula) else F
         self.K = K
@@ -56,6 +59,10 @@ class MoE(nn.Module):
         self.w_down = nn.Parameter(torch.empty(E, D, F, **options))
         self.b_up = nn.Parameter(torch.empty(E, outputs, **options)) if bias else None
         self.b_down = nn.Parameter(torch.empty(E, D, **options)) if bias else None
+        self.activation_parameters: nn.Parameter | None = None
+        if activation_parameters:
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            self.activation_parameters = nn.Parameter(torch.tensor(activation_parameters, device=device, dtype=wide))
         self.adapters = nn.ModuleDict()
         self.active_adapters: list[str] = []
         self.reset_parameters()
@@ -114,6 +121,7 @@ class MoE(nn.Module):
             b_up=self.b_up,
             b_down=self.b_down,
             activation=self.activation,
+            activation_parameters=() if self.activation_parameters is None else self.activation_parameters.unbind(),
             keep=self.keep,
             lora_up=[adapter.up for adapter in active],
             lora_down=[adapter.down for adapter in active],

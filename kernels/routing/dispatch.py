@@ -212,6 +212,54 @@ def _place_kernel(
         )
 
 
+def _launch_counts(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The slots of each bin before each chunk, row after row, and the slots of each bin."""
+    T, top_k = experts_TK.shape
+    N = T * top_k
+    config = choose_dispatch(num_experts)
+    num_chunks = N // config.chunk + 1
+    # One-dimensional: whether a symbolic axis is 1 would be asked, and guarded on, for any second one.
+    row_bins = ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS
+    counts = experts_TK.new_empty(num_chunks * row_bins, dtype=torch.int32)
+    totals = experts_TK.new_empty(num_experts + 1, dtype=torch.int32)
+    launch(
+        _count_kernel,
+        num_chunks * ceil_div(num_experts + 1, config.bins - 1),
+        experts_TK,
+        counts,
+        N,
+        num_chunks,
+        num_experts,
+        row_bins,
+        *experts_TK.stride(),
+        TOP_K=top_k,
+        BINS=config.bins,
+        CHUNK=config.chunk,
+        STEP=min(config.chunk, _COUNT_STEP),
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    launch(
+        _scan_kernel,
+        row_bins // _SCAN_BINS,
+        counts,
+        totals,
+        num_chunks,
+        num_experts,
+        row_bins,
+        BLOCK=_SCAN_BLOCK,
+        BINS=_SCAN_BINS,
+        num_warps=4,
+        num_stages=1,
+    )
+    return counts, totals
+
+
+def launch_expert_counts(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """The slots of each expert, int32, ``[E]``; arguments as for ``launch_dispatch``."""
+    return _launch_counts(experts_TK, num_experts)[1][:num_experts].clone()
+
+
 def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots grouped by expert, and the schedule of row blocks.
 
@@ -233,42 +281,10 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     def new_ints(*shape):
         return experts_TK.new_empty(shape, dtype=torch.int32)
 
-    # One-dimensional: whether a symbolic axis is 1 would be asked, and guarded on, for any second one.
-    row_bins = ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS
-    counts = new_ints(num_chunks * row_bins)
-    totals = new_ints(num_experts + 1)
+    counts, totals = _launch_counts(experts_TK, num_experts)
     slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
     positions_TK, blocks_B2 = new_ints(T, top_k), new_ints(num_entries + 1, 2)
 
-    sizes = {"TOP_K": top_k, "BINS": config.bins, "CHUNK": config.chunk}
-    launch(
-        _count_kernel,
-        num_chunks * num_windows,
-        experts_TK,
-        counts,
-        N,
-        num_chunks,
-        num_experts,
-        row_bins,
-        *experts_TK.stride(),
-        **sizes,
-        STEP=min(config.chunk, _COUNT_STEP),
-        num_warps=config.num_warps,
-        num_stages=1,
-    )
-    launch(
-        _scan_kernel,
-        row_bins // _SCAN_BINS,
-        counts,
-        totals,
-        num_chunks,
-        num_experts,
-        row_bins,
-        BLOCK=_SCAN_BLOCK,
-        BINS=_SCAN_BINS,
-        num_warps=4,
-        num_stages=1,
-    )
     launch(
         _place_kernel,
         num_experts + 1 + num_chunks * num_windows,
@@ -283,9 +299,11 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         num_chunks,
         num_entries,
         num_experts,
-        row_bins,
+        ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS,
         *experts_TK.stride(),
-        **sizes,
+        TOP_K=top_k,
+        BINS=config.bins,
+        CHUNK=config.chunk,
         STEP=config.step,
         num_warps=config.num_warps,
         num_stages=1,

@@ -1,4 +1,4 @@
-"""Chooses each token's K experts from the router's logits and weighs them; and the gradient for the logits.
+"""Chooses each token's K experts from the router's logits and weighs them, or those given; and the gradient for the logits.
 
 Forward. A program holds whole rows of logits. Each expert's choice score (the logit, or its softmax or sigmoid plus a bias)
 becomes an int32 key of the same order, so that the largest of a row comes from one integer maximum, and the first
@@ -79,6 +79,20 @@ def _keep_groups(
     return tl.reshape(keys, (BLOCK_T, GROUPS * GROUP_BLOCK))
 
 
+@triton.jit
+def _weigh(logits, row_max, row_sum, SIGMOID: tl.constexpr, OVER_CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr):
+    """The weights of chosen logits, [BLOCK_T, BLOCK_K], of which those of no expert are minus infinity."""
+    if SIGMOID:
+        weights = tl.sigmoid(logits)
+    elif OVER_CHOSEN:
+        weights = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
+    else:
+        weights = tl.exp(logits - row_max) / row_sum
+    if NORMALIZED:
+        weights /= tl.sum(weights, axis=1, keep_dims=True) + (_SIGMOID_EPS if SIGMOID else 0.0)
+    return weights
+
+
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
     logits_ptr,
@@ -118,6 +132,7 @@ def _route_kernel(
     logits = tl.load(row_ptrs + ids.to(tl.int64)[None, :] * stride_logits_e, mask=logits_in, other=-float("inf"))
     logits = logits.to(tl.float32)  # [BLOCK_T, GROUPS * GROUP_BLOCK]
 
+    row_max, row_sum = 0.0, 1.0
     if not SIGMOID and not (BY_LOGIT and NORMALIZED):
         row_max = tl.max(logits, axis=1, keep_dims=True)
         row_sum = tl.sum(tl.exp(logits - row_max), axis=1, keep_dims=True)
@@ -144,17 +159,50 @@ def _route_kernel(
     # Rows past T read no logits, and may hold the same expert twice: neither is stored.
     logits = tl.load(row_ptrs + chosen.to(tl.int64) * stride_logits_e, mask=chosen_in, other=-float("inf"))
     logits = logits.to(tl.float32)  # [BLOCK_T, BLOCK_K]
-    if SIGMOID:
-        weights = tl.sigmoid(logits)
-    elif BY_LOGIT and NORMALIZED:
-        weights = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
-    else:
-        weights = tl.exp(logits - row_max) / row_sum
-    if NORMALIZED:
-        weights /= tl.sum(weights, axis=1, keep_dims=True) + (_SIGMOID_EPS if SIGMOID else 0.0)
+    weights = _weigh(logits, row_max, row_sum, SIGMOID, BY_LOGIT and NORMALIZED, NORMALIZED)
     out_offsets = tokens[:, None] * TOP_K + ks[None, :]
     tl.store(weights_ptr + out_offsets, weights * SCALE, mask=chosen_in)
     tl.store(experts_ptr + out_offsets, chosen, mask=chosen_in)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_at_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    T,
+    stride_logits_t,
+    stride_logits_e,
+    stride_experts_t,
+    stride_experts_k,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_in = tokens < T
+    row_ptrs = logits_ptr + tokens[:, None] * stride_logits_t
+    row_max, row_sum = 0.0, 1.0
+    if not SIGMOID and not NORMALIZED:
+        ids = tl.arange(0, BLOCK_E)
+        row_in = token_in[:, None] & (ids < NUM_EXPERTS)[None, :]
+        row = tl.load(row_ptrs + ids.to(tl.int64)[None, :] * stride_logits_e, mask=row_in, other=-float("inf")).to(tl.float32)
+        row_max = tl.max(row, axis=1, keep_dims=True)
+        row_sum = tl.sum(tl.exp(row - row_max), axis=1, keep_dims=True)
+    ks = tl.arange(0, BLOCK_K)
+    slot_in = token_in[:, None] & (ks < TOP_K)[None, :]
+    expert_ptrs = experts_ptr + tokens[:, None] * stride_experts_t + ks[None, :] * stride_experts_k
+    experts = tl.load(expert_ptrs, mask=slot_in, other=-1).to(tl.int64)
+    chosen_in = (experts >= 0) & (experts < NUM_EXPERTS)
+    logits = tl.load(row_ptrs + experts * stride_logits_e, mask=chosen_in, other=-float("inf")).to(tl.float32)
+    weights = _weigh(logits, row_max, row_sum, SIGMOID, NORMALIZED, NORMALIZED)  # [BLOCK_T, BLOCK_K]
+    weights = tl.where(chosen_in, weights * SCALE, 0.0)
+    tl.store(weights_ptr + tokens[:, None] * TOP_K + ks[None, :], weights, mask=slot_in)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -193,23 +241,25 @@ def _route_backward_kernel(
         weights = tl.load(weights_ptr + slots[:, None] + ks[None, :], mask=slot_in, other=0.0)
         centre = tl.sum(dweights.to(tl.float32) * weights, axis=1)
     if NORMALIZED and SIGMOID:
-        experts = tl.load(experts_ptr + slots[:, None] + ks[None, :], mask=slot_in, other=0).to(tl.int64)
-        logits = tl.load(logits_ptrs[:, None] + experts * stride_logits_e, mask=slot_in, other=-float("inf"))
+        experts = tl.load(experts_ptr + slots[:, None] + ks[None, :], mask=slot_in, other=-1).to(tl.int64)
+        chosen_in = (experts >= 0) & (experts < NUM_EXPERTS)
+        logits = tl.load(logits_ptrs[:, None] + experts * stride_logits_e, mask=chosen_in, other=-float("inf"))
         divisor = tl.sum(tl.sigmoid(logits.to(tl.float32)), axis=1) + _SIGMOID_EPS
 
     ids = tl.arange(0, BLOCK_E)
     row = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     for k in range(TOP_K):
-        expert = tl.load(experts_ptr + slots + k, mask=token_in, other=0)
+        expert = tl.load(experts_ptr + slots + k, mask=token_in, other=-1)
         value = tl.load(dweights_ptrs + k * stride_dweights_k, mask=token_in, other=0.0).to(tl.float32) * SCALE
         if SIGMOID:
-            logit = tl.load(logits_ptrs + expert.to(tl.int64) * stride_logits_e, mask=token_in, other=0.0)
+            chosen_in = (expert >= 0) & (expert < NUM_EXPERTS)
+            logit = tl.load(logits_ptrs + expert.to(tl.int64) * stride_logits_e, mask=chosen_in, other=0.0)
             score = tl.sigmoid(logit.to(tl.float32))
             value = score * (1.0 - score) / divisor * (value - centre)
         elif NORMALIZED:
             weight = tl.load(weights_ptr + slots + k, mask=token_in, other=0.0)
             value = weight / SCALE * (value - centre)
-        row = tl.where(ids[None, :] == expert[:, None], value[:, None], row)
+        row += tl.where(ids[None, :] == expert[:, None], value[:, None], 0.0)  # given experts may be the same
 
     row_in = token_in[:, None] & (ids < NUM_EXPERTS)[None, :]
     if not SIGMOID and not NORMALIZED:
@@ -280,6 +330,44 @@ def launch_route(
     return weights_TK, experts_TK
 
 
+def launch_route_at(logits_TE: Tensor, experts_TK: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
+    """The weights of given experts of each token.
+
+    Args:
+        logits_TE: router logits. Shape [T, E], bf16, fp16 or fp32, any strides. T may be 0.
+        experts_TK: ids of these experts; the weight of one outside [0, E) is 0. Shape [T, K], int32 or int64, any strides.
+        scoring, renormalize, scale: as for ``launch_route``.
+
+    Returns:
+        weights_TK fp32, contiguous. fp32 arithmetic; two runs agree bit for bit.
+    """
+    T, num_experts = logits_TE.shape[0], int(logits_TE.shape[1])
+    top_k = int(experts_TK.shape[1])
+    weights_TK = logits_TE.new_empty((T, top_k), dtype=torch.float32)
+    config = choose_route(triton.next_power_of_2(num_experts))
+    launch(
+        _route_at_kernel,
+        ceil_div(T, config.rows),
+        logits_TE,
+        experts_TK,
+        weights_TK,
+        T,
+        *logits_TE.stride(),
+        *experts_TK.stride(),
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        SIGMOID=scoring == "sigmoid",
+        NORMALIZED=renormalize or scoring == "softmax_topk",
+        SCALE=scale,
+        BLOCK_T=config.rows,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_E=config.columns,
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+    return weights_TK
+
+
 def launch_route_backward(
     dweights_TK: Tensor,
     logits_TE: Tensor,
@@ -294,7 +382,7 @@ def launch_route_backward(
     Args:
         dweights_TK: gradient of the weights. Shape [T, K], fp32, any strides.
         logits_TE: the logits that ``launch_route`` took. Shape [T, E], any strides.
-        weights_TK, experts_TK: what it returned, contiguous.
+        weights_TK, experts_TK: what it returned, or what ``launch_route_at`` took and returned, contiguous.
         scoring, renormalize, scale: what it took.
 
     Returns:

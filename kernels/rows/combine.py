@@ -8,7 +8,8 @@ with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing 
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
 up, a tile of columns after the other. Of rows that are the first ones of more, positions behind them add nothing; ``add_rows``
 has the others. Both are bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a
-product reuses its right side for them, with up to UNROLL row loads in flight.
+product reuses its right side for them, with up to UNROLL row loads in flight. Where a token has many slots, as one that may go to
+any number of experts, most are unused: the used ones come first then, in the same order, and no others are gone through.
 """
 
 import triton
@@ -20,6 +21,8 @@ from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, laun
 from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
+_MOST_SORTED = 256
+"""Slots of a token up to which its used ones are put first, in registers."""
 
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
@@ -42,6 +45,7 @@ def _combine_kernel(
     stride_out_t,
     num_rows,
     TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
@@ -60,9 +64,19 @@ def _combine_kernel(
     token_in = tokens < T
     col_in = cols < D
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for first in range(0, TOP_K, UNROLL):
+    num_steps = TOP_K
+    if BLOCK_K > 0:
+        ks = tl.arange(0, BLOCK_K)
+        slot_in = token_in[:, None] & (ks < TOP_K)[None, :]
+        positions = tl.load(positions_ptr + tokens[:, None] * TOP_K + ks[None, :], mask=slot_in, other=-1)
+        is_used = (positions >= 0) & (positions < num_rows)
+        used_first = tl.sort(tl.where(is_used, ks[None, :], BLOCK_K))  # [BLOCK_T, BLOCK_K]
+        num_steps = tl.max(tl.sum(is_used.to(tl.int32), axis=1), axis=0)
+    for first in range(0, num_steps, UNROLL):
         for step in tl.static_range(UNROLL):
             k = first + step
+            if BLOCK_K > 0:
+                k = tl.sum(tl.where(ks[None, :] == k, used_first, 0), axis=1)
             used = tokens < tl.where(k < TOP_K, T, 0)
             position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
             used = (position >= 0) & (position < num_rows)
@@ -167,7 +181,8 @@ def combine(
         out_TD.stride(0),
         rows_ND.shape[0],
         TOP_K=top_k,
-        UNROLL=max(1, min(top_k, _LARGEST_UNROLL)),
+        BLOCK_K=triton.next_power_of_2(top_k) if _LARGEST_UNROLL < top_k <= _MOST_SORTED else 0,
+        UNROLL=ceil_div(top_k, ceil_div(top_k, _LARGEST_UNROLL)),
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,
         FEW_CHANNELS=num_channels if has_few_channels else 0,

@@ -67,6 +67,18 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             found = self._memo[key] = self._evaluate(value, indices, depth)
         return found
 
+    def variables(self, value: Value) -> Indices:
+        """Indices of any element of a value."""
+        sizes = enumerate(value.shape)
+        return tuple(self.algebra.var(axis, size, "r") if size != 1 else self.algebra.zero for axis, size in sizes)
+
+    def try_element(self, value: Value, indices: Indices | None = None) -> Expr | None:
+        """The element at ``indices``, or any; None where it is another formula for each number that an index may be."""
+        try:
+            return self.element(value, self.variables(value) if indices is None else indices)
+        except Unroll:
+            return None
+
     def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
         """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
         chain: dict[Value, None] = {}

@@ -18,9 +18,11 @@ _SCALED = (
     torch.ops.aten.div.Tensor,
     torch.ops.prims.convert_element_type.default,
 )
-"""What may stand between ``route_backward`` and a product: another shape or type, a scale."""
+"""Another shape or type, or a scale."""
 _SHIFTED = (*_SCALED, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
-"""What may stand between a product and ``route``."""
+"""What may stand between a product and ``route``, or between ``route_backward`` and a product: losses have gradients, too."""
+_ROUTES = (torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_at.default)
+_GRADIENTS = (torch.ops.moeblaze.route_backward.default, torch.ops.moeblaze.router_sums_backward.default)
 
 
 def replace_router_product(mm: fx.Node) -> bool:
@@ -56,7 +58,7 @@ def _is_transposed(node: fx.Node) -> bool:
 def feeds_route(node: fx.Node) -> bool:
     """Whether a router's logits are made of this node."""
     for user in node.users:
-        if user.target == torch.ops.moeblaze.route.default and user.args[0] is node:
+        if user.target in _ROUTES and user.args[0] is node:
             return True
         if user.target in _SHIFTED and feeds_route(user):
             return True
@@ -65,6 +67,12 @@ def feeds_route(node: fx.Node) -> bool:
 
 def comes_from_route(node: fx.Node) -> bool:
     """Whether this is made of the gradient of a router's logits."""
-    if node.target in _SCALED:
-        return any(comes_from_route(argument) for argument in node.all_input_nodes)
-    return node.target == torch.ops.moeblaze.route_backward.default
+    seen, left = {node}, [node]
+    while left:
+        node = left.pop()
+        if node.target in _GRADIENTS:
+            return True
+        if node.target in _SHIFTED:
+            left += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(left)
+    return False

@@ -13,7 +13,8 @@ import moeblaze_ops.ops.expert_up
 import moeblaze_ops.ops.recomputed.expert_mlp
 import moeblaze_ops.ops.recomputed.expert_mlp_chunked
 import moeblaze_ops.ops.recomputed.expert_mlp_ranged
-import moeblaze_ops.ops.route  # noqa: F401
+import moeblaze_ops.ops.route
+import moeblaze_ops.ops.route_at  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
 from moeblaze_ops.lowering.graph.functional_view import fake_of
@@ -27,7 +28,6 @@ from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
-from moeblaze_ops.ops.sharded.collectives import used_slots
 
 _ops = torch.ops.moeblaze
 
@@ -113,7 +113,7 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keeps_input = not match.has_low_rank and _keeps_input(match, fake_of(x_TD))
+    keeps_input = not (match.has_low_rank or match.parameters) and _keeps_input(match, fake_of(x_TD))
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
     parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
     if parts == "chunks":
@@ -123,7 +123,7 @@ def _insert_whole(
     if match.named is not None and (num_rows := _named_rows(match)) is not None:
         routing[0] = insert.call("narrow", routing[0], 0, 0, num_rows)
     elif match.experts is None and parts != "ranges" and _counts_rows(match):
-        routing[0] = insert.of_data(used_slots, *routing[:2])
+        routing[0] = insert.of_data(_ops.used_slots.default, *routing[:2])
     if parts == "ranges":
         out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
         return out, f"expert_mlp_ranged({match.activation})"
@@ -132,14 +132,30 @@ def _insert_whole(
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     up_rank, down_rank = describe_ranks(match)
     became = f"expert_up({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
-    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *low_rank_of_up(insert, match, x_TD, routing))
+    learned = _parameters(insert, match)
+    low_rank = low_rank_of_up(insert, match, x_TD, routing)
+    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
     up = insert.call(_ops.expert_up.default, *up_operands)
     h_NGF, a_NF = insert.items(up, 2)
     if match.activation == IDENTITY:
         a_NF = None
     low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
-    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *low_rank)
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
     return insert.call(_ops.expert_down.default, *operands), became
+
+
+def _with_parameters(low_rank: tuple[fx.Node, ...], params_EP: fx.Node | None) -> tuple[fx.Node | None, ...]:
+    """The last arguments of both ops, as far as they are given."""
+    return low_rank if params_EP is None else (*(low_rank or (None, None, None)), params_EP)
+
+
+def _parameters(insert: Inserter, match: MoEMatch) -> fx.Node | None:
+    """``params_EP`` of both ops, where the activation reads parameters."""
+    if not match.parameters:
+        return None
+    columns = [insert.numbers(operand) for operand in match.parameters]
+    columns = [node if fake_of(node).shape[0] == match.E else insert.call("expand", node, match.E) for node in columns]
+    return insert.call(torch.stack, columns, 1)
 
 
 def _named_rows(match: MoEMatch) -> int | None:
@@ -151,8 +167,8 @@ def _named_rows(match: MoEMatch) -> int | None:
 def _counts_rows(match: MoEMatch) -> bool:
     """Whether the program as written reads on the host how many rows its experts have.
 
-        for e in range(E): (token,) = torch.where(gate[:, e] > 0)        # it does; the layer reads it once for all of them
-        torch.einsum("etd,te->td", experts(x), gate)                     # it does not, and has a row for each token and expert
+    for e in range(E): (token,) = torch.where(gate[:, e] > 0)        # it does; the layer reads it once for all of them
+    torch.einsum("etd,te->td", experts(x), gate)                     # it does not, and has a row for each token and expert
     """
     return any(free_unbacked_symbols(fake_of(node)) for node in match.region.nodes if isinstance(fake_of(node), torch.Tensor))
 
@@ -184,31 +200,63 @@ def _parts(match: MoEMatch, x_TD: torch.Tensor) -> tuple[str, int]:
 
 def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node | None, fx.Node]:
     """Routing weights and expert ids: those of the graph, or of the fused router in its place."""
-    if router is None:
+    if router is None or router.given is not None:
         experts_TK = insert.rows(_ids(match), match.K)
         if match.subscripts:
             numbers_E = insert.call(torch.arange, match.E, device=fake_of(experts_TK).device)
             experts_TK = insert.call(operator.getitem, numbers_E, experts_TK)
+        if router is not None:
+            return _fused_weights(insert, match, _weights_at(insert, router)), experts_TK
         if match.weights is None:
             return None, experts_TK
         if not match.weights.gathered:
             return insert.rows(match.weights, match.K), experts_TK
         ids_TK = experts_TK if fake_of(experts_TK).dtype == torch.int64 else insert.call("to", experts_TK, torch.int64)
         return insert.call("gather", insert.rows(match.weights, match.E), 1, ids_TK), experts_TK
-    logits = fake_of(router.logits)
-    logits_TE = insert.rows(Operand(router.logits, logits.dtype), logits.shape[-1])
+    at = insert if router.shared is None else insert.at(router.last_source)
+    weights_TK, experts_TK = _route(at, match, router)
+    if router.shared is not None:
+        _share(at, router.shared, experts_TK, match)
+    return _fused_weights(insert, match, weights_TK), experts_TK
+
+
+def _route(insert: Inserter, match: MoEMatch, router: RouterMatch) -> list[fx.Node]:
     choice, bias_E = router.choice, router.choice.bias
-    if bias_E is not None and fake_of(bias_E).dtype not in (torch.float32, logits.dtype):
+    logits_TE = _logits(insert, router)
+    if bias_E is not None and fake_of(bias_E).dtype not in (torch.float32, fake_of(router.logits).dtype):
         bias_E = insert.call("to", bias_E, torch.float32)
     options = (router.scoring, router.renormalize, router.scale, choice.num_groups, choice.top_groups)
-    routed = insert.call(_ops.route.default, logits_TE, bias_E, match.K, *options)
-    weights_TK, experts_TK = insert.items(routed, 2)
+    return insert.items(insert.call(_ops.route.default, logits_TE, bias_E, match.K, *options), 2)
+
+
+def _share(insert: Inserter, chosen: fx.Node, experts_TK: fx.Node, match: MoEMatch) -> None:
+    """Let others read the ids of the fused router in place of those that were chosen, as these were shaped."""
+    fake = fake_of(chosen)
+    ids = insert.call("to", experts_TK, fake.dtype)
+    ids = ids if fake.dim() == 2 else insert.call("reshape", ids, tuple(fake.shape))
+    region = set(match.region.nodes)
+    for reader in list(chosen.users):
+        if reader not in region:
+            insert.redirect(reader, chosen, ids)
+
+
+def _weights_at(insert: Inserter, router: RouterMatch) -> fx.Node:
+    ids = router.given
+    ids_TK = ids if fake_of(ids).dim() == 2 else insert.call("reshape", ids, (-1, fake_of(ids).shape[-1]))
+    return insert.call(_ops.route_at.default, _logits(insert, router), ids_TK, router.scoring, router.renormalize, router.scale)
+
+
+def _logits(insert: Inserter, router: RouterMatch) -> fx.Node:
+    logits = fake_of(router.logits)
+    return insert.rows(Operand(router.logits, logits.dtype), logits.shape[-1])
+
+
+def _fused_weights(insert: Inserter, match: MoEMatch, weights_TK: fx.Node) -> fx.Node:
+    """What a fused router gives, in the dtypes that it is rounded to, and times a factor."""
     for dtype in (fake_of(match.weights.node).dtype, match.weights.dtype):
         if fake_of(weights_TK).dtype != dtype:
             weights_TK = insert.call("to", weights_TK, dtype)
-    if match.weights.factor != 1:
-        weights_TK = insert.call(torch.mul, weights_TK, match.weights.factor)
-    return weights_TK, experts_TK
+    return weights_TK if match.weights.factor == 1 else insert.call(torch.mul, weights_TK, match.weights.factor)
 
 
 def _ids(match: MoEMatch) -> Operand:

@@ -89,6 +89,10 @@ class Inserter:
         """One that adds after another node, an earlier one."""
         return Inserter(self._edits, node)
 
+    def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """As ``Edits.redirect``."""
+        self._edits.redirect(reader, old, new)
+
     def _add(self, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
         node = self._edits.insert(self._after, target, args, kwargs)
         self.nodes.append(node)

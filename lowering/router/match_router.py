@@ -1,4 +1,4 @@
-"""The router before a matched layer: which of the scorings of ``moeblaze::route`` made its ids and weights.
+"""The router before a matched layer: which of the scorings of ``moeblaze::route`` made its ids and weights, or its weights alone.
 
 Read from the layer's two operands backwards, node by node; `expert_choice` reads what the choice goes by where that
 is not the scores themselves. Only scores that are taken in fp32 are recognised, so that the fused op changes no
@@ -30,13 +30,25 @@ _NEGLIGIBLE = 1e-12
 
 @dataclass(frozen=True)
 class RouterMatch:
-    """Arguments of ``moeblaze::route`` beside the number of choices. ``logits`` is ``[..., E]``."""
+    """Arguments of ``moeblaze::route`` beside the number of choices. ``logits`` is ``[..., E]``.
+
+    given: the ids that the scores are taken at, where no choice of this router made them: ``moeblaze::route_at``.
+    shared: the chosen ids, where others read them as well; they then come from the fused router, too.
+    """
 
     logits: fx.Node
     scoring: str
     renormalize: bool
     scale: float
     choice: Choice = Choice()
+    given: fx.Node | None = None
+    shared: fx.Node | None = None
+
+    @property
+    def last_source(self) -> fx.Node:
+        """The later one of what the fused router reads."""
+        bias = self.choice.bias
+        return self.logits if bias is None or bias < self.logits else bias
 
 
 class _Trail:
@@ -45,6 +57,12 @@ class _Trail:
     def __init__(self) -> None:
         self.nodes: set[fx.Node] = set()
         self.sources: set[fx.Node] = set()
+
+    @property
+    def ids(self) -> set[fx.Node]:
+        """Of the nodes, those that are the chosen ids in another shape or type."""
+        fakes = {node: fake_of(node) for node in self.nodes}
+        return {node for node, fake in fakes.items() if isinstance(fake, torch.Tensor) and not fake.is_floating_point()}
 
     def peel(self, node: fx.Node, accept: Callable[[fx.Node, fx.Node], bool]) -> fx.Node:
         """The first node behind ``node`` that is not a step that ``accept(step, its input)`` takes."""
@@ -57,7 +75,11 @@ class _Trail:
 
 
 def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
-    """The router that made the layer's ids and weights, if nobody else reads its choices."""
+    """The router that made the layer's ids and weights, or the weights of ids that something else made.
+
+    weights, ids = logits.softmax(-1).topk(2)     # ``route``; others may read the ids, but nothing else of what it replaces
+    weights = logits.softmax(-1).gather(1, ids)   # ``route_at``, whatever the ids are: recorded ones, or by a hash
+    """
     if match.weights is None or match.weights.rest or match.experts is None or match.experts.rest:
         return None
     if not breaks_ties_as_topk(fake_of(match.x.node).device):
@@ -65,7 +87,9 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     trail = _Trail()
     choice = trail.peel(match.experts.node, _same_order)
     topk = _topk_of(choice, 1)
-    if topk is None or not _takes_largest_of_last_axis(topk, match.K):
+    if topk is None:
+        return _match_given(view, trail, match, choice)
+    if not _takes_largest_of_last_axis(topk, match.K):
         return None
     if match.weights.gathered:
         found = _read_scattered(view, trail, match.weights, topk, choice)
@@ -77,12 +101,48 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
         return None
     if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
         return None
-    trail.nodes |= {topk, choice}
-    readers = {user for node in trail.nodes for user in node.users}
     # The fused router reads them at the end of the layer, and saves the logits for the backward.
     sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
-    unchanged = all(view.value_at(node, len(view.position)) is view.value(node) for node in sources)
-    return found if unchanged and readers <= trail.nodes | set(match.region.nodes) else None
+    if not _stay_unwritten(view, sources):
+        return None
+    own = trail.nodes | {topk, choice}
+    read_by_others = {node for node in own if not (own | set(match.region.nodes)).issuperset(node.users)}
+    if not read_by_others:
+        return found
+    shared = replace(found, shared=choice)
+    return shared if read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, shared) else None
+
+
+def _stay_unwritten(view: GraphView, nodes: set[fx.Node]) -> bool:
+    """Whether nothing in the whole graph writes to what these nodes gave, by whatever alias."""
+    return all(view.value_at(node, len(view.position)) is view.value(node) for node in nodes)
+
+
+def _can_stand_early(view: GraphView, trail: _Trail, router: RouterMatch) -> bool:
+    """Whether a fused router right behind what it reads has a gradient, and ids in the place of those that others read."""
+    place, ids = router.last_source, fake_of(router.shared)
+    if place.op not in ("call_function", "call_method") or view.is_without_gradient(place):
+        return False
+    return _stay_unwritten(view, trail.ids | {router.shared}) and ids.is_contiguous() and ids.dtype == torch.int64
+
+
+def _match_given(view: GraphView, trail: _Trail, match: MoEMatch, ids: fx.Node) -> RouterMatch | None:
+    """The weights of ids that are no choice of this router."""
+    shape = fake_of(ids).shape
+    if match.weights.gathered or not shape or shape[-1] != match.K or match.K > MAX_TOP_K:
+        return None
+    if fake_of(ids).dtype != torch.int64:  # gather takes no others
+        return None
+    found = _read_weights(view, trail, match.weights.node, None, ids)
+    if found is None or not _reaches_logits(view, trail):
+        return None
+    if not isinstance(fake_of(found.logits).shape[-1], int) or fake_of(found.logits).shape[:-1] != shape[:-1]:
+        return None
+    if not _stay_unwritten(view, {found.logits, ids, *trail.sources, *trail.ids}):
+        return None
+    scored = trail.nodes - trail.ids
+    readers = {user for node in scored for user in node.users}
+    return replace(found, given=ids) if readers <= scored | set(match.region.nodes) else None
 
 
 def breaks_ties_as_topk(device: torch.device) -> bool:
@@ -96,7 +156,8 @@ def _reaches_logits(view: GraphView, trail: _Trail) -> bool:
     return not any(map(view.is_without_gradient, steps))
 
 
-def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
+def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node | None, chosen: fx.Node) -> RouterMatch | None:
+    """The scoring that made the weights of ``chosen``: what ``topk`` chose, or ids that are given."""
     node = trail.peel(weights, _same_order_or_last_cast)
     if fake_of(node).shape != fake_of(chosen).shape:
         return None
@@ -112,19 +173,26 @@ def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Nod
     if scoring is not None:
         trail.nodes.add(node)
         values = trail.peel(node.args[0], _same_choices_or_cast_up)
-        if _topk_of(values, 0) is not topk or eps not in ((None, 0, SIGMOID_EPS) if scoring == "sigmoid" else (None,)):
+        if eps not in ((None, 0, SIGMOID_EPS) if scoring == "sigmoid" else (None,)):
+            return None
+        if topk is None:
+            logits = _gathered_by(trail, values, chosen)
+        else:
+            logits = topk.args[0] if _topk_of(values, 0) is topk else None
+        if logits is None:
             return None
         trail.nodes.add(values)
-        trail.sources.add(topk.args[0])
-        return RouterMatch(_before_cast_up(topk.args[0]), scoring, eps is not None, scale)
-    if _topk_of(node, 0) is topk:
+        trail.sources.add(logits)
+        return RouterMatch(_before_cast_up(logits), scoring, eps is not None, scale)
+    if topk is not None and _topk_of(node, 0) is topk:
         scores, choice = topk.args[0], Choice()
     elif (scores := _gathered_by(trail, node, chosen)) is not None:
-        choice = read_choice(view, topk, scores)
+        choice = Choice() if topk is None else read_choice(view, topk, scores)
     else:
         return None
-    if choice is not None and choice.bias is not None and eps and target_name(scores) == "softmax":
-        return None  # what is chosen by a bias may have no probability but what is added
+    unsure = topk is None or (choice is not None and choice.bias is not None)
+    if unsure and eps and target_name(scores) == "softmax":
+        return None  # what is not chosen by its score may have no probability but what is added
     found = _read_scores(scores, scale, eps) if choice is not None else None
     if found is None or (choice.num_groups > 1 and found.scoring != "sigmoid"):  # softmax scores groups in another way
         return None

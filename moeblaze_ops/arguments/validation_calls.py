@@ -26,7 +26,7 @@ from moeblaze_ops.arguments.validation_values import (
     refuse,
     refuse_type,
 )
-from moeblaze_ops.kernels.formulas.named import is_gated
+from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 
 KEEP = ("preactivation", "input", "auto")
 WEIGHT_ON = ("output", "input")
@@ -93,6 +93,27 @@ def check_lora(
         for i, lora in enumerate(adapters):
             called = name if len(adapters) == 1 else f"{name}[{i}]"
             _check_factors(called, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
+
+
+def check_activation_parameters(parameters: Any, activation: str, x: Tensor, E: int, keep: str) -> None:
+    """The parameters that the activation of ``moe`` reads."""
+    expected = num_parameters(activation)
+    if not isinstance(parameters, list | tuple):
+        refuse_type("moe", "activation_parameters", "be a list of tensors", kind_of(parameters))
+    if len(parameters) != expected:
+        refuse("moe", "activation_parameters", f"hold {expected} tensors, those that {activation!r} reads", len(parameters))
+    if parameters and keep == "input":
+        rule = "be 'preactivation' or 'auto' with activation_parameters (torch.utils.checkpoint keeps a layer's input alone)"
+        raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
+    for i, parameter in enumerate(parameters):
+        name = f"activation_parameters[{i}]"
+        check_tensor("moe", name, parameter)
+        if parameter.device != x.device:
+            refuse("moe", name, f"be on {x.device} like x", parameter.device)
+        if parameter.dtype not in FLOAT_DTYPES:
+            refuse_type("moe", name, "be a floating-point tensor", parameter.dtype)
+        if parameter.numel() != 1 and list(parameter.shape) != [E]:
+            refuse("moe", name, f"have one element or shape [{E}]", f"shape {list(parameter.shape)}")
 
 
 def _check_factors(name: str, lora: Any, x: Tensor, E: int, inputs: int, outputs: int) -> None:
@@ -202,6 +223,7 @@ def check_module(
     E: int,
     K: int,
     activation: str,
+    activation_parameters: Any,
     bias: bool,
     renormalize: bool,
     keep: str | None,
@@ -212,6 +234,13 @@ def check_module(
     _check_sizes("MoE", D, F, E)
     check_number("MoE", "K", K, 1, min(E, MAX_TOP_K), TOP_K_BOUNDS)
     check_activation_text("MoE", activation)
+    expected = num_parameters(activation)
+    if len(activation_parameters) != expected:
+        rule = f"hold {expected} numbers, those that {activation!r} reads"
+        refuse("MoE", "activation_parameters", rule, len(activation_parameters))
+    for i, value in enumerate(activation_parameters):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse_type("MoE", f"activation_parameters[{i}]", "be a number", kind_of(value))
     check_switch("MoE", "bias", bias)
     check_switch("MoE", "renormalize", renormalize)
     if keep is not None:

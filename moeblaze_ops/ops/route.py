@@ -1,23 +1,21 @@
 """``moeblaze::route`` and its backward: router logits to the ids and weights of each token's experts, in one kernel."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
-from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, SCORINGS, TOP_K_BOUNDS, check_route_call
-from moeblaze_ops.arguments.validation_values import not_scriptable
+from moeblaze_ops.arguments.validation import require, require_dtype
+from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, TOP_K_BOUNDS, check_route_call
+from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
+from moeblaze_ops.arguments.validation_values import ID_DTYPES, not_scriptable
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
 
 WATCHERS: list[Callable[[Tensor, dict[str, Any], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = []
 """Called with logits, what the weights depend on, and the result of every ``route``; what the last one returns is the result."""
-
-_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @not_scriptable
@@ -74,6 +72,11 @@ def route(
     return result
 
 
+def chosen_experts(logits_TE: Tensor, top_k: int) -> Tensor:
+    """The ids of each token's largest logits, ``[T, K]``, which no watcher hears of."""
+    return _route_op(logits_TE, None, top_k, "softmax", False, 1.0, 1, 1)[1]
+
+
 def check_route(
     op: str,
     logits_TE: Tensor,
@@ -85,8 +88,8 @@ def check_route(
     num_groups: int,
     top_groups: int,
 ) -> None:
-    _check_logits(op, logits_TE)
-    _check_scoring(op, scoring, scale)
+    check_logits(op, logits_TE)
+    check_scoring(op, scoring, scale)
     E = int(logits_TE.shape[1])
     largest = min(E, MAX_TOP_K)
     require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest}{TOP_K_BOUNDS}", top_k)
@@ -95,7 +98,7 @@ def check_route(
         require(shape == [E], op, "bias_E", f"have shape [{E}] (experts of logits_TE)", f"shape {shape}")
         allowed = (torch.float32, logits_TE.dtype)
         require_dtype(bias_E.dtype in allowed, op, "bias_E", f"be float32 or {logits_TE.dtype}", bias_E.dtype)
-        _check_device(op, "bias_E", bias_E, logits_TE)
+        check_like_logits(op, "bias_E", bias_E, logits_TE)
     require(num_groups >= 1 and E % num_groups == 0, op, "num_groups", f"divide the {E} experts", num_groups)
     require(1 <= top_groups <= num_groups, op, "top_groups", f"be between 1 and num_groups={num_groups}", top_groups)
     group_size = E // num_groups
@@ -116,8 +119,8 @@ def check_route_backward(
     renormalize: bool,
     scale: float,
 ) -> None:
-    _check_logits(op, logits_TE)
-    _check_scoring(op, scoring, scale)
+    check_logits(op, logits_TE)
+    check_scoring(op, scoring, scale)
     require(
         experts_TK.dim() == 2 and experts_TK.shape[0] == logits_TE.shape[0],
         op,
@@ -125,9 +128,9 @@ def check_route_backward(
         f"have shape [{logits_TE.shape[0]}, K]",
         f"shape {list(experts_TK.shape)}",
     )
-    require_dtype(experts_TK.dtype == torch.int32, op, "experts_TK", "be int32 (from route)", experts_TK.dtype)
-    _check_device(op, "experts_TK", experts_TK, logits_TE)
-    wide = _wide_dtype(logits_TE)
+    require_dtype(experts_TK.dtype in ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
+    check_like_logits(op, "experts_TK", experts_TK, logits_TE)
+    wide = wide_dtype(logits_TE)
     for name, tensor in {"dweights_TK": dweights_TK, "weights_TK": weights_TK}.items():
         expected = list(experts_TK.shape)
         require(
@@ -138,50 +141,27 @@ def check_route_backward(
             f"shape {list(tensor.shape)}",
         )
         require_dtype(tensor.dtype == wide, op, name, f"be {wide}", tensor.dtype)
-        _check_device(op, name, tensor, logits_TE)
-
-
-def _check_logits(op: str, logits_TE: Tensor) -> None:
-    shape = list(logits_TE.shape)
-    require(logits_TE.dim() == 2, op, "logits_TE", "have 2 dimensions [T, E]", f"shape {shape}")
-    require(1 <= logits_TE.shape[1] <= MAX_EXPERTS, op, "logits_TE", f"have 1 to {MAX_EXPERTS} experts", f"shape {shape}")
-    allowed = logits_TE.dtype in _FLOAT_DTYPES and not (logits_TE.dtype == torch.float64 and logits_TE.is_cuda)
-    rule = "be bfloat16, float16, float32 or (on CPU) float64"
-    require_dtype(allowed, op, "logits_TE", rule, f"{logits_TE.dtype} on {logits_TE.device}")
-
-
-def _check_scoring(op: str, scoring: str, scale: float) -> None:
-    require(scoring in SCORINGS, op, "scoring", f"be one of {', '.join(SCORINGS)}", repr(scoring))
-    require(0 < scale < math.inf, op, "scale", "be positive and finite", scale)
-
-
-def _check_device(op: str, name: str, tensor: Tensor, logits_TE: Tensor) -> None:
-    require(tensor.device == logits_TE.device, op, name, f"be on {logits_TE.device} like logits_TE", tensor.device)
-
-
-def _wide_dtype(logits_TE: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic and of the weights."""
-    return torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
+        check_like_logits(op, name, tensor, logits_TE)
 
 
 def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
     shape = (logits_TE.shape[0], top_k)
-    return logits_TE.new_empty(shape, dtype=_wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
+    return logits_TE.new_empty(shape, dtype=wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
 
 
 def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
-    logits_TE = logits_TE.to(_wide_dtype(logits_TE))
+    logits_TE = logits_TE.to(wide_dtype(logits_TE))
     choice_TE = _choice_scores(logits_TE, bias_E, scoring, top_groups < num_groups)
     if top_groups < num_groups:
         choice_TE, order_TE = _order_groups_first(choice_TE, scoring, num_groups, top_groups)
         experts_TK = order_TE.gather(1, _descending(choice_TE)[:, :top_k])
     else:
         experts_TK = _descending(choice_TE)[:, :top_k]
-    weights_TK = _weights_of(logits_TE, experts_TK, scoring, renormalize, scale)
+    weights_TK = weights_of(logits_TE, experts_TK, scoring, renormalize, scale)
     return weights_TK.contiguous(), experts_TK.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def _weights_of(logits_TE: Tensor, experts_TK: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
+def weights_of(logits_TE: Tensor, experts_TK: Tensor, scoring: str, renormalize: bool, scale: float) -> Tensor:
     """The weights of the chosen experts, from logits in the dtype of the arithmetic."""
     chosen_TK = logits_TE.gather(1, experts_TK)
     if scoring == "sigmoid":
@@ -202,7 +182,7 @@ def _route_forward_mode(logits_TE, bias_E, top_k, scoring, renormalize, scale, *
     weights_TK, experts_TK = _route_op(primal_TE, primal_E, top_k, scoring, renormalize, scale, *groups)
     if dlogits_TE is None:
         return weights_TK, experts_TK
-    carried_TK = _weights_of(logits_TE.to(_wide_dtype(logits_TE)), experts_TK.long(), scoring, renormalize, scale)
+    carried_TK = weights_of(logits_TE.to(wide_dtype(logits_TE)), experts_TK.long(), scoring, renormalize, scale)
     (_, (dweights_TK,)) = parted([carried_TK])
     return carrying(weights_TK, dweights_TK), experts_TK
 
@@ -254,7 +234,7 @@ def _route_backward_fake(dweights_TK, logits_TE, weights_TK, experts_TK, scoring
 
 def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
     experts_TK = experts_TK.long()
-    wide_TE = logits_TE.to(_wide_dtype(logits_TE))
+    wide_TE = logits_TE.to(wide_dtype(logits_TE))
     zeros_TE = torch.zeros_like(wide_TE, memory_format=torch.contiguous_format)
     centred_TK = scale * dweights_TK
     if scoring != "sigmoid" or renormalize:
@@ -265,11 +245,11 @@ def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring,
         slope_TK = scores_TK * (1 - scores_TK)
         if renormalize:
             slope_TK = slope_TK / (scores_TK.sum(1, keepdim=True) + SIGMOID_EPS)
-        dlogits_TE = zeros_TE.scatter(1, experts_TK, slope_TK * centred_TK)
+        dlogits_TE = zeros_TE.scatter_add(1, experts_TK, slope_TK * centred_TK)
     elif scoring == "softmax_topk" or renormalize:
-        dlogits_TE = zeros_TE.scatter(1, experts_TK, weights_TK / scale * centred_TK)
+        dlogits_TE = zeros_TE.scatter_add(1, experts_TK, weights_TK / scale * centred_TK)
     else:
-        dlogits_TE = wide_TE.softmax(1) * (zeros_TE.scatter(1, experts_TK, scale * dweights_TK) - centre_T1)
+        dlogits_TE = wide_TE.softmax(1) * (zeros_TE.scatter_add(1, experts_TK, scale * dweights_TK) - centre_T1)
     return dlogits_TE.to(logits_TE.dtype).contiguous()
 
 
@@ -282,7 +262,7 @@ route_backward = register_op(
     kernel="routing.route:launch_route_backward",
     check=check_route_backward,
 )
-"""Gradient of ``route`` for the logits, in their dtype and contiguous.
+"""Gradient of ``route`` and ``route_at`` for the logits, in their dtype and contiguous.
 
 ``dlogits[j] = slope[j] * (scale * dweights[j] - sum_k dweights[k] * weights[k])`` with dweights 0 where j was not chosen;
 ``kernels/routing/route.py`` has the slope of each scoring. Computes in fp32 (fp64 for fp64), without atomics.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moeblaze_ops.ops.route import SIGMOID_EPS
+from moeblaze_ops.ops.route_at import route_at as _weights_at
 
 _TOPK = (torch.topk, Tensor.topk)
 
@@ -69,11 +69,6 @@ def _chosen_from(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor 
 
 def route_at(logits: Tensor, ids: Tensor, *, scoring: str, renormalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     """What ``route`` returns where it chooses ``ids``, in int64; what only guides the choice has no say."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if scoring == "softmax_topk":
-        weights = logits.gather(-1, ids).softmax(-1)
-    else:
-        weights = (logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)).gather(-1, ids)
-        if renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + (SIGMOID_EPS if scoring == "sigmoid" else 0))
-    return weights * scale, ids.to(torch.int32)
+    shape = ids.shape
+    weights_TK = _weights_at(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, shape[-1]), scoring, renormalize, scale)
+    return weights_TK.view(shape), ids.to(torch.int32)

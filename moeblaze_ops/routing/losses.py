@@ -5,7 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, check_float_dtype, check_number, check_tensor, refuse, refuse_type
+from moeblaze_ops.ops.route import chosen_experts
+from moeblaze_ops.ops.router_sums import expert_counts, router_sums
 
 
 def load_balancing_loss(
@@ -39,16 +42,13 @@ def load_balancing_loss(
     check_number("load_balancing_loss", "top_k", top_k, 1, E, ", the experts")
     chosen = _chosen(layers, top_k, ids)
     kept_T = _kept("load_balancing_loss", layers, mask)
-    wide = torch.promote_types(layers[0].dtype, torch.float32)
-    counts_E, sums_E, num_tokens = (layers[0].new_zeros(shape, dtype=wide) for shape in ((E,), (E,), ()))
+    counts_E, sums_E, num_tokens = 0, 0, 0
     for logits_TE, ids_TK in zip(layers, chosen, strict=True):
-        wide_TE = logits_TE.to(wide)
-        share_T = wide_TE.new_ones(wide_TE.shape[0]) if kept_T is None else kept_T.to(wide_TE.dtype)
-        weights_TK = share_T.unsqueeze(1) * (ids_TK >= 0)
-        counts_E = counts_E.index_add(0, ids_TK.clamp(min=0).reshape(-1), weights_TK.reshape(-1))
-        sums_E = sums_E + share_T @ wide_TE.softmax(-1)
-        num_tokens = num_tokens + share_T.sum()
-    return E * (counts_E @ sums_E) / num_tokens**2
+        counted_TK = ids_TK if kept_T is None else torch.where(kept_T.unsqueeze(1), ids_TK, -1)
+        counts_E = counts_E + expert_counts(counted_TK, E)
+        sums_E = sums_E + router_sums(logits_TE, kept_T)[0]
+        num_tokens = num_tokens + _num_tokens(logits_TE, kept_T)
+    return E * (counts_E.to(sums_E.dtype) @ sums_E) / num_tokens**2
 
 
 def router_z_loss(logits: Tensor | Sequence[Tensor], *, mask: Tensor | None = None) -> Tensor:
@@ -59,13 +59,14 @@ def router_z_loss(logits: Tensor | Sequence[Tensor], *, mask: Tensor | None = No
     """
     layers = list(_layers("router_z_loss", logits))
     kept_T = _kept("router_z_loss", layers, mask)
-    wide = torch.promote_types(layers[0].dtype, torch.float32)
-    total, num_tokens = (layers[0].new_zeros((), dtype=wide) for _ in range(2))
+    total, num_tokens = 0, 0
     for logits_TE in layers:
-        squares_T = logits_TE.to(wide).logsumexp(-1).square()
-        share_T = torch.ones_like(squares_T) if kept_T is None else kept_T.to(squares_T.dtype)
-        total, num_tokens = total + share_T @ squares_T, num_tokens + share_T.sum()
+        total, num_tokens = total + router_sums(logits_TE, kept_T)[1], num_tokens + _num_tokens(logits_TE, kept_T)
     return total / num_tokens
+
+
+def _num_tokens(logits_TE: Tensor, kept_T: Tensor | None) -> Tensor | int:
+    return logits_TE.shape[0] if kept_T is None else kept_T.sum()
 
 
 def _layers(op: str, logits: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
@@ -83,7 +84,7 @@ def _layers(op: str, logits: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _chosen(layers: list[Tensor], top_k: int, ids: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     if ids is None:
-        return [logits_TE.detach().topk(top_k, dim=-1).indices for logits_TE in layers]
+        return [_largest(logits_TE.detach(), top_k) for logits_TE in layers]
     given = [ids] if isinstance(ids, Tensor) else list(ids)
     if len(given) != len(layers):
         refuse("load_balancing_loss", "ids", f"be those of {len(layers)} layers", len(given))
@@ -94,6 +95,12 @@ def _chosen(layers: list[Tensor], top_k: int, ids: Tensor | Sequence[Tensor] | N
         if layer.dim() < 1 or layer.shape[-1] != top_k or layer.numel() != layers[0].shape[0] * top_k:
             refuse("load_balancing_loss", "ids", f"have shape [..., {top_k}], a row for each token", list(layer.shape))
     return [layer.reshape(-1, top_k) for layer in given]
+
+
+def _largest(logits_TE: Tensor, top_k: int) -> Tensor:
+    """The ids of the largest logits; on a GPU from the kernel of ``route``, which there agrees with ``topk`` on equal ones."""
+    fused = logits_TE.is_cuda and top_k <= MAX_TOP_K
+    return chosen_experts(logits_TE, top_k) if fused else logits_TE.topk(top_k, dim=-1).indices
 
 
 def _kept(op: str, layers: list[Tensor], mask: Tensor | None) -> Tensor | None:

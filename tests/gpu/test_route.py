@@ -154,3 +154,34 @@ def test_generated_code_launches_the_kernels():
     code = "\n".join(line.split("#", 1)[0] for line in "\n".join(codes).splitlines())
     assert "torch.ops.moeblaze." not in code
     assert "_route_kernel" in code and "_route_backward_kernel" in code
+
+
+@pytest.mark.parametrize("E", [7, 128, 4096])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_sums_for_losses_match_the_cpu(E, masked):
+    torch.manual_seed(0)
+    logits, ids = torch.randn(5000, E).bfloat16(), torch.randint(-1, E, (5000, 4))
+    kept = torch.rand(5000) > 0.3 if masked else None
+    dsums, dsquares = torch.randn(E), torch.randn(())
+    on_gpu = [t if t is None else t.cuda() for t in (dsums, dsquares, logits, kept)]
+    sums = torch.ops.moeblaze.router_sums(*on_gpu[2:])
+    # Sums of 5000 numbers in another order.
+    torch.testing.assert_close([s.cpu() for s in sums], list(torch.ops.moeblaze.router_sums(logits, kept)), rtol=1e-4, atol=1e-4)
+    gradient = torch.ops.moeblaze.router_sums_backward(*on_gpu)
+    expected = torch.ops.moeblaze.router_sums_backward(dsums, dsquares, logits, kept)
+    torch.testing.assert_close(gradient.cpu(), expected, rtol=2e-2, atol=1e-4)
+    assert torch.equal(torch.ops.moeblaze.expert_counts(ids.cuda(), E).cpu(), torch.ops.moeblaze.expert_counts(ids, E))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_given_experts_match_the_cpu(scoring, renormalize):
+    torch.manual_seed(0)
+    logits, ids = torch.randn(3000, 128), torch.randint(128, (3000, 8))
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = logits.to(device).requires_grad_()
+        weights = torch.ops.moeblaze.route_at(leaf, ids.to(device), scoring, renormalize, 2.5)
+        weights.backward(torch.linspace(-1, 1, 24000, device=device).view(3000, 8))
+        results.append((weights.detach().cpu(), leaf.grad.cpu()))
+    torch.testing.assert_close(*results)

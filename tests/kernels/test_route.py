@@ -18,7 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moeblaze_ops.kernels.configs import choose_route, choose_route_backward
-from moeblaze_ops.kernels.routing.route import launch_route, launch_route_backward
+from moeblaze_ops.kernels.routing.dispatch import launch_expert_counts
+from moeblaze_ops.kernels.routing.route import launch_route, launch_route_at, launch_route_backward
+from moeblaze_ops.kernels.routing.router_sums import launch_router_sums, launch_router_sums_backward
 from moeblaze_ops.ops.route import route
 from tests.corpus.router_cases import Router
 from tests.tools.fakecuda import fake_device, launches, shadow_backend
@@ -35,14 +37,19 @@ MODELS = {
     "largest": (torch.float32, Router(4096, 32, "sigmoid", True, 2.5, num_groups=8, top_groups=4, biased=True)),
     "largest_softmax": (torch.float32, Router(4096, 32)),
 }
-WRITES = {"_route_kernel": {"weights_ptr", "experts_ptr"}, "_route_backward_kernel": {"dlogits_ptr"}}
+WRITES = {
+    "_route_kernel": {"weights_ptr", "experts_ptr"},
+    "_route_backward_kernel": {"dlogits_ptr"},
+    "_route_at_kernel": {"weights_ptr"},
+}
 
 
 def train(router, logits_TE, bias_E):
-    """Calls both launchers once."""
+    """Calls each launcher once."""
     weights_TK, experts_TK = launch_route(*router.arguments(logits_TE, bias_E))
     backward = (weights_TK, logits_TE, weights_TK, experts_TK, router.scoring, router.renormalize, router.scale)
-    return weights_TK, experts_TK, launch_route_backward(*backward)
+    at_TK = launch_route_at(logits_TE, experts_TK, router.scoring, router.renormalize, router.scale)
+    return weights_TK, experts_TK, launch_route_backward(*backward), at_TK
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
@@ -52,6 +59,22 @@ def test_kernels_compile_without_spills(model, capability):
     with recorded_launches(capability) as recorded:
         logits_TE = torch.empty(32768, router.num_experts, dtype=dtype, device="cuda")
         train(router, logits_TE, torch.empty(router.num_experts, device="cuda") if router.biased else None)
+    for launch in recorded:
+        resources = compile_launch(launch, capability)
+        assert resources.spill_bytes == 0, launch.name
+        assert resources.shared_bytes <= 48 << 10, launch.name
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
+@pytest.mark.parametrize("E", [7, 128, 4096])
+def test_sums_compile_without_spills(E, capability):
+    with recorded_launches(capability) as recorded:
+        logits_TE = torch.empty(32768, E, dtype=torch.bfloat16, device="cuda")
+        kept_T = torch.empty(32768, dtype=torch.bool, device="cuda")
+        sums_E, squares = launch_router_sums(logits_TE, kept_T)
+        launch_router_sums_backward(sums_E, squares, logits_TE, None)
+        launch_expert_counts(torch.empty(32768, 8, dtype=torch.int64, device="cuda"), E)
+    assert len(recorded) == 4
     for launch in recorded:
         resources = compile_launch(launch, capability)
         assert resources.spill_bytes == 0, launch.name

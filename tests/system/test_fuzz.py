@@ -5,7 +5,7 @@ import pytest
 from tests.corpus.fuzz import adapters
 from tests.corpus.fuzz.run import case_of, outcome_of
 
-SEEDS, CHUNK = 120, 20
+SEEDS, CHUNK = 60, 20
 
 
 @pytest.mark.filterwarnings("ignore")

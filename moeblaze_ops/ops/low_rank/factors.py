@@ -63,13 +63,14 @@ def up_with_factors(
     routing: tuple[Tensor, ...],
     activation: str,
     factors: Factors | None,
+    params_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``expert_up`` of weights with a low-rank addition, or of plain ones."""
     if factors is None:
-        return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation)
+        return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, params_EP=params_EP)
     a_ERD, b_EGFR = factors
     u_N1R, _ = expert_up(x_TD.detach(), [a_ERD.detach().unsqueeze(1)], [], None, *routing, IDENTITY)
-    return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, u_N1R.squeeze(1), a_ERD, b_EGFR)
+    return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, u_N1R.squeeze(1), a_ERD, b_EGFR, params_EP)
 
 
 def down_with_factors(
@@ -81,11 +82,12 @@ def down_with_factors(
     routing: tuple[Tensor, ...],
     activation: str,
     factors: Factors | None,
+    params_EP: Tensor | None = None,
 ) -> Tensor:
     """``expert_down`` of a weight with a low-rank addition, or of a plain one."""
     if factors is None:
-        return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation)
+        return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, params_EP=params_EP)
     a_ERF, b_ERD = factors
     _, offsets_E1, _, blocks_B2 = routing
     v_NR = expert_rows(a_NF.detach().unsqueeze(1), a_ERF.detach().transpose(1, 2).unsqueeze(1), offsets_E1, blocks_B2)
-    return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, v_NR, a_ERF, b_ERD)
+    return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, v_NR, a_ERF, b_ERD, params_EP)

@@ -1,0 +1,33 @@
+"""Argument checks that the ops on a router's logits share, and the dtype that they compute in."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
+from moeblaze_ops.arguments.validation_calls import SCORINGS
+from moeblaze_ops.arguments.validation_values import FLOAT_DTYPES
+
+
+def check_logits(op: str, logits_TE: Tensor) -> None:
+    shape = list(logits_TE.shape)
+    require(logits_TE.dim() == 2, op, "logits_TE", "have 2 dimensions [T, E]", f"shape {shape}")
+    require(1 <= logits_TE.shape[1] <= MAX_EXPERTS, op, "logits_TE", f"have 1 to {MAX_EXPERTS} experts", f"shape {shape}")
+    allowed = logits_TE.dtype in FLOAT_DTYPES and not (logits_TE.dtype == torch.float64 and logits_TE.is_cuda)
+    rule = "be bfloat16, float16, float32 or (on CPU) float64"
+    require_dtype(allowed, op, "logits_TE", rule, f"{logits_TE.dtype} on {logits_TE.device}")
+
+
+def check_like_logits(op: str, name: str, tensor: Tensor, logits_TE: Tensor) -> None:
+    require(tensor.device == logits_TE.device, op, name, f"be on {logits_TE.device} like logits_TE", tensor.device)
+
+
+def check_scoring(op: str, scoring: str, scale: float) -> None:
+    require(scoring in SCORINGS, op, "scoring", f"be one of {', '.join(SCORINGS)}", repr(scoring))
+    require(0 < scale < math.inf, op, "scale", "be positive and finite", scale)
+
+
+def wide_dtype(logits_TE: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic and of the weights."""
+    return torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
