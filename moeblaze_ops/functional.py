@@ -1,6 +1,7 @@
 """``moe``: a whole expert layer as one function over the ops."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,13 +107,14 @@ def moe(
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
         NotImplementedError: low-rank additions or an activation's parameters with ``keep="input"``.
     """
-    made = {"w_up": w_up, "w_down": w_down, "w_gate": w_gate}
+    made: dict[str, Any] = {"w_up": w_up, "w_down": w_down, "w_gate": w_gate}
     if any(callable(weight) for weight in made.values()):
-        options = {"activation": activation, "interleaved": interleaved, "transposed": transposed, "weight_on": weight_on}
-        options |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "keep": keep}
+        options: dict[str, Any] = {"activation": activation, "interleaved": interleaved, "transposed": transposed}
+        options |= {"weight_on": weight_on, "b_up": b_up, "b_down": b_down, "b_gate": b_gate, "keep": keep}
         options |= {"lora_up": lora_up, "lora_down": lora_down, "lora_gate": lora_gate}
         options |= {"activation_parameters": activation_parameters}
         return with_made_weights(lambda **given: moe(x, weights, experts, **given, **options), "moe", made, x)
+    w_up, w_down, w_gate = cast(Tensor, w_up), cast(Tensor, w_down), cast("Tensor | None", w_gate)
     keep = config.keep if keep is None else keep
     formula: str = resolved_activation("moe", activation, len(activation_parameters))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
@@ -151,7 +153,7 @@ def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:
     if lora is None:
         return []
     several = isinstance(lora, tuple | list) and all(isinstance(own, tuple | list) for own in lora)
-    return lora if several else [lora]
+    return cast(Sequence[LoRA], lora if several else [lora])
 
 
 def _up_factors(

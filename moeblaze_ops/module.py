@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,21 +96,22 @@ class MoE(nn.Module):
         for own, parameter in self.named_parameters():
             if not own.startswith("adapters."):
                 parameter.requires_grad_(False)
-        self.adapters[name] = LoRAFactors(self.w_up, self.w_down, rank, scale)
+        adapter = LoRAFactors(self.w_up, self.w_down, rank, scale)
+        self.adapters[name] = adapter
         self.active_adapters.append(name)
-        return self.adapters[name]
+        return adapter
 
     def merge_adapters(self) -> None:
         """Add what is active to the weights, and forget all adapters. The parameters stay frozen."""
-        for name in self.active_adapters:
-            self.adapters[name].add_to(self.w_up, self.w_down)
+        for adapter in self._active():
+            adapter.add_to(self.w_up, self.w_down)
         self.adapters.clear()
         self.active_adapters.clear()
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape [..., D] to [..., D]."""
         check_module_input(x, self.w_up)
-        active = [self.adapters[name] for name in self.active_adapters]
+        active = self._active()
         weights, experts = route(self.router(x), self.K, renormalize=self.renormalize)
         return moe(
             x,
@@ -126,6 +127,9 @@ class MoE(nn.Module):
             lora_up=[adapter.up for adapter in active],
             lora_down=[adapter.down for adapter in active],
         )
+
+    def _active(self) -> list[LoRAFactors]:
+        return [cast(LoRAFactors, self.adapters[name]) for name in self.active_adapters]
 
     def extra_repr(self) -> str:
         E, _, D = self.w_up.shape

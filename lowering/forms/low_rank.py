@@ -99,6 +99,11 @@ def _is_scale(value: Value) -> bool:
     return value.op == "full" or (sum(size != 1 for size in value.shape) < 2 and _is_given(value))
 
 
+def _is_number(value: Value) -> bool:
+    """One number: of a product's features each may have its own otherwise, which is no scale of the weight."""
+    return _is_scale(value) and all(size == 1 for size in value.shape)
+
+
 def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:
     """``x W + s (x A) B`` as the product of x and ``W + s A B``; a bias that was added to the first stays outside."""
     numbers, second = _without_numbers(addition)
@@ -203,8 +208,8 @@ def _without_numbers(value: Value) -> tuple[list[Value], Value]:
     while True:
         value = _without_casts(value)
         factors = value.args[1] if value.op == "pointwise" and value.args[0] == "mul" else ()
-        rest = [x for x in factors if not _is_scale(x)]
+        rest = [x for x in factors if not _is_number(x)]
         if len(rest) != 1 or len(rest) == len(factors):
             return numbers, value
-        numbers += [x for x in factors if _is_scale(x)]
+        numbers += [x for x in factors if _is_number(x)]
         (value,) = rest

@@ -37,7 +37,11 @@ def _steps(weight: fx.Node) -> list[fx.Node]:
     pending = [weight]
     while pending:
         step = pending.pop()
-        if step.op in ("placeholder", "get_attr") or step in steps:
+        if step in steps:
+            continue
+        if step.op in ("placeholder", "get_attr"):
+            if any(map(_writes, step.users)):
+                return []  # backward would read what forward has written
             continue
         if not _is_cheap(step) or len(steps) == _MOST_NODES:
             return []
@@ -50,10 +54,14 @@ def _is_view(step: fx.Node) -> bool:
     return isinstance(step.target, torch._ops.OpOverload) and step.target.is_view
 
 
+def _writes(step: fx.Node) -> bool:
+    return isinstance(step.target, torch._ops.OpOverload) and step.target._schema.is_mutable
+
+
 def _is_cheap(step: fx.Node) -> bool:
     if step.target is operator.getitem:
         return True
-    if not isinstance(step.target, torch._ops.OpOverload) or step.target._schema.is_mutable:
+    if not isinstance(step.target, torch._ops.OpOverload) or _writes(step):
         return False
     namespace, name = step.target.namespace, step.target._schema.name.split("::")[1]
     random = torch.Tag.nondeterministic_seeded in step.target.tags

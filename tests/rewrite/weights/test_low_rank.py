@@ -289,6 +289,24 @@ def test_products_of_something_else_are_left_alone(change):
     assert not backend.rewritten
 
 
+@pytest.mark.parametrize("size", ["outputs", "one"])
+def test_products_with_numbers_that_are_passed_in(size, monkeypatch):
+    """One number is a scale of the factors; one for each feature of the output is not, of however many inputs."""
+    monkeypatch.setitem(globals(), "H", D)
+
+    class Scaled(Split):
+        def __init__(self):
+            super().__init__()
+            self.scales = parameter(2 * H if size == "outputs" else 1)
+
+        def project(self, x, w, a, b):
+            return F.linear(x, w) + self.scales[: len(w)] * F.linear(F.linear(x, a), b)
+
+    backend = check_against_eager(Scaled(), torch.randn(T, D))
+    if size == "outputs":
+        assert not any("rank" in c.became for c in backend.rewritten)
+
+
 class Dense(Stacked):
     """All experts on all tokens, by products with a batch of weights; ``base`` is what of the weights is taken."""
 
