@@ -32,7 +32,7 @@ DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
 # The longest part first.
-PARTS := test-slow test-rewrite test-capture test-offline test-interpreter test-ops test-hf test-export test-fast
+PARTS := test-rewrite test-slow test-capture test-offline test-interpreter test-ops test-hf test-export test-fast
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
@@ -57,15 +57,14 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) 2 $(PARTS)
 
-test-fast test-rewrite test-capture test-slow test-export test-ops test-offline:
-	$(RUN) -m pytest -m "$(@:test-%=%) and not gpu" --ignore=tests/hf --ignore=tests/interpreter $(ARGS)
+$(filter-out test-hf,$(PARTS)):
+	$(RUN) -m pytest --tier $(@:test-%=%) -m "not gpu" $(ARGS)
 
 test-hf:
-	@if $(RUN) -c "import transformers" 2>/dev/null; then $(RUN) -m pytest -m "hf and not gpu" tests/hf $(ARGS); \
+	@if $(RUN) -c "import transformers" 2>/dev/null; then $(RUN) -m pytest --tier hf -m "not gpu" $(ARGS); \
 	else echo "SKIPPED all of tests/hf: transformers is not installed (pip install '.[hf]')"; fi
 
-test-interpreter:
-	TRITON_INTERPRET=1 $(RUN) -m pytest tests/interpreter $(ARGS)
+test-interpreter: export TRITON_INTERPRET = 1
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)

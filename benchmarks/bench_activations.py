@@ -16,7 +16,7 @@ import torch
 from bench_layer import SHAPES, Shape, interleaved_medians, load_device
 from environment import command, describe
 from moeblaze_ops import moe
-from moeblaze_ops.kernels.formulas.named import NAMED, is_gated
+from moeblaze_ops.kernels.formulas.named import NAMED, is_gated, num_parameters
 
 FORMULAS = {
     "situ_glu": "tanh(g * 0.16667) * sigmoid(g) * tanh(u * 0.083333) * 72.0",
@@ -35,7 +35,12 @@ FORMULAS = {
     "hard_swish": "hardswish(h)",
     "quick_gelu": "h * sigmoid(1.702 * h)",
     "leaky_relu": "leaky_relu(h)",
+    "swiglu_learned": "g * sigmoid(p0 * g) * u",
+    "xielu_learned": "where(h > 0.0, h * h * p0 + h * 0.5, (expm1(clamp(h, None, -1e-06)) - h) * p1 + h * 0.5)",
+    "prelu": "prelu(h, p0)",
+    "snake": "h + square(sin(h))",
 }
+"""Those with p0 and p1 have learned parameters, whose gradient is part of the step."""
 ACTIVATIONS = {**{name: name for name in NAMED}, **FORMULAS}
 
 
@@ -53,11 +58,13 @@ def make_steps(shape: Shape, names: list[str]) -> dict:
 
     def make(activation: str):
         w_up = up if is_gated(activation) else half
+        learned = [torch.tensor(0.8, device="cuda", requires_grad=True) for _ in range(num_parameters(activation))]
+        options = {"activation": activation, "activation_parameters": learned} if learned else {"activation": activation}
 
         def forward():
-            return moe(x, weights, experts, w_up, down, activation=activation)
+            return moe(x, weights, experts, w_up, down, **options)
 
-        return forward, lambda: torch.autograd.grad(forward(), (x, weights, w_up, down), dout)
+        return forward, lambda: torch.autograd.grad(forward(), (x, weights, w_up, down, *learned), dout)
 
     return {name: make(ACTIVATIONS[name]) for name in names}
 

@@ -10,11 +10,10 @@ loops that look for the tokens of each expert, so that only pieces are compiled:
 import argparse
 import contextlib
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from unittest import mock
 
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile as switch
-from environment import command, describe
+from environment import save
 
 
 class Experts(nn.Module):
@@ -190,10 +189,7 @@ def main() -> None:
         rounds = [[measure(style, contender, arguments) for contender in arguments.contenders] for _ in range(arguments.repeats)]
         rows += [min(compiles, key=lambda compile: compile.seconds) for compiles in zip(*rounds, strict=True)]
         print_table(rows[-len(arguments.contenders) :])
-        if arguments.json:
-            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-            with open(arguments.json, "w") as file:
-                json.dump(report, file, indent=1)
+        save(arguments, rows)
 
 
 if __name__ == "__main__":

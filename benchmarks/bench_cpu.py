@@ -12,19 +12,18 @@ norm, beside the plain step. Fails if a layer was not rewritten, or if its error
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # noqa: F401  registers the backend where the package is not installed
-from environment import command, describe
+from environment import save
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2}
@@ -243,10 +242,7 @@ def main() -> None:
         for shape in arguments.shapes:
             rows.append(measure(spelling, SHAPES[shape], arguments))
             print_row(rows[-1])
-            if arguments.json:
-                report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-                with open(arguments.json, "w") as file:
-                    json.dump(report, file, indent=1)
+            save(arguments, rows)
         ratios = [row.ratio for row in rows if row.spelling == spelling]
         print(f"{spelling}: ratio {statistics.geometric_mean(ratios):.2f} on average, {min(ratios):.2f} at least")
 

@@ -12,11 +12,10 @@ of eager's tensor, the largest over all parameters; rounding that changes a toke
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile
 from bench_layer import interleaved_medians, load_device, memory
-from environment import command, describe
+from environment import save
 
 REAL = {
     "qwen3_moe": {
@@ -207,10 +206,7 @@ def main() -> None:
     for name in arguments.models:
         rows += bench_model(name, arguments)
         print_table([row for row in rows if row.model == name])
-        if arguments.json:
-            report = {**describe(), "transformers": transformers.__version__, "command": command(arguments)}
-            with open(arguments.json, "w") as file:
-                json.dump({**report, "measurements": [asdict(row) for row in rows]}, file, indent=1)
+        save(arguments, rows, transformers=transformers.__version__)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ in turns, after a second of load; times are medians of CUDA event times.
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench_layer import SHAPES, Shape, interleaved_medians, load_device
-from environment import command, describe
+from environment import save
 from moeblaze_ops.kernels.configs import ROW_BLOCK
 from moeblaze_ops.kernels.hopper.configs import num_partials
 from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward
@@ -231,16 +229,14 @@ def main() -> None:
     parser.add_argument("--kernels", default="up,down,dA,dX,dW1,dW2")
     parser.add_argument("--variants", default="d_inner", help=f"any of {','.join(VARIANTS)}")
     parser.add_argument("--skew", type=float, default=0.0, help="1 gives the busiest of 128 experts 10 to 13 times the mean")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     arguments = parser.parse_args()
     kernels = arguments.kernels.split(",")
     rows = []
     for shape in arguments.shapes.split(","):
         for variant in arguments.variants.split(","):
             rows += bench_shape(shape, variant, kernels, arguments.skew)
-    if arguments.json:
-        report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(report, indent=1))
+    save(arguments, rows)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ peak: highest allocation over forward and backward beyond what was allocated bef
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
-from environment import command, describe
+from environment import save
 from moeblaze_ops import config
 
 MIB = 2**20
@@ -318,10 +317,7 @@ def main() -> None:
         rows += bench_shape(shape, arguments.contenders, arguments.rounds, arguments.round_ms, arguments.skew)
         print_table([row for row in rows if row.shape == shape])
         torch.cuda.empty_cache()
-        if arguments.json:
-            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-            with open(arguments.json, "w") as file:
-                json.dump(report, file, indent=1)
+        save(arguments, rows)
 
 
 if __name__ == "__main__":

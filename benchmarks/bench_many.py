@@ -5,7 +5,8 @@
 Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in one run and on the same tokens:
 
     ours      ``shard_experts`` and ``torch.compile``: tokens move, h exactly as long as the rows that arrived
-    bound     the same with room for all rows and a promised number of tokens: no host sync, and no question between hosts
+    nccl      the same through collectives, where ``ours`` moves tokens by copy engines
+    bound     the same as ours with room for all rows and a promised number of tokens: no host sync, and no question between hosts
     weights   the same layer with weights that move
     titan     torchtitan's flow, written plainly and compiled: argsort, 2 all-to-all, 3 ``grouped_mm``, scatter_add
     local     no communication: E / EP experts with the same number of routed rows
@@ -135,6 +136,7 @@ class Bench:
         torch._dynamo.reset()
         config.arrived_rows = "bound" if name == "bound" else "exact"
         config.tokens_per_rank = self.T if name == "bound" else None
+        config.transport = "nccl" if name == "nccl" else "auto"
         config.experts_move = "weights" if name == "weights" else "tokens"
         if name == "local":
             model = self.layer(self.arguments.experts // self.ep)
@@ -256,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ep", type=int, nargs="+", default=[2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--sides", nargs="+", default=["local", "ours", "bound", "titan", "weights"])
+    parser.add_argument("--sides", nargs="+", default=["local", "ours", "nccl", "bound", "titan", "weights"])
     parser.add_argument("--free", type=int, nargs="+", default=[0, 16, 32], help="multiprocessors left to collectives")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)

@@ -13,16 +13,15 @@ by 256 MiB, and its time that of ``preactivation`` by 25%. ``--scaling`` is conf
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 import moeblaze_ops
 from bench_layer import MIB, SHAPES, GroupedMoE, Shape, interleaved_medians, load_device, memory
-from environment import command, describe
+from environment import save
 from moeblaze_ops import config
 from moeblaze_ops.memory.estimate import memory_estimate
 
@@ -214,10 +213,7 @@ def main() -> None:
         measured = bench_shape(name, shape, arguments.contenders, arguments.limit, arguments.rounds)
         print_table(measured)
         rows += measured
-        if arguments.json:
-            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-            with open(arguments.json, "w") as file:
-                json.dump(report, file, indent=1)
+        save(arguments, rows)
     if arguments.plot:
         plot(rows, arguments.plot)
 

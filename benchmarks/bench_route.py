@@ -8,15 +8,14 @@ to copy the logits, the least that reading them and writing as much can take.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from environment import command, describe
+from environment import save
 from moeblaze_ops.ops.route import route, route_backward
 
 
@@ -181,10 +180,7 @@ def main() -> None:
     for shape in arguments.shapes:
         rows += bench_shape(shape, arguments.launches, arguments.replays)
         print_table([row for row in rows if row.shape == shape])
-        if arguments.json:
-            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-            with open(arguments.json, "w") as file:
-                json.dump(report, file, indent=1)
+        save(arguments, rows)
 
 
 if __name__ == "__main__":

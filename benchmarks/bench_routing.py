@@ -7,9 +7,8 @@ contender of each question is what the others are compared with. All are compile
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile  # registers the backend where the package is not installed
 from bench_layer import SHAPES, GroupedMoE, Shape, interleaved_medians, load_device
-from environment import command, describe
+from environment import save
 
 
 class Fp32Router(GroupedMoE):
@@ -273,10 +272,7 @@ def main() -> None:
     for question in arguments.questions:
         rows += measure(question, arguments.rounds, arguments.round_ms, arguments.profiles)
         torch.cuda.empty_cache()
-        if arguments.json:
-            report = {**describe(), "command": command(arguments), "measurements": [asdict(row) for row in rows]}
-            with open(arguments.json, "w") as file:
-                json.dump(report, file, indent=1)
+        save(arguments, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""What a measurement ran on."""
+"""What a measurement ran on, and the file that it goes to."""
 
 import argparse
 import datetime
+import json
 import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import triton
@@ -23,3 +27,11 @@ def describe() -> dict[str, str]:
 def command(arguments: argparse.Namespace) -> dict[str, object]:
     """What was asked for; not where the results went."""
     return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
+
+
+def save(arguments: argparse.Namespace, measurements: Iterable[object], **more: object) -> None:
+    """Writes dataclasses of measurements, what they ran on and what was asked for to the file of ``--json``, if there is one."""
+    if arguments.json:
+        rows = [asdict(row) for row in measurements]
+        report = {**describe(), **more, "command": command(arguments), "measurements": rows}
+        Path(arguments.json).write_text(json.dumps(report, indent=1))

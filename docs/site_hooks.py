@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,8 +26,12 @@ FROM_ROOT = {
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
+@event_priority(100)
 def on_config(config):
-    """Lays out the package as it is installed: in a checkout ``kernels`` and ``lowering`` are its siblings."""
+    """Lays out the package as it is installed: in a checkout ``kernels`` and ``lowering`` are its siblings.
+
+    It comes before what mkdocstrings does, which forgets a folder that is not there yet.
+    """
     shutil.rmtree(PACKAGE, ignore_errors=True)
     shutil.copytree(ROOT / "moeblaze_ops", PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("kernels", "lowering"):

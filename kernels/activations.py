@@ -133,6 +133,8 @@ def _apply(FUNCTION: tl.constexpr, x, y, z):
         return tl.exp(x)
     elif FUNCTION == "erf":
         return tl.math.erf(x)
+    elif FUNCTION == "half_erf":
+        return tl.math.erf(x) * 0.5 + 0.5
     elif FUNCTION == "tanh":
         return _tanh(x)
     elif FUNCTION == "tanh_softplus":
@@ -186,13 +188,28 @@ def _run(values, PROGRAM: tl.constexpr):
 
 
 @triton.jit
-def activate(gate, up, PROGRAM: tl.constexpr):
-    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
-    return _result(_run((gate, up, gate), PROGRAM), PROGRAM, 0)
+def _with_parameters(gate, up, da, parameters):
+    """What a program begins with; a parameter is a number, of which each element gets a copy."""
+    values = (gate, up, da)
+    for i in tl.static_range(len(parameters)):
+        values = values + (tl.broadcast_to(parameters[i], gate.shape),)
+    return values
 
 
 @triton.jit
-def activate_backward(gate, up, da, PROGRAM: tl.constexpr):
-    """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
-    values = _run((gate, up, da), PROGRAM)
-    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2)
+def activate(gate, up, parameters, PROGRAM: tl.constexpr):
+    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated. ``parameters``: fp32 numbers."""
+    return _result(_run(_with_parameters(gate, up, gate, parameters), PROGRAM), PROGRAM, 0)
+
+
+@triton.jit
+def activate_backward(gate, up, da, parameters, PROGRAM: tl.constexpr):
+    """``(a, dgate, dup, dparameters)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated.
+
+    ``dparameters`` has the element's part of the gradient of each parameter.
+    """
+    values = _run(_with_parameters(gate, up, da, parameters), PROGRAM)
+    dparameters = ()
+    for i in tl.static_range(len(parameters)):
+        dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)
+    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2), dparameters

@@ -88,6 +88,15 @@ def multiply_add(a, b, accumulator, ALLOW_TF32: tl.constexpr):
 
 
 @triton.jit
+def load_parameters(params_ptr, expert, NUM_PARAMETERS: tl.constexpr):
+    """What the activation of an expert reads as p0, p1 and so on."""
+    parameters = ()
+    for i in tl.static_range(NUM_PARAMETERS):
+        parameters = parameters + (tl.load(params_ptr + expert.to(tl.int64) * NUM_PARAMETERS + i).to(tl.float32),)
+    return parameters
+
+
+@triton.jit
 def rows_times_weight(
     row_pointers,
     stride_row_k,

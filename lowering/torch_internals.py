@@ -319,6 +319,17 @@ def keep_for_backward(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def repeat_in_backward(node: fx.Node) -> None:
+    """Let the partitioner compute a node of forward again for backward, and keep nothing of it; a user's own policy stays."""
+    if node.meta.get("recompute") is None:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION
+
+
+_LAST_REGION = 1 << 30
+"""The partitioner keeps what a region of checkpointing hands to a later one: no region is later than this."""
+
+
 def fallback(op: torch._ops.OpOverload) -> Callable:
     """The lowering that calls ``op`` itself from the generated code."""
     from torch._inductor.lowering import fallback_handler
@@ -362,10 +373,23 @@ def trace(function: Callable, fakes: list) -> fx.GraphModule:
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
 
 
-def inline(graph: fx.GraphModule, inputs: list, name: str) -> Any:
-    """The outputs of ``graph`` on Inductor values, lowered node by node into the graph being compiled."""
+def inline(graph: fx.GraphModule, inputs: list, name: str, in_order: bool = False) -> Any:
+    """The outputs of ``graph`` on Inductor values, lowered node by node into the graph being compiled.
+
+    ``in_order``: calls and kernels that are not Inductor's own run in the order of ``graph``; it moves them elsewhere, to save
+    memory.
+    """
     from torch._inductor import ir
     from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+    from torch._inductor.virtualized import V
 
     boxes = [ir.TensorBox.create(value) if isinstance(value, ir.StorageBox) else value for value in inputs]
-    return inline_subgraph_to_ir_nodes(graph, boxes, name)
+    num_before = len(V.graph.operations)
+    outputs = inline_subgraph_to_ir_nodes(graph, boxes, name)
+    if in_order:
+        previous: list[str] = []
+        for operation in V.graph.operations[num_before:]:
+            if isinstance(operation, ir.ExternKernel):
+                V.graph.additional_buffer_deps[operation.get_operation_name()].update(previous)
+                previous = [buffer.get_name() for buffer in operation.get_outputs()] or previous
+    return outputs

@@ -9,6 +9,7 @@ Letters used in every tensor name of the project (``x_TD`` is a tensor of shape 
     D  model width
     F  expert hidden width
     G  2 for a gated expert (gate, up), 1 for an ungated one
+    P  parameters of an activation, its p0, p1 and so on
     B  rows of the block schedule, ``N // 128 + E + 1``
 
 A *slot* is ``t * K + k``: token ``t``'s k-th choice. A *row* is a position in expert order: rows

@@ -68,6 +68,11 @@ tokens_per_rank: int | None = None
 many rows; one with more raises, alone. None: the hosts tell each other before tokens move how many they have, and each sends
 as many rows as the largest number."""
 
+transport: Literal["auto", "nccl", "copies"] = "auto"
+"""What moves tokens between ranks that share experts: collectives of the process group (``nccl``; gloo on CPUs), or copy engines
+of GPUs that see each other's memory (``copies``). ``auto``: copies where the ranks are the processes of one host with NVLink
+between any two GPUs. The same on every rank."""
+
 verify: Literal["off", "first"] = "off"
 """``first``: the first run of each graph with rewritten layers is compared with the graph as it was, outputs and gradients;
 results that differ raise ``comparison.VerificationError``, and what is needed to repeat it is written to disk. The graph runs

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
 from moeblaze_ops.unchanged import as_it_is, unchanged
@@ -276,7 +277,8 @@ def _run_and_measure(gm: fx.GraphModule, args: tuple) -> tuple[Any, dict[str, in
         if _storage(tensor) not in known:
             # Holding on to what was seen keeps its address from being used again.
             known[_storage(tensor)] = tensor
-            kept[interpreter.running] = kept.get(interpreter.running, 0) + tensor.untyped_storage().nbytes()
+            size = sum(part.untyped_storage().nbytes() for part in _parts(tensor))
+            kept[interpreter.running] = kept.get(interpreter.running, 0) + size
         return tensor
 
     for parameter in gm.parameters():
@@ -293,8 +295,16 @@ class _Interpreter(fx.Interpreter):
         return super().run_node(n)
 
 
-def _storage(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> tuple[torch.device | int, ...]:
+    return (tensor.device, *(part.untyped_storage().data_ptr() for part in _parts(tensor)))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that one of a class of its own consists of, such as codes and scales."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def unseen(model: Callable) -> Callable:

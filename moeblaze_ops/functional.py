@@ -1,21 +1,23 @@
 """``moe``: a whole expert layer as one function over the ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
+from moeblaze_ops.arguments.activations import stacked_parameters
+from moeblaze_ops.arguments.made_weights import with_made_weights
 from moeblaze_ops.arguments.traced_activations import resolved_activation
-from moeblaze_ops.arguments.validation_calls import check_lora, check_moe
+from moeblaze_ops.arguments.validation_calls import check_activation_parameters, check_lora, check_moe
 from moeblaze_ops.arguments.validation_values import not_scriptable
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, padded, scaled, up_with_factors
+from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, joined, padded, up_with_factors
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
 from moeblaze_ops.ops.recomputed.expert_mlp_chunked import expert_mlp_chunked
 from moeblaze_ops.ops.recomputed.expert_mlp_ranged import expert_mlp_ranged
@@ -23,16 +25,19 @@ from moeblaze_ops.ops.recomputed.expert_mlp_ranged import expert_mlp_ranged
 LoRA = tuple[Tensor, Tensor, float | Tensor]
 """A low-rank addition to a weight: A, B and the scale of their product."""
 
+Weight = Tensor | Callable[[], Tensor]
+"""A weight, or what gives it."""
+
 
 @not_scriptable
 def moe(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    w_up: Weight,
+    w_down: Weight,
     *,
-    w_gate: Tensor | None = None,
+    w_gate: Weight | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     b_gate: Tensor | None = None,
@@ -40,10 +45,11 @@ def moe(
     interleaved: bool = False,
     transposed: bool = False,
     weight_on: str = "output",
+    activation_parameters: Sequence[Tensor] = (),
     keep: str | None = None,
-    lora_up: LoRA | None = None,
-    lora_down: LoRA | None = None,
-    lora_gate: LoRA | None = None,
+    lora_up: LoRA | Sequence[LoRA] | None = None,
+    lora_down: LoRA | Sequence[LoRA] | None = None,
+    lora_gate: LoRA | Sequence[LoRA] | None = None,
 ) -> Tensor:
     """Each token's experts applied to it, weighted and summed; no token is dropped and none is padded.
 
@@ -59,12 +65,19 @@ def moe(
         w_up: up weights as ``nn.Linear`` stores them, [E, F, D]; with a gated activation and no ``w_gate``
             gate and up packed in one, [E, 2F, D].
         w_down: down weights, [E, D, F].
+            Each of the weights may be a function without arguments that gives it, such as ``lambda: unpack(codes, scales)`` of
+            quantised weights or a module: it is called in forward, and again in backward, where the weight is needed, and
+            nothing of the weight is kept in between. It has to give the same every time. Gradients reach what it reads.
         w_gate: gate weights [E, F, D], if not packed into ``w_up``.
         b_up, b_gate, b_down: biases, [E, F] (packed [E, 2F]), [E, F] and [E, D].
         activation: a gated (``swiglu``, ``geglu``, ``geglu_tanh``, ``reglu``, ``swiglu_clamped``,
             ``swiglu_limited``) or an ungated one (``silu``, ``gelu``, ``gelu_tanh``, ``relu``, ``relu2``); a formula of ``g``
             and ``u``, or of ``h``, such as ``"g * sigmoid(1.702 * g) * (u + 1)"``; or a function of (gate, up), or of h,
             which is called once to see its formula. The kernels compute any of them in their epilogues, in fp32.
+        activation_parameters: up to 4 tensors that the formula reads as ``p0``, ``p1`` and so on, or a function as its last
+            arguments: of one element, or of shape [E], one for each expert; any floating-point dtype. Differentiable.
+            ``activation=lambda g, u, beta: g * torch.sigmoid(beta * g) * u, activation_parameters=[beta]``. Not with
+            ``keep="input"``.
         interleaved: packed gate and up alternate row by row instead of standing one after the other.
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
@@ -79,7 +92,8 @@ def moe(
             Whatever ``transposed`` says, A is [E, r, D] and B [E, F, r] for up (packed [E, 2F, r], in the order of
             ``w_up``), [E, r, F] and [E, D, r] for down; any rank r, any strides, the dtype of x or fp32. The scale is a
             number, or one for each expert [E]. They are r more columns of the products with W, in the same sum: nothing of
-            the size of W is written, and weights that need no gradient get none. Not with ``keep="input"``.
+            the size of W is written, and weights that need no gradient get none. Several additions to one weight (adapters that
+            are active together) are a list of such tuples, each with a rank and a scale of its own. Not with ``keep="input"``.
         lora_gate: the same for ``w_gate``.
 
     Returns:
@@ -90,14 +104,22 @@ def moe(
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
-        NotImplementedError: low-rank additions with ``keep="input"``.
+        NotImplementedError: low-rank additions or an activation's parameters with ``keep="input"``.
     """
+    made = {"w_up": w_up, "w_down": w_down, "w_gate": w_gate}
+    if any(callable(weight) for weight in made.values()):
+        options = {"activation": activation, "interleaved": interleaved, "transposed": transposed, "weight_on": weight_on}
+        options |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "keep": keep}
+        options |= {"lora_up": lora_up, "lora_down": lora_down, "lora_gate": lora_gate}
+        options |= {"activation_parameters": activation_parameters}
+        return with_made_weights(lambda **given: moe(x, weights, experts, **given, **options), "moe", made, x)
     keep = config.keep if keep is None else keep
-    formula: str = resolved_activation("moe", activation)
+    formula: str = resolved_activation("moe", activation, len(activation_parameters))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
     check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
-    given = {"lora_up": lora_up, "lora_gate": lora_gate, "lora_down": lora_down}
+    given = {name: _adapters(lora) for name, lora in (("lora_up", lora_up), ("lora_gate", lora_gate), ("lora_down", lora_down))}
     check_lora(x, given, w_up, w_gate, w_down, transposed, keep)
+    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0], keep)
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, formula, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -107,32 +129,41 @@ def moe(
     weights_TK = weights.reshape(-1, weights.shape[-1])
     experts_TK, num_experts = experts.reshape(-1, experts.shape[-1]), w_down.shape[0]
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (formula, weight_on == "input")
-    has_lora = any(lora is not None for lora in given.values())
-    if not has_lora and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
+    has_lora = any(given.values())
+    params_EP = stacked_parameters(activation_parameters, w_down.shape[0], x.dtype)
+    is_plain = not has_lora and params_EP is None
+    if is_plain and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = dispatch(experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
-    up_factors = _up_factors(x, lora_gate, lora_up, w_gate is not None, formula, interleaved)
+    up_factors = _up_factors(x, given["lora_gate"], given["lora_up"], w_gate is not None, formula, interleaved)
     down_factors = None
-    if lora_down is not None:
-        a_ERF, b_EDR, scale = lora_down
-        a_ERF, b_EDR = padded(a_ERF.to(x.dtype), scaled(b_EDR, scale, x.dtype))
+    if given["lora_down"]:
+        a_ERF, b_EDR = padded(*joined(given["lora_down"], x.dtype))
         down_factors = a_ERF, b_EDR.transpose(1, 2)
-    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors)
-    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors)
+    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
+    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
     return out_TD.view(x.shape)
 
 
+def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:
+    """The low-rank additions to one weight, of which one may stand for a list of one."""
+    if lora is None:
+        return []
+    several = isinstance(lora, tuple | list) and all(isinstance(own, tuple | list) for own in lora)
+    return lora if several else [lora]
+
+
 def _up_factors(
-    x: Tensor, lora_gate: LoRA | None, lora_up: LoRA | None, apart: bool, activation: str, interleaved: bool
+    x: Tensor, of_gate: Sequence[LoRA], of_up: Sequence[LoRA], apart: bool, activation: str, interleaved: bool
 ) -> Factors | None:
     """The low-rank addition to the up weights as the ops take it."""
-    given = [None if lora is None else (lora[0].to(x.dtype), scaled(*lora[1:], x.dtype)) for lora in (lora_gate, lora_up)]
-    if lora_gate is None and lora_up is None:
+    if not of_gate and not of_up:
         return None
+    gate, up = (joined(adapters, x.dtype) if adapters else None for adapters in (of_gate, of_up))
     if apart:
-        return padded(*beside(*given))
-    a_ERD, b_EOR = given[1]
+        return padded(*beside(gate, up))
+    a_ERD, b_EOR = up
     return padded(a_ERD, storage.packed_up(b_EOR, gated=is_gated(activation), interleaved=interleaved, transposed=False))
 
 

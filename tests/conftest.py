@@ -45,6 +45,16 @@ def tier_of(file: Path) -> str:
     return TIERS[max(below, key=len)] if below else "fast"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=sorted({*TIERS.values(), "fast"}), help="import and run the tests of this tier alone")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Corpora and compilers that only other tiers need are not even imported."""
+    tier = config.getoption("tier")
+    return True if tier and collection_path.suffix == ".py" and tier_of(collection_path) != tier else None
+
+
 # Dynamo flushes the CPU's caches and measures the guards of every frame that it compiled, for a log that nothing here reads.
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 

@@ -7,10 +7,12 @@ For row r in expert order, of expert e and slot ``s = slots[r]``, token ``t = s 
     dweights[s] = <da', a> + <dout[t], b[e]>
     dh[r]       = act'(h[r]) (v * da')
     wa[r]       = v * a                              the grouped side of the weight's own gradient
+    dparams[e]  = sum over rows r of e of <v * da', d act(h[r]) / d params[e]>       where the activation reads parameters
 
 A program computes one tile of BLOCK_M rows by BLOCK_N columns of F: one product, rows of dout read through the index, then
 everything else in the epilogue. Each column tile leaves its part of the row sums ``<da', a>`` in ``partials_CN`` and a last
-row of it holds ``<dout, b>``; they are added in order and moved to token order by a small kernel, without atomics.
+row of it holds ``<dout, b>``; they are added in order and moved to token order by a small kernel, without atomics. What a row
+adds to the gradient of each parameter is left in ``shares_PCN`` in the same way, and summed over the rows of each expert.
 """
 
 from typing import Any
@@ -23,6 +25,8 @@ from torch import Tensor
 from moeblaze_ops.kernels.activations import activate_backward
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
 from moeblaze_ops.kernels.experts.bias_dots import bias_dots
+from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
+from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_cost, gradient_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.hopper.configs import num_partials as hopper_partials
@@ -43,6 +47,7 @@ from moeblaze_ops.kernels.tiles import (
     add_low_rank,
     count_row_tiles,
     grouped_order,
+    load_parameters,
     load_slot_weights,
     locate_row_tile,
     rows_times_weight,
@@ -63,10 +68,11 @@ def _write_strip(
     stride_h_f,
     dh_ptr,
     wa_ptr,
+    parameters,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Stores dh and wa for some columns of a tile, and returns their part of ``<da', a>``."""
+    """Stores dh and wa for some columns of a tile, and returns their part of ``<da', a>`` and of each parameter's gradient."""
     G: tl.constexpr = 2 if GATED else 1
     tile_in = row_in[:, None] & (cols < F)[None, :]
     wide_rows = rows.to(tl.int64)[:, None]
@@ -77,7 +83,7 @@ def _write_strip(
         up = tl.load(h_tile + stride_h_g, mask=tile_in, other=0.0).to(tl.float32)
     # dh may be h's memory, and in a small tile several threads hold the same element: all load before any stores.
     tl.debug_barrier()
-    a, dgate, dup = activate_backward(gate, up, da, ACTIVATION)
+    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, ACTIVATION)
     scale = scale[:, None]
     dh_tile = dh_ptr + wide_rows * (G * F) + cols[None, :]  # [BLOCK_M, columns]
     tl.store(dh_tile, (dgate * scale).to(dh_ptr.dtype.element_ty), mask=tile_in)
@@ -85,7 +91,10 @@ def _write_strip(
         tl.store(dh_tile + F, (dup * scale).to(dh_ptr.dtype.element_ty), mask=tile_in)
     tl.store(wa_ptr + wide_rows * F + cols[None, :], (a * scale).to(wa_ptr.dtype.element_ty), mask=tile_in)
     # Outside the tile da belongs to another row or column and must not reach the sum.
-    return tl.sum(tl.where(tile_in, da * a, 0.0), axis=1)
+    sums = (tl.sum(tl.where(tile_in, da * a, 0.0), axis=1),)
+    for i in tl.static_range(len(parameters)):
+        sums = sums + (tl.sum(tl.where(tile_in, dparameters[i] * scale, 0.0), axis=1),)
+    return sums
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -102,6 +111,8 @@ def _expert_down_backward_kernel(
     dh_ptr,
     wa_ptr,
     partials_ptr,
+    params_ptr,
+    shares_ptr,
     N,
     D,
     F,
@@ -124,6 +135,7 @@ def _expert_down_backward_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    NUM_PARAMETERS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -191,9 +203,10 @@ def _expert_down_backward_kernel(
     halves = tl.permute(tl.reshape(da, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
     left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2] each
     first_col = col_tile * BLOCK_N
+    parameters = load_parameters(params_ptr, expert, NUM_PARAMETERS)
     dots = tl.zeros((BLOCK_M,), tl.float32)
     for strip in tl.static_range(2):
-        dots += _write_strip(
+        sums = _write_strip(
             left if strip == 0 else right,
             scale,
             rows,
@@ -206,9 +219,17 @@ def _expert_down_backward_kernel(
             stride_h_f,
             dh_ptr,
             wa_ptr,
+            parameters,
             ACTIVATION,
             GATED,
         )
+        dots += sums[0]
+        if strip == 0:
+            shares = sums
+        for i in tl.static_range(NUM_PARAMETERS):
+            if strip == 1:
+                place = (i * num_col_tiles + col_tile).to(tl.int64) * N
+                tl.store(shares_ptr + place + rows, shares[1 + i] + sums[1 + i], mask=row_in)
     if HAS_WEIGHTS:
         tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, dots, mask=row_in)
 
@@ -264,6 +285,8 @@ def launch_expert_down_backward(
     first_row: int = 0,
     wa_NF: Tensor | None = None,
     early: bool = False,
+    params_EP: Tensor | None = None,
+    dparams_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
@@ -284,6 +307,8 @@ def launch_expert_down_backward(
         first_row: position of the first row.
         wa_NF: written in place of a new tensor, contiguous.
         early: as for ``hopper_down_backward``.
+        params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
+        dparams_EP: their gradient, written, contiguous.
 
     Returns:
         dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
@@ -298,18 +323,25 @@ def launch_expert_down_backward(
     top_k = positions_TK.shape[1]
     operands_of: dict[str, Any] = {"gathered": dout_TD, "rows": (h_NGF,), "weights": w_down}
     operands_of |= {"scale": weights_TK, "low_rank": q_NR}
+    shares_PCN = None
     if why_portable("expert_down_backward", **operands_of) is None:
         num_partials = hopper_partials(F, w_down[0].shape[2])
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
+        shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
         written = (dh_NGF, partials_CN, wa_NF)
         given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
-        hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF)
+        hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF, params_EP, shares_PCN)
     else:
         config = _choose_config(h_NGF, w_down, activation)
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
-        written = (dh_NGF, partials_CN, wa_NF)
+        shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
+        written = (dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
         _launch_portable(config, dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, q_NR, lora_a_ERF, *written)
+    if params_EP is not None:
+        shares_NC = shares_PCN.flatten(0, 1).t()
+        sums_EC = launch_expert_bias_grad(shares_NC, None, slots_N, offsets_E1, top_k, False)
+        dparams_EP.copy_(sums_EC.view(-1, shares_PCN.shape[0], num_partials).sum(2))
     if weights_TK is None:
         return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF
     if b_down:
@@ -338,9 +370,29 @@ def launch_expert_down_backward(
     return dh_NGF, dweights_TK, wa_NF
 
 
+def launch_expert_down_backward_learned(
+    dout_TD: Tensor, h_NGF: Tensor, *rest: Any, overwrite_h: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of a formula that reads parameters, the last argument, [E, P] fp32 of any strides, and their gradient."""
+    *given, params_EP = rest
+    params_EP = params_EP.contiguous()
+    dparams_EP = params_EP.new_empty(params_EP.shape)
+    learned: dict[str, Any] = {"overwrite_h": overwrite_h, "params_EP": params_EP, "dparams_EP": dparams_EP}
+    return *launch_expert_down_backward(dout_TD, h_NGF, *given, **learned), dparams_EP
+
+
+def _new_shares(params_EP, num_partials, h_NGF):
+    """What each row adds to the gradient of each parameter: a row of it for each column block; None without parameters."""
+    if params_EP is None:
+        return None
+    return params_EP.new_empty((params_EP.shape[1], num_partials, h_NGF.shape[0]))
+
+
 def _new_partials(h_NGF, num_partials, b_down):
     """Partial sums of dweights: a row for each column block, and one for ``<dout, b>`` where there is a bias."""
-    return h_NGF.new_empty((num_partials + len(b_down), h_NGF.shape[0]), dtype=torch.float32)
+    # With strides: where a compiler does not know N, it takes those of a plain one for (max(1, N), 1) here and (N, 1) there.
+    N = h_NGF.shape[0]
+    return h_NGF.new_empty_strided((num_partials + len(b_down), N), (N, 1), dtype=torch.float32)
 
 
 def _choose_config(h_NGF, w_down, activation):
@@ -371,8 +423,10 @@ def _launch_portable(
     dh_NGF,
     partials_CN,
     wa_NF,
+    params_EP,
+    shares_PCN,
 ) -> None:
-    """Fills dh, wa and, with weights, the partial sums."""
+    """Fills dh, wa and, with weights, the partial sums, with parameters, what rows add to their gradients."""
     (w,) = w_down
     _, F, D = w.shape
     num_rows, G = h_NGF.shape[0], h_NGF.shape[1]
@@ -392,6 +446,8 @@ def _launch_portable(
         dh_NGF,
         wa_NF,
         partials_CN,
+        params_EP,
+        shares_PCN,
         num_rows,
         D,
         F,
@@ -405,6 +461,7 @@ def _launch_portable(
         TOP_K=top_k,
         ACTIVATION=gradient_program(activation),
         GATED=G == 2,
+        NUM_PARAMETERS=num_parameters(activation),
         HAS_WEIGHTS=weights_TK is not None,
         ALLOW_TF32=allows_tf32(),
         EVEN_D=is_multiple(D, config.block_k),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.activations import activate
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
+from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_cost, value_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.launch import (
@@ -40,6 +41,7 @@ from moeblaze_ops.kernels.tiles import (
     add_low_rank,
     count_row_tiles,
     grouped_order,
+    load_parameters,
     load_slot_weights,
     load_tile,
     locate_row_tile,
@@ -60,6 +62,7 @@ def _expert_up_kernel(
     blocks_ptr,
     u_ptr,
     lora_ptr,
+    params_ptr,
     h_ptr,
     a_ptr,
     D,
@@ -88,6 +91,7 @@ def _expert_up_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    NUM_PARAMETERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     STORE_H: tl.constexpr,
@@ -176,7 +180,8 @@ def _expert_up_kernel(
         else:
             tl.store(h_ptr + wide_rows * F + cols[None, :], gate, mask=stored_in)
     if STORE_A:
-        a = activate(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
+        parameters = load_parameters(params_ptr, expert, NUM_PARAMETERS)
+        a = activate(gate.to(tl.float32), up.to(tl.float32), parameters, ACTIVATION)
         tl.store(a_ptr + wide_rows * F + cols[None, :], a.to(a_ptr.dtype.element_ty), mask=stored_in)
 
 
@@ -193,6 +198,7 @@ def launch_expert_up(
     u_NR: Tensor | None = None,
     lora_a_ERD: Tensor | None = None,
     lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None,
     store_h: bool = True,
     h_NGF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -207,6 +213,7 @@ def launch_expert_up(
         activation: a name or a formula; "identity" leaves a empty.
         u_NR, lora_b_EGFR: rows in expert order and the factor that they are multiplied by, x's dtype, any strides; None for no
             low-rank addition. Of ``lora_a_ERD`` u was made: it is not read.
+        params_EP: what the formula reads as p0 and so on, for each expert, fp32, any strides; None where it reads none.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
         h_NGF: written in place of a new tensor, contiguous.
 
@@ -223,13 +230,15 @@ def launch_expert_up(
     if h_NGF is None:
         h_NGF = x_TD.new_empty((num_rows if store_h else 0, 2 if gated else 1, F))
     a_NF = x_TD.new_empty((num_rows if store_a else 0, F))
+    if params_EP is not None:
+        params_EP = params_EP.contiguous()
     weighted = weights_TK is not None
     operands_of: dict[str, Any] = {"gathered": x_TD, "weights": w_up, "biases": b_up}
     operands_of |= {"weight_on_input": weighted, "low_rank": u_NR}
     if why_portable("expert_up", **operands_of) is None:
         top_k = positions_TK.shape[1]
         given = (x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation)
-        hopper_ops.expert_up(*given, h_NGF, a_NF, u_NR, lora_b_EGFR)
+        hopper_ops.expert_up(*given, h_NGF, a_NF, u_NR, lora_b_EGFR, params_EP)
         return h_NGF, a_NF
 
     config = choose_expert_up(
@@ -256,6 +265,7 @@ def launch_expert_up(
         blocks_B2,
         u_NR,
         lora_b_EGFR,
+        params_EP,
         h_NGF if store_h else None,
         a_NF if store_a else None,
         D,
@@ -272,6 +282,7 @@ def launch_expert_up(
         TOP_K=positions_TK.shape[1],
         ACTIVATION=value_program(activation),
         GATED=gated,
+        NUM_PARAMETERS=num_parameters(activation),
         HAS_BIAS=bool(b_up),
         HAS_WEIGHTS=weighted,
         STORE_H=store_h,

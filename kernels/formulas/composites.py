@@ -51,6 +51,10 @@ def leaky_relu(x: Node, slope: Node | None = None) -> Node:
     return apply("where", apply("gt", x, ZERO), x, apply("mul", x, slope))
 
 
+def prelu(x: Node, slope: Node) -> Node:
+    return leaky_relu(x, slope)
+
+
 def elu(x: Node, alpha: Node = ONE, scale: Node = ONE, input_scale: Node = ONE) -> Node:
     negative = apply("mul", apply("expm1", apply("mul", x, input_scale)), apply("mul", alpha, scale))
     return apply("where", apply("le", x, ZERO), negative, apply("mul", x, scale))
@@ -95,7 +99,7 @@ def threshold(x: Node, bound: Node, value: Node) -> Node:
 
 COMPOSITES: dict[str, Callable[..., Node]] = {
     "square": square, "reciprocal": reciprocal, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "mish": mish,
-    "leaky_relu": leaky_relu, "elu": elu, "celu": celu, "selu": selu, "relu6": relu6, "hardsigmoid": hardsigmoid,
+    "leaky_relu": leaky_relu, "prelu": prelu, "elu": elu, "celu": celu, "selu": selu, "relu6": relu6, "hardsigmoid": hardsigmoid,
     "hardswish": hardswish, "logsigmoid": logsigmoid, "softsign": softsign, "threshold": threshold,
 }  # fmt: skip
 """By name, as in a text; ``softplus`` of one argument is a function that formulas are made of."""

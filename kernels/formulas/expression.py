@@ -1,5 +1,7 @@
 """Pointwise formulas as expressions: interned nodes over the symbols ``g``, ``u`` (gated) or ``h`` (ungated), and numbers.
 
+The symbols ``p0``, ``p1`` and so on are parameters: one number for all rows and features of an expert, known only when run.
+
 Equal expressions are one object, so that a subexpression is computed once wherever it stands. The constructors fold numbers
 and write what has a stable function in its terms (``1 / (1 + exp(-x))`` is ``sigmoid(x)``); they never drop a tensor, so
 that infinities and NaN come out as in the formula as it was written.
@@ -12,6 +14,7 @@ from functools import cache
 
 GATED_SYMBOLS = ("g", "u")
 UNGATED_SYMBOLS = ("h",)
+PARAMETER_SYMBOLS = ("p0", "p1", "p2", "p3")
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LOGICAL = (*COMPARISONS, "and", "or", "not")
@@ -51,7 +54,8 @@ class Node:
 
 
 @cache
-def _interned(op: str, args: tuple[Node, ...], number: float, symbol: str) -> Node:
+def interned(op: str, args: tuple[Node, ...] = (), number: float = 0.0, symbol: str = "") -> Node:
+    """The one node of these parts, as it is; ``apply`` gives it its canonical form."""
     return Node(op, args, number, symbol)
 
 
@@ -59,11 +63,11 @@ def number(value: float) -> Node:
     """A constant. Raises ValueError for NaN."""
     if math.isnan(value):
         raise ValueError("a constant that is NaN")
-    return _interned("number", (), float(value) + 0.0, "")
+    return interned("number", (), float(value) + 0.0, "")
 
 
 def symbol(name: str) -> Node:
-    return _interned("symbol", (), 0.0, name)
+    return interned("symbol", (), 0.0, name)
 
 
 ZERO, ONE = number(0.0), number(1.0)
@@ -83,7 +87,7 @@ def apply(op: str, *args: Node) -> Node:
             raise ValueError(f"{op} of {', '.join(str(arg.number) for arg in args)}") from error
     simplify = _SIMPLIFIED.get(op)
     found = simplify(*args) if simplify else None
-    return _interned(op, args, 0.0, "") if found is None else found
+    return interned(op, args, 0.0, "") if found is None else found
 
 
 def _check(op: str, args: tuple[Node, ...]) -> None:

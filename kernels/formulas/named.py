@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from moeblaze_ops.kernels.formulas.expression import ZERO, Node, apply, below, symbols_of
+from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS, ZERO, Node, apply, below, symbols_of
 from moeblaze_ops.kernels.formulas.text import parse, to_text
 
 IDENTITY = "identity"
@@ -80,8 +80,16 @@ def is_gated(activation: str) -> bool:
     return "h" not in symbols_of(formula_of(activation))
 
 
+def num_parameters(activation: str) -> int:
+    """P: parameters up to the last one that it reads, of p0, p1 and so on; 0 for most."""
+    own = symbols_of(formula_of(activation)).intersection(PARAMETER_SYMBOLS)
+    return max((PARAMETER_SYMBOLS.index(name) + 1 for name in own), default=0)
+
+
 def is_zero_at_zero(activation: str) -> bool:
-    """Whether an activation of zeros is zero."""
+    """Whether an activation of zeros is zero; one with parameters counts as none."""
+    if num_parameters(activation):
+        return False
     values: dict[Node, Node] = {}
     try:
         for node in below(formula_of(activation)):
@@ -102,4 +110,5 @@ def why_no_formula(text: str) -> str | None:
 
 # A compiler that traces a call has texts at hand, and takes what is known of them.
 is_gated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+num_parameters._dynamo_marked_constant = True  # type: ignore[attr-defined]
 why_no_formula._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
     mul 0 1.702;sigmoid 3;mul 0 4;...|8 11 12
 
-A step is a function and its operands: the number of a value (g or h is 0, u is 1, the gradient of a is 2, then the steps'
-own), or a constant, which has a point or an exponent. Behind the bar stand the results.
+A step is a function and its operands: the number of a value (g or h is 0, u is 1, the gradient of a is 2, then parameters and
+the steps' own), or a constant, which has a point or an exponent. Behind the bar stand the results.
 """
 
 import math
@@ -11,38 +11,53 @@ from dataclasses import dataclass
 from functools import cache
 
 from moeblaze_ops.kernels.formulas.derivative import derivative, times
-from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, ZERO, Node, apply, below, symbol, symbols_of
-from moeblaze_ops.kernels.formulas.named import formula_of, is_gated
+from moeblaze_ops.kernels.formulas.expression import (
+    GATED_SYMBOLS,
+    PARAMETER_SYMBOLS,
+    ZERO,
+    Node,
+    apply,
+    below,
+    interned,
+    number,
+    symbol,
+    symbols_of,
+)
+from moeblaze_ops.kernels.formulas.named import formula_of, is_gated, num_parameters
 
 IDENTITY_PROGRAM = "|0"
 """Of no activation."""
 
-_PLACES = {"g": 0, "h": 0, "u": 1, "da": 2}
-_FIRST_STEP = 3
+_PLACES = {"g": 0, "h": 0, "u": 1, "da": 2, **{name: 3 + i for i, name in enumerate(PARAMETER_SYMBOLS)}}
 _DA = symbol("da")
+_HALF = number(0.5)
 
 
 @cache
 def value_program(activation: str) -> str:
     """``a`` of an activation, a name or a formula."""
-    return _program(formula_of(activation))
+    return _program(num_parameters(activation), formula_of(activation))
 
 
 @cache
 def gradient_program(activation: str) -> str:
-    """``(a, dgate, dup)``; dup is the gradient of a where there is no up half."""
-    formula = formula_of(activation)
+    """``(a, dgate, dup)`` and the gradient of each parameter; dup is the gradient of a where there is no up half."""
+    formula, count = formula_of(activation), num_parameters(activation)
     computed = set(below(formula))
-    if "h" in symbols_of(formula):
-        return _program(formula, _weighted(derivative(formula, symbol("h")), computed), _DA)
-    return _program(formula, *(_weighted(derivative(formula, symbol(name)), computed) for name in GATED_SYMBOLS))
+    halves = ("h",) if "h" in symbols_of(formula) else GATED_SYMBOLS
+    names = (*halves, *PARAMETER_SYMBOLS[:count])
+    slopes = [_weighted(derivative(formula, symbol(name)), computed) for name in names]
+    if len(halves) == 1:
+        slopes.insert(1, _DA)
+    return _program(count, formula, *slopes)
 
 
 @dataclass(frozen=True)
 class Cost:
     """What of a program tells how many registers an epilogue takes, as kernels compiled without a GPU showed.
 
-    ``num_steps``: those of long functions count several times. ``num_choices``: conditions, whose two sides are alive at once.
+    ``num_steps``: those of long functions count several times. ``num_choices``: conditions, whose two sides are alive at once; as
+    many values are in ``half_erf`` as in three of them.
     """
 
     num_steps: int
@@ -62,13 +77,13 @@ def gradient_cost(activation: str) -> Cost:
 
 def _cost(program: str, gated: bool) -> Cost:
     functions = [step.split(" ")[0] for step in program.split("|")[0].split(";") if step]
-    choices = sum(map(functions.count, ("where", "maximum", "minimum")))
+    choices = sum(map(functions.count, ("where", "maximum", "minimum"))) + 3 * functions.count("half_erf")
     return Cost(sum(_WEIGHTS.get(function, 1) for function in functions), choices, gated)
 
 
 _WEIGHTS = {
-    "softplus": 19, "tanh_softplus": 19, "expm1": 12, "log1p": 12, "erf": 6, "tanh": 5, "sin": 14, "cos": 14, "log": 6,
-    "minimum": 2, "maximum": 2,
+    "softplus": 19, "tanh_softplus": 19, "expm1": 12, "log1p": 12, "erf": 6, "half_erf": 7, "tanh": 5, "sin": 14, "cos": 14,
+    "log": 6, "minimum": 2, "maximum": 2,
 }  # fmt: skip
 """Functions of several steps; those of one or two count once."""
 
@@ -83,7 +98,8 @@ def _weighted(slope: Node, computed: set[Node]) -> Node:
     return times(_DA, slope)
 
 
-def _program(*results: Node) -> str:
+def _program(num_parameters: int, *results: Node) -> str:
+    first_step = 3 + num_parameters
     made: dict[Node, Node] = {}
     for node in below(*results):
         made[node] = _lowered(node, [made[arg] for arg in node.args])
@@ -96,7 +112,7 @@ def _program(*results: Node) -> str:
         elif node.is_number:
             places[node] = repr(node.number)
         else:
-            places[node] = str(_FIRST_STEP + len(steps))
+            places[node] = str(first_step + len(steps))
             function, operands = _step(node)
             steps.append(" ".join((function, *(places[operand] for operand in operands))))
     return f"{';'.join(steps)}|{' '.join(places[result] for result in results)}"
@@ -107,6 +123,16 @@ def _step(node: Node) -> tuple[str, tuple[Node, ...]]:
     if node.op == "tanh" and node.args[0].op == "softplus":
         return "tanh_softplus", node.args[0].args
     return node.op, node.args
+
+
+def _is_half_erf(a: Node, b: Node) -> bool:
+    """``erf(x) * 0.5 + 0.5``, as in GELU."""
+    return b is _HALF and a.op == "mul" and a.args[1] is _HALF and a.args[0].op == "erf"
+
+
+def _half_erf(x: Node) -> Node:
+    """It, as a function of x and of ``exp(-x * x)``, which its derivative is made of."""
+    return interned("half_erf", (x, apply("exp", apply("neg", apply("mul", x, x)))))
 
 
 def _lowered(node: Node, args: list[Node]) -> Node:
@@ -121,6 +147,8 @@ def _lowered(node: Node, args: list[Node]) -> Node:
             low, high = args[1:]
             bounded = x if math.isinf(low.number) else apply("maximum", x, low)
             return bounded if math.isinf(high.number) else apply("minimum", bounded, high)
+        case "add" if _is_half_erf(x, args[1]):
+            return _half_erf(x.args[0].args[0])
         case "pow":
             return apply("exp", apply("mul", apply("log", x), args[1]))
     return apply(node.op, *args)

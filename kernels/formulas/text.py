@@ -13,6 +13,7 @@ from moeblaze_ops.kernels.formulas.expression import (
     ARITY,
     COMPARISONS,
     GATED_SYMBOLS,
+    PARAMETER_SYMBOLS,
     UNGATED_SYMBOLS,
     Node,
     apply,
@@ -96,7 +97,7 @@ def parse(text: str) -> Node:
 
 def check_root(root: Node) -> None:
     """Refuse what is no function of (g, u) or of h, or is too long, as a ValueError."""
-    names = symbols_of(root)
+    names = symbols_of(root).difference(PARAMETER_SYMBOLS)
     if not names or not (names <= set(GATED_SYMBOLS) or names <= set(UNGATED_SYMBOLS)):
         found = ", ".join(sorted(names)) or "no symbol"
         raise ValueError(f"a function of {found} instead of g and u (gated), or of h (ungated)")
@@ -110,7 +111,7 @@ def _read(tree: ast.expr) -> Node:
     match tree:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return number(value)
-        case ast.Name(id=name) if name in (*GATED_SYMBOLS, *UNGATED_SYMBOLS):
+        case ast.Name(id=name) if name in (*GATED_SYMBOLS, *UNGATED_SYMBOLS, *PARAMETER_SYMBOLS):
             return symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return apply("neg", _read(operand))

@@ -2,7 +2,8 @@
 
 Two epilogue warps keep up with the tensor cores only if each element costs them few instructions. The sigmoid here
 takes four (``ex2`` and ``rcp`` in their approximate forms, 2 ulp each, denormals flushed), against a dozen for the
-portable one. The others are good to 1e-5 of their value, as results are rounded to 16 bits.
+portable one. The others are good to 3e-5 of their value, as results are rounded to 16 bits; sine and cosine to 1e-6, of up to
+100,000.
 """
 
 from moeblaze_ops.kernels.activations import (
@@ -34,6 +35,8 @@ EXP_ASM = gl.constexpr(
     }"""
 )
 """``2 ** (x log2 e)``."""
+
+RECIPROCAL_ASM = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 TANH_ASM = gl.constexpr(
     """{
@@ -78,13 +81,53 @@ def _log1p(x):
 
 @gluon.jit
 def _expm1(x):
-    series = x * (1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120)))))
-    return gl.where(gl.abs(x) < 0.2, series, _short(EXP_ASM, x) - 1.0)
+    return gl.where(gl.abs(x) < 0.012, x * (x * 0.5) + x, _short(EXP_ASM, x) - 1.0)
+
+
+@gluon.jit
+def _half_erf(x, e):
+    """``(1 + erf(x)) / 2``, good to 2e-5 of the smaller one of it and its difference to 1, down to x of -6.
+
+    ``erfc(|x|)`` is ``e = exp(-x^2)``, which a derivative needs anyway, times a polynomial in ``1 / (1 + 0.52 |x|)``.
+    """
+    t = _short(RECIPROCAL_ASM, gl.abs(x) * 0.52 + 1.0)
+    series = 0.1309548 + t * (0.44595106 + t * -0.18759854)
+    tail = t * (0.29127404 + t * (0.31940293 + t * series)) * (e * 0.5)
+    return gl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@gluon.jit
+def _nearest(x):
+    """The whole number next to x: in fp32 a number of 3 * 2 ** 22 has no digits behind the point."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@gluon.jit
+def _sine_around(x, half_turns, n):
+    """``sin(x - half_turns * pi)``, the other way round for an odd n, to 1e-6; a difference of less than 1.6, or no digits."""
+    x = (x - half_turns * 3.140625) - half_turns * 9.67653589793e-4
+    x = gl.minimum(gl.maximum(x, -1.6, propagate_nan=PROPAGATE_NAN), 1.6, propagate_nan=PROPAGATE_NAN)
+    z = x * x
+    sine = x * (0.999999061 + z * (-0.166655539 + z * (8.31189762e-3 + z * -1.84880738e-4)))
+    odd = n - 2.0 * _nearest(n * 0.5)
+    return sine - sine * (odd * odd * 2.0)
+
+
+@gluon.jit
+def _sin(x):
+    n = _nearest(x * 0.3183098861837907)
+    return _sine_around(x, n, n)
+
+
+@gluon.jit
+def _cos(x):
+    n = _nearest(x * 0.3183098861837907 - 0.5)
+    return -_sine_around(x, n + 0.5, n)
 
 
 @gluon.jit
 def _tanh(x):
-    return gl.where(gl.abs(x) < 0.03, x - x * x * x * (1 / 3), _short(TANH_ASM, x))
+    return gl.where(gl.abs(x) < 0.008, x, _short(TANH_ASM, x))
 
 
 @gluon.jit
@@ -139,6 +182,8 @@ def _apply(FUNCTION: gl.constexpr, x, y, z):
         return _short(EXP_ASM, x)
     elif FUNCTION == "erf":
         return gl.erf(x)
+    elif FUNCTION == "half_erf":
+        return _half_erf(x, y)
     elif FUNCTION == "tanh":
         return _tanh(x)
     elif FUNCTION == "tanh_softplus":
@@ -158,10 +203,10 @@ def _apply(FUNCTION: gl.constexpr, x, y, z):
     elif FUNCTION == "rsqrt":
         return gl.rsqrt(x)
     elif FUNCTION == "sin":
-        return gl.sin(x)
+        return _sin(x)
     else:
         gl.static_assert(FUNCTION == "cos")
-        return gl.cos(x)
+        return _cos(x)
 
 
 @gluon.jit
@@ -192,13 +237,37 @@ def _run(values, PROGRAM: gl.constexpr):
 
 
 @gluon.jit
-def activate(gate, up, PROGRAM: gl.constexpr):
-    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated."""
-    return _result(_run((gate, up, gate), PROGRAM), PROGRAM, 0)
+def load_parameters(params_ptr, expert, NUM_PARAMETERS: gl.constexpr):
+    """What the activation of an expert reads as p0, p1 and so on."""
+    parameters = ()
+    for i in gl.static_range(NUM_PARAMETERS):
+        parameters = parameters + (gl.load(params_ptr + expert * NUM_PARAMETERS + i),)
+    return parameters
 
 
 @gluon.jit
-def activate_backward(gate, up, da, PROGRAM: gl.constexpr):
-    """``(a, dgate, dup)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated."""
-    values = _run((gate, up, da), PROGRAM)
-    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2)
+def _with_parameters(gate, up, da, parameters):
+    """What a program begins with; a parameter is a number, of which each element gets a copy."""
+    values = (gate, up, da)
+    for i in gl.static_range(len(parameters)):
+        values = values + (gl.full(gate.shape, parameters[i], gl.float32, gate.type.layout),)
+    return values
+
+
+@gluon.jit
+def activate(gate, up, parameters, PROGRAM: gl.constexpr):
+    """``a`` from the fp32 pre-activations; ``up`` is ignored when the expert is ungated. ``parameters``: fp32 numbers."""
+    return _result(_run(_with_parameters(gate, up, gate, parameters), PROGRAM), PROGRAM, 0)
+
+
+@gluon.jit
+def activate_backward(gate, up, da, parameters, PROGRAM: gl.constexpr):
+    """``(a, dgate, dup, dparameters)`` from the fp32 pre-activations and the gradient of ``a``; ``dup`` is unused when ungated.
+
+    ``dparameters`` has the element's part of the gradient of each parameter.
+    """
+    values = _run(_with_parameters(gate, up, da, parameters), PROGRAM)
+    dparameters = ()
+    for i in gl.static_range(len(parameters)):
+        dparameters = dparameters + (_result(values, PROGRAM, 3 + i),)
+    return _result(values, PROGRAM, 0), _result(values, PROGRAM, 1), _result(values, PROGRAM, 2), dparameters

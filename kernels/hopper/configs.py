@@ -117,7 +117,10 @@ class RowsPlan:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """``gathered rows @ weight``: up projection (``parts`` side by side in a tile), gradient of the activation."""
+    """``gathered rows @ weight``: up projection (``parts`` side by side in a tile), gradient of the activation.
+
+    ``num_parameters``: those that the activation reads.
+    """
 
     tile: Tile
     contracted: int
@@ -128,6 +131,7 @@ class GatherPlan:
     wide_offsets: bool
     activation: str
     gated: bool
+    num_parameters: int = 0
     bias_stride: int | None = None
     has_weights: bool = False
     store_h: bool = True

@@ -8,15 +8,16 @@ For row r of expert e, with token t(r) and routing weight s(r):
 The consumers hand dA', rounded, to two, four or eight epilogue warps, which work in strips of 4 rows a warp. What a strip
 needs from memory is asked for ahead of it, across tiles: h a strip ahead, into registers (shared memory is the ring's), the
 weights two, by way of the slots. The partial sums are stored for each column block, so no two programs add to the
-same number.
+same number; and so are, for each parameter of the activation, the sums of what it gets from a row.
 """
 
 from functools import cache
 
 from torch import Tensor
 
+from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_program
-from moeblaze_ops.kernels.hopper.activations import activate_backward
+from moeblaze_ops.kernels.hopper.activations import activate_backward, load_parameters
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
@@ -91,17 +92,22 @@ def _load_h(h_ptr, row, end, column, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, outputs, PLAN: gl.constexpr):
-    """Stores dh and wa of one strip of rows, and its share of the gradient of the routing weights."""
-    dh_ptr, wa_ptr, partials_ptr = outputs
+def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, parameters, outputs, PLAN: gl.constexpr):
+    """Stores dh and wa of one strip of rows, and its share of the gradients of the routing weights and of parameters."""
+    dh_ptr, wa_ptr, partials_ptr, shares_ptrs = outputs
     dtype: gl.constexpr = dh_ptr.dtype.element_ty
     ROWS: gl.constexpr = strip_rows(gl.num_warps())
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
     program: gl.constexpr = PLAN.activation
+    num_parameters: gl.constexpr = PLAN.num_parameters
     layout: gl.constexpr = row_layout(gl.num_warps())
     wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
     scale = gl.expand_dims(weights, 1)
     products = gl.zeros([ROWS, CHUNK], gl.float32, layout)
+    # Sums of parameters are taken chunk by chunk: the shuffles cost less than the registers of sums like that of products.
+    shares = ()
+    for _ in gl.static_range(num_parameters):
+        shares = shares + (gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout)),)
     for chunk in gl.static_range(num_chunks):
         columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
         mask = gl.expand_dims(rows < end, 1)
@@ -110,7 +116,11 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, output
         da = _unpack(handoff.load_pairs(half, half_row, chunk, ROWS, _pair_layout(gl.num_warps())), dtype)
         gate_pairs, up_pairs = h[chunk]
         gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
-        a, dgate, dup = activate_backward(gate, up, da * scale, program)
+        a, dgate, dup, dparameters = activate_backward(gate, up, da * scale, parameters, program)
+        sums = ()
+        for i in gl.static_range(num_parameters):
+            sums = sums + (shares[i] + gl.sum(dparameters[i], 1),)
+        shares = sums
         products += da * a
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
         gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)
@@ -118,18 +128,22 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, output
         if PLAN.gated:
             gl.store(dh_ptrs + PLAN.columns, dup.to(dtype), mask=mask)
     gl.store(partials_ptr + rows, gl.sum(products, 1), mask=rows < end)
+    for i in gl.static_range(num_parameters):
+        gl.store(shares_ptrs[i] + rows, shares[i], mask=rows < end)
 
 
 @aggregate
 class Tile:
     """Rows ``first`` to ``end`` of an expert, at most block_m of them, and a block of columns."""
 
+    expert: gl.tensor
     first: gl.tensor
     end: gl.tensor
     column_block: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, first, end, column_block):
+    def __init__(self, expert, first, end, column_block):
+        self.expert = expert
         self.first = first
         self.end = end
         self.column_block = column_block
@@ -137,8 +151,8 @@ class Tile:
 
 @gluon.jit
 def _locate(order, index):
-    _, first, end, column_block = order.locate(index)
-    return Tile(first, end, column_block)
+    expert, first, end, column_block = order.locate(index)
+    return Tile(expert, first, end, column_block)
 
 
 @gluon.jit
@@ -161,12 +175,13 @@ def _load_weights(weights_ptr, slots, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PLAN: gl.constexpr):
+def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, learned, outputs, PLAN: gl.constexpr):
     """Two strips a step, so that what is loaded for either stays in its registers."""
     if PLAN.early:
         gdc_wait()
     ROWS: gl.constexpr = strip_rows(gl.num_warps())
     half_strips: gl.constexpr = PLAN.tile.half_m // ROWS
+    num_parameters: gl.constexpr = PLAN.num_parameters
     dh_ptr, wa_ptr, partials_ptr = outputs
     rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     num_programs = gl.num_programs(0)
@@ -179,7 +194,14 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
         tile = next_tile
         next_tile = _locate(order, index + num_programs)
         column = tile.column_block * PLAN.part_n
-        stored = (dh_ptr, wa_ptr, partials_ptr + tile.column_block.to(gl.int64) * num_rows)
+        parameters = ()
+        shares_ptrs = ()
+        if num_parameters > 0:
+            parameters = load_parameters(learned[0], tile.expert, num_parameters)
+            for i in gl.static_range(num_parameters):
+                place = (i * PLAN.column_blocks + tile.column_block).to(gl.int64) * num_rows
+                shares_ptrs = shares_ptrs + (learned[1] + place,)
+        stored = (dh_ptr, wa_ptr, partials_ptr + tile.column_block.to(gl.int64) * num_rows, shares_ptrs)
         for pair in range(half_strips):
             strip = 2 * pair
             half = strip // half_strips
@@ -192,7 +214,7 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
             row, end, ahead_column = _strip(strip + 2, tile, next_tile, PLAN)
             even_slots = load_slots(slots_ptr, row, end, ROWS)
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
-            _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, stored, PLAN)
+            _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, parameters, stored, PLAN)
 
             even_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
             even_weights = _load_weights(weights_ptr, even_slots, PLAN)
@@ -201,7 +223,9 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, outputs, PL
             if PLAN.warps.finish < 8:
                 # It has been waited for; the loads above stay above, which pays where few warps hide their latency.
                 mbarrier.wait(handoff.full.index(half), num_tiles & 1)
-            _finish_strip(handoff, odd_h, half, half_row + ROWS, rows + ROWS, tile.end, column, odd_weights, stored, PLAN)
+            odd_rows = rows + ROWS
+            odd = (handoff, odd_h, half, half_row + ROWS, odd_rows, tile.end, column, odd_weights)
+            _finish_strip(*odd, parameters, stored, PLAN)
             mbarrier.arrive(handoff.empty.index(half), pred=strip % half_strips == half_strips - 2)
         num_tiles += 1
 
@@ -215,6 +239,8 @@ def _down_backward_kernel(
     low_weight_desc,
     h_ptr,
     weights_ptr,
+    params_ptr,
+    shares_ptr,
     outputs,
     slots_ptr,
     num_rows,
@@ -231,12 +257,16 @@ def _down_backward_kernel(
         low_rank = (low_rows_desc, low_weight_desc)
     else:
         low_rank = ()
+    if PLAN.num_parameters > 0:
+        learned = (params_ptr, shares_ptr)
+    else:
+        learned = ()
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), ring, order, (), handoff, PLAN)),
             (consume, (gl.constexpr(1), ring, order, (), handoff, PLAN)),
             (produce, (ring, order, dout_ptr, stride_dout8, slots_ptr, (weight_desc,), low_rank, PLAN)),
-            (_finish, (handoff, order, h_ptr, slots_ptr, gl.to_tensor(num_rows), weights_ptr, outputs, PLAN)),
+            (_finish, (handoff, order, h_ptr, slots_ptr, gl.to_tensor(num_rows), weights_ptr, learned, outputs, PLAN)),
         ],
         [4, PLAN.warps.gather, PLAN.warps.finish],
         PLAN.warps.registers,
@@ -268,6 +298,7 @@ def _plan(
         wide_offsets=wide_offsets,
         activation=gradient_program(activation),
         gated=gated,
+        num_parameters=num_parameters(activation),
         has_weights=has_weights,
         warps=down_backward_warps(contracted, activation),
         early=early,
@@ -291,6 +322,8 @@ def hopper_down_backward(
     early: bool = False,
     q_NR: Tensor | None = None,
     lora_a_ERF: Tensor | None = None,
+    params_EP: Tensor | None = None,
+    shares_PCN: Tensor | None = None,
 ) -> None:
     """Writes dh, wa and the partial sums of ``<dA', a>`` for every row of every expert.
 
@@ -306,6 +339,9 @@ def hopper_down_backward(
         early: begin before the kernel launched last has ended, if that writes nothing that is read here but h.
         q_NR, lora_a_ERF: what ``q[r] @ lora_a[e]`` is added of in the same sum, or None. Contiguous, R a multiple of 8, and any
             strides.
+        params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
+        shares_PCN: output, fp32, contiguous, beside params: what each row's features in a column block add to the gradient of
+            each parameter.
 
     ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
     """
@@ -339,6 +375,8 @@ def hopper_down_backward(
         *low_rank,
         h_NGF,
         partials_CN if weights_TK is None else weights_TK,
+        params_EP,
+        shares_PCN,
         (dh_NGF, wa_NF, partials_CN),
         slots_N,
         h_NGF.shape[0],

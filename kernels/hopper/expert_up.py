@@ -11,8 +11,9 @@ from functools import cache
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import IDENTITY
+from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_program
-from moeblaze_ops.kernels.hopper.activations import activate
+from moeblaze_ops.kernels.hopper.activations import activate, load_parameters
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, up_tile
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
@@ -42,7 +43,7 @@ def _store_h(half, h_desc, row, column, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr, PLAN: gl.constexpr):
+def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr, parameters, PLAN: gl.constexpr):
     """Stores ``a`` of STRIP_ROWS rows, and their h too when TMA could not."""
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
     program: gl.constexpr = PLAN.activation
@@ -59,7 +60,7 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
         if PLAN.parts == 2:
             up = handoff.load(half, strip * STRIP_ROWS, num_chunks + chunk, STRIP_ROWS, layout)
         if PLAN.activation != IDENTITY:
-            a = activate(gate.to(gl.float32), up.to(gl.float32), program)
+            a = activate(gate.to(gl.float32), up.to(gl.float32), parameters, program)
             gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
         if PLAN.store_h:
             if not is_whole:
@@ -70,12 +71,16 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
 
 
 @gluon.jit
-def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
+def _finish(handoff, order, h_desc, h_ptr, a_ptr, learned, PLAN: gl.constexpr):
     half_m: gl.constexpr = PLAN.tile.half_m
+    num_parameters: gl.constexpr = PLAN.num_parameters
     num_tiles = 0
     for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
-        _, first, end, column_block = order.locate(index)
+        expert, first, end, column_block = order.locate(index)
         column = column_block * PLAN.part_n
+        parameters = ()
+        if num_parameters > 0:
+            parameters = load_parameters(learned[0], expert, num_parameters)
         for half in range(2):
             row = first + half * half_m
             is_whole = row + half_m <= end
@@ -89,7 +94,7 @@ def _finish(handoff, order, h_desc, h_ptr, a_ptr, PLAN: gl.constexpr):
                 num_strips = gl.where(is_whole, 0, num_strips)
             for strip in range(num_strips):
                 strip_row = row + strip * STRIP_ROWS
-                _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, PLAN)
+                _finish_strip(handoff, half, strip, strip_row, end, column, is_whole, h_ptr, a_ptr, parameters, PLAN)
             tma_store_wait(0)
             mbarrier.arrive(handoff.empty.index(half))
         num_tiles += 1
@@ -108,6 +113,7 @@ def _expert_up_kernel(
     h_desc,
     h_ptr,
     a_ptr,
+    params_ptr,
     slots_ptr,
     offsets_ptr,
     blocks_ptr,
@@ -125,12 +131,16 @@ def _expert_up_kernel(
         low_rank = (low_rows_desc, first_low_desc)
     else:
         low_rank = (low_rows_desc, first_low_desc, last_low_desc)
+    if PLAN.num_parameters > 0:
+        learned = (params_ptr,)
+    else:
+        learned = ()
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), ring, order, bias_ptrs, handoff, PLAN)),
             (consume, (gl.constexpr(1), ring, order, bias_ptrs, handoff, PLAN)),
             (produce, (ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, low_rank, PLAN)),
-            (_finish, (handoff, order, h_desc, h_ptr, a_ptr, PLAN)),
+            (_finish, (handoff, order, h_desc, h_ptr, a_ptr, learned, PLAN)),
         ],
         [4, PLAN.warps.gather, PLAN.warps.finish],
         PLAN.warps.registers,
@@ -160,6 +170,7 @@ def _plan(
         wide_offsets=wide_offsets,
         activation=value_program(activation),
         gated=parts == 2,
+        num_parameters=num_parameters(activation),
         bias_stride=bias_stride,
         store_h=store_h,
         rank=rank,
@@ -179,6 +190,7 @@ def hopper_expert_up(
     a_NF: Tensor,
     u_NR: Tensor | None = None,
     lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> None:
     """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
 
@@ -191,6 +203,7 @@ def hopper_expert_up(
             never written when it has no rows.
         u_NR, lora_b_EGFR: what ``u[r] @ lora_b[e, g]^T`` is added of in the same sum, or None. Contiguous, R a multiple of 8,
             and any strides.
+        params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
 
     Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
     """
@@ -231,6 +244,7 @@ def hopper_expert_up(
         h_desc,
         h_NGF,
         a_NF,
+        params_EP,
         slots_N,
         offsets_E1,
         blocks_B2,

@@ -45,11 +45,11 @@ def _remembered(function: Callable[..., None]) -> Callable[..., None]:
     return remembered(function)
 
 
-def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF, u_NR, lora_b_EGFR) -> None:
+def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF, *optional) -> None:
     from moeblaze_ops.kernels.hopper.expert_up import hopper_expert_up
 
-    written, low_rank = (h_NGF, a_NF), (u_NR, lora_b_EGFR)
-    hopper_expert_up(x_TD, w_up, b_up or [], slots_N, offsets_E1, blocks_B2, top_k, activation, *written, *low_rank)
+    written = (h_NGF, a_NF)
+    hopper_expert_up(x_TD, w_up, b_up or [], slots_N, offsets_E1, blocks_B2, top_k, activation, *written, *optional)
 
 
 def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, v_NR, lora_b_ERD) -> None:
@@ -81,15 +81,13 @@ def _down_backward(
     partials_CN,
     wa_NF,
     early,
-    q_NR,
-    lora_a_ERF,
+    *optional,
 ) -> None:
     from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward
 
     routing = (slots_N, offsets_E1, blocks_B2)
     written = (dh_NGF, partials_CN, wa_NF)
-    low_rank = (q_NR, lora_a_ERF)
-    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early, *low_rank)
+    hopper_down_backward(dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation, *written, early, *optional)
 
 
 def _weight_grad(
@@ -114,7 +112,8 @@ def _weight_grad(
 
 expert_up = _register(
     "expert_up(Tensor x_TD, Tensor[] w_up, Tensor[]? b_up, Tensor slots_N, Tensor offsets_E1, Tensor blocks_B2,"
-    " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF, Tensor? u_NR, Tensor? lora_b_EGFR) -> ()",
+    " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF, Tensor? u_NR, Tensor? lora_b_EGFR,"
+    " Tensor? params_EP) -> ()",
     _expert_up,
 )
 down_rows = _register(
@@ -130,7 +129,7 @@ up_backward_rows = _register(
 down_backward = _register(
     "down_backward(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
     " Tensor blocks_B2, int top_k, str activation, Tensor(a!) dh_NGF, Tensor(b!) partials_CN, Tensor(c!) wa_NF,"
-    " bool early, Tensor? q_NR, Tensor? lora_a_ERF) -> ()",
+    " bool early, Tensor? q_NR, Tensor? lora_a_ERF, Tensor? params_EP, Tensor(d!)? shares_PCN) -> ()",
     _down_backward,
 )
 weight_grad = _register(

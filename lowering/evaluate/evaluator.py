@@ -16,6 +16,7 @@ from moeblaze_ops.lowering.evaluate.nesting import Nesting
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_no_projection, is_weight
 from moeblaze_ops.lowering.evaluate.runs import RunRules
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
+from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
@@ -66,6 +67,18 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             found = self._memo[key] = self._evaluate(value, indices, depth)
         return found
 
+    def variables(self, value: Value) -> Indices:
+        """Indices of any element of a value."""
+        sizes = enumerate(value.shape)
+        return tuple(self.algebra.var(axis, size, "r") if size != 1 else self.algebra.zero for axis, size in sizes)
+
+    def try_element(self, value: Value, indices: Indices | None = None) -> Expr | None:
+        """The element at ``indices``, or any; None where it is another formula for each number that an index may be."""
+        try:
+            return self.element(value, self.variables(value) if indices is None else indices)
+        except Unroll:
+            return None
+
     def _accumulated(self, value: Value, indices: Indices, depth: int) -> list[Value]:
         """Partial sums below ``value``, innermost first, so that long chains need no deep recursion."""
         chain: dict[Value, None] = {}
@@ -86,7 +99,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
         shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
         shallow = shallow or (kind == "put" and len(value.args[1]) > 1)  # at places of experts, such as counts give
-        if rule is None or (depth >= MAX_PROJECTIONS and not shallow) or self._nesting.is_deep(value):
+        ends = rule is None or is_computed_weight(value) or (depth >= MAX_PROJECTIONS and not shallow)
+        if ends or self._nesting.is_deep(value):
             return self.algebra.leaf(value, indices)
         try:
             return rule(value, indices, depth)

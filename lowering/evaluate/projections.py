@@ -1,19 +1,20 @@
-"""Which products are projections: products with a matrix that the caller passes in."""
+"""Which products are projections: products with a matrix that the caller passes in, or that is computed of the model's state."""
 
 import torch
 
+from moeblaze_ops.lowering.graph.computed_weights import VIEWS, is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 
 
 def is_weight(value: Value, *, gathered: bool) -> bool:
     """A matrix that the caller passes in, through views, casts and gathers only; ``gathered``: there must be one.
 
-    One with a low-rank addition is a matrix like any other.
+    One that is computed of the model's state, or that has a low-rank addition, is a matrix like any other.
     """
-    while value.op in ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane"):
+    while value.op in (*VIEWS, "index") and not is_computed_weight(value):
         gathered = gathered and value.op != "index"
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
-    return value.op in ("input", "low_rank") and not gathered
+    return (value.op in ("input", "low_rank") or is_computed_weight(value)) and not gathered
 
 
 def is_no_projection(contract: Value) -> bool:

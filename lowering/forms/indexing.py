@@ -402,12 +402,26 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
 @form("topk", "max")
 def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Some values, or all, and where they are along the axis; nothing else is known of either."""
+    if isinstance(fake_of(view._node), torch.Tensor):
+        return _largest_flag(view, x)
     at = 1 if target_name(view._node) == "topk" else 0
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)
     values, indices = view.opaque(view._node)
     indices.bound = tensor(x).shape[axis(x, dim)]
     values.fades = is_fading(x)
     return values, indices
+
+
+def _largest_flag(view: GraphView, x: Any) -> Value:
+    """``any``, of flags or what they are as numbers.
+
+        (ids == e).int().max()
+    """
+    flags = tensor(x)
+    while flags.op == "cast" and flags.dtype != torch.bool:
+        (flags,) = flags.args
+    require(flags.dtype == torch.bool, "the largest of flags")
+    return cast(view, view.make("any", flags, tuple(range(len(flags.shape))), False), output_dtype(view))
 
 
 @form("argmax")

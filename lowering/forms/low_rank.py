@@ -11,10 +11,10 @@ weight's own is a product with such a sum: ``x W + s (x A) B = x (W + s A B)``.
 
 from collections.abc import Sequence
 
+from moeblaze_ops.lowering.graph.computed_weights import VIEWS, is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import same_size
 
-_VIEWS = ("reshape", "permute", "slice", "select", "cast", "expand", "index", "stack", "cat", "lane")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -23,7 +23,8 @@ def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
     for left, right in ((a, b), (b, a)):
         if len(left.shape) != len(right.shape) or not all(map(same_size, left.shape, right.shape)):
             continue
-        if _is_given(left) and _is_low_rank(right):
+        if _is_given(left) and _is_low_rank(right) and not _is_low_rank(left):
+            _look_into(right)
             return view.make("low_rank", left, right)
         if (joined := _joined(view, left, right)) is not None:
             return joined
@@ -31,10 +32,21 @@ def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
 
 
 def _is_given(value: Value) -> bool:
-    """A matrix that the caller passes in, or one with a low-rank addition."""
-    while value.op in _VIEWS:
+    """A matrix that the caller passes in, one that is computed of the model's state, or one with a low-rank addition."""
+    while value.op in (*VIEWS, "index") and not is_computed_weight(value):
         value = value.args[0][0] if value.op in ("stack", "cat") else value.args[0]
-    return value.op in ("input", "low_rank") and value.dtype.is_floating_point
+    return is_computed_weight(value) or (value.op in ("input", "low_rank") and value.dtype.is_floating_point)
+
+
+def _look_into(product: Value) -> None:
+    """A low-rank addition is of the model's state as well, and is taken apart all the same."""
+    pending = [product]
+    while pending:
+        value = pending.pop()
+        if value.of_state and value.op in ("cast", "permute", "pointwise", "contract"):
+            value.of_state = False
+            if value.op != "contract":
+                pending += value.args[1] if value.op == "pointwise" else value.args[:1]
 
 
 def _is_low_rank(value: Value) -> bool:
@@ -70,8 +82,8 @@ def _is_of_few_ranks(value: Value) -> bool:
 
 
 def _is_factor(value: Value) -> bool:
-    """A matrix that the caller passes in, or a multiple of one."""
-    while value.op == "cast" or (value.op == "pointwise" and value.args[0] == "mul"):
+    """A matrix that the caller passes in, one that is computed of the model's state, or a multiple of one."""
+    while not _is_given(value) and (value.op == "cast" or (value.op == "pointwise" and value.args[0] == "mul")):
         if value.op == "cast":
             value = value.args[0]
             continue
@@ -83,8 +95,8 @@ def _is_factor(value: Value) -> bool:
 
 
 def _is_scale(value: Value) -> bool:
-    """A number."""
-    return value.op == "full"
+    """A number, or numbers that are passed in, along one axis: one for each expert, or no scale after all."""
+    return value.op == "full" or (sum(size != 1 for size in value.shape) < 2 and _is_given(value))
 
 
 def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:

@@ -122,6 +122,12 @@ for _name in _OF_NUMBERS:
     _with_numbers(_name)
 
 
+@form("prelu")
+def _prelu(view: GraphView, x: Any, slope: Any) -> Value:
+    require(tensor(slope).shape in ((), (1,)), "one slope")
+    return pointwise(view, "prelu", x, slope)
+
+
 @form("sigmoid")
 def _sigmoid(view: GraphView, x: Any) -> Value:
     if turns_scattered(tensor(x)):

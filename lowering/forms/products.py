@@ -1,15 +1,16 @@
 """Canonical forms of reductions and matrix products; see `forms.views` for how forms work.
 
-    sum, any (x, dims, keepdim)     prefix (x, dim)     contract (xs, labels, out_labels): an einsum
+sum, any (x, dims, keepdim)     prefix (x, dim)     contract (xs, labels, out_labels): an einsum
 """
 
+import math
 import string
 from typing import Any
 
 import torch
 
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
-from moeblaze_ops.lowering.forms.views import axis, cast, form, full, output_dtype, require, tensor
+from moeblaze_ops.lowering.forms.views import axis, cast, form, full, output_dtype, require, reshaped, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 
 
@@ -37,6 +38,16 @@ def _sum(view: GraphView, x: Any, *args: Any, axis: Any = None, **kwargs: Any) -
 @form("any")
 def _any(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
     return _summed("any", view, x, *args, **kwargs)
+
+
+@form("isin")
+def _isin(view: GraphView, x: Any, among: Any, *, assume_unique: bool = False) -> Value:
+    """``any(x == element)``, over the elements ``among`` which those of ``x`` are looked for."""
+    x, among = (of if isinstance(of, Value) else full(view, of, (), torch.int64) for of in (x, among))
+    elements = reshaped(view, among, (math.prod(among.shape),))
+    each, shape = reshaped(view, x, (*x.shape, 1)), (*x.shape, *elements.shape)
+    equal = view.make("pointwise", "eq", (each, elements), (), shape=shape, dtype=torch.bool)
+    return view.make("any", equal, (len(x.shape),), False, shape=x.shape, dtype=torch.bool)
 
 
 @form("all")

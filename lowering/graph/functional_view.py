@@ -19,6 +19,7 @@ from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
+from moeblaze_ops.lowering.graph.model_state import nodes_of_state
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
@@ -31,16 +32,17 @@ class Value:
     """An interned tensor value: ``op`` applied to ``args`` (values and constants).
 
     ``bound`` is an exclusive upper bound of integer elements that are not negative, None where that is not known.
-    ``fades`` says what `zero_stops_gradient` means by it.
+    ``fades`` says what `zero_stops_gradient` means by it, ``of_state`` what `model_state` does.
     """
 
-    __slots__ = ("args", "bound", "dtype", "fades", "is_permutation", "node", "op", "shape")
+    __slots__ = ("args", "bound", "dtype", "fades", "is_permutation", "node", "of_state", "op", "shape")
 
     def __init__(self, op: str, args: tuple, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node):
         self.op, self.args, self.shape, self.dtype, self.node = op, args, shape, dtype, node
         self.is_permutation = op == "argsort"
         self.bound: Size | None = shape[0] if self.is_permutation else None
         self.fades = False
+        self.of_state = False
 
     def __repr__(self) -> str:
         return f"{self.op}@{self.node.name}"
@@ -190,8 +192,10 @@ class GraphView:
     _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
+    _of_state: frozenset[fx.Node] = frozenset()
 
     def __post_init__(self) -> None:
+        self._of_state = nodes_of_state(self.graph)
         context: tuple = ()
         for index, node in enumerate(self.graph.nodes):
             self.position[node] = index
@@ -238,6 +242,7 @@ class GraphView:
         found = self._pool.get(key)
         if found is None:
             found = self._pool[key] = Value(op, args, shape, dtype, self._node)
+            found.of_state = self._node in self._of_state
         return found
 
     def opaque(self, node: fx.Node, tag: Any = None) -> Any:

@@ -25,11 +25,24 @@ def expert_up(
     positions_TK: Tensor,
     blocks_B2: Tensor,
     activation: str,
-    *low_rank: Tensor | None,
+    u_NR: Tensor | None = None,
+    lora_a_ERD: Tensor | None = None,
+    lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
-    h_NGF, a_NF = _ops.expert_up(x_TD, w_up, b_up, weights_TK, *routing, IDENTITY, *low_rank)
-    return h_NGF, a_NF if activation == IDENTITY else activate(h_NGF, activation)
+    h_NGF, a_NF = _ops.expert_up(x_TD, w_up, b_up, weights_TK, *routing, IDENTITY, u_NR, lora_a_ERD, lora_b_EGFR)
+    if activation == IDENTITY:
+        return h_NGF, a_NF
+    return h_NGF, activate(h_NGF, activation, _of_rows(params_EP, offsets_E1, h_NGF.shape[0]))
+
+
+def _of_rows(params_EP: Tensor | None, offsets_E1: Tensor, N: int) -> Tensor | None:
+    """The parameters of the expert of each row; those of the last one for a row of an unused slot."""
+    if params_EP is None:
+        return None
+    rows_N = torch.arange(N, device=offsets_E1.device, dtype=offsets_E1.dtype)
+    return params_EP[torch.searchsorted(offsets_E1[1:-1].contiguous(), rows_N, right=True)]
 
 
 def expert_down_backward(

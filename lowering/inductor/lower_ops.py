@@ -23,21 +23,25 @@ from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
+from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
+from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
 
 
 def register_lowerings() -> None:
-    """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what keeps routing."""
+    """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_joint_rewrite(torch.ops.aten.mm.default, narrow_router_product)
     for op in ROUTED:
         torch_internals.register_joint_visit(op, pin_routing)
+        torch_internals.register_joint_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
+    register_traced_lowering(experts_over_ranks_backward, lambda: gradients_over_ranks, _leaves_room, in_order=True)
     for op in cpu_activations.IMPLEMENTATIONS:
         torch_internals.register_lowering(ON_CPU[op], torch_internals.fallback(ON_CPU[op]))
     for op in PACKAGED.keys() - LAUNCHERS.keys():
@@ -48,7 +52,10 @@ def register_lowerings() -> None:
 
 
 def register_traced_lowering(
-    op: torch._ops.OpOverload, launcher: Callable[[], Callable], must_call: Callable[[torch._ops.OpOverload, list], bool]
+    op: torch._ops.OpOverload,
+    launcher: Callable[[], Callable],
+    must_call: Callable[[torch._ops.OpOverload, list], bool],
+    in_order: bool = False,
 ) -> None:
     """Lower ``op`` on CUDA to what ``launcher()`` does with the same arguments, unless ``must_call``.
 
@@ -56,6 +63,7 @@ def register_traced_lowering(
         op: an op tagged ``needs_exact_strides``, that returns tensors or lists of tensors.
         launcher: returns what takes the arguments of ``op`` in its order and returns its outputs, on fake tensors too.
         must_call: from the op and its arguments, fake: whether the generated code has to call the op.
+        in_order: whether the calls and kernels that ``launcher()`` starts stay in its order.
     """
     call_op, call_on_cpu = _call_of(op), _call_of(op, ON_CPU.get(op, op))
 
@@ -85,7 +93,7 @@ def register_traced_lowering(
             return chosen()(*arguments(values))
 
         values, _ = tree_flatten(_in_schema_order(op, args, kwargs))
-        return torch_internals.inline(torch_internals.trace(launch, fakes), [values[i] for i in positions], op.name())
+        return torch_internals.inline(torch_internals.trace(launch, fakes), [values[i] for i in positions], op.name(), in_order)
 
     lower.__name__ = f"lower_{op.overloadpacket.__name__}"
     torch_internals.register_lowering(op, lower)
@@ -111,6 +119,10 @@ def _overwriting_launcher(op: torch._ops.OpOverload, node: fx.Node, args: tuple)
     position, launcher = OVERWRITING.get(op, (len(args), None))
     given_away = position < len(args) and torch_internals.is_given_away(node.args[position], args[position])
     return launcher if given_away else None
+
+
+def _leaves_room(op: torch._ops.OpOverload, args: list[Any]) -> bool:
+    return config.collective_multiprocessors is not None
 
 
 def _must_call(op: torch._ops.OpOverload, args: list[Any]) -> bool:

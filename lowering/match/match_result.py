@@ -47,13 +47,14 @@ class MoEMatch:
     kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
     passed: Passed | None = None  # experts that give a token back
     named: Named | None = None  # the tokens that experts name themselves
-    low_rank_up: tuple[Factors | None, ...] = ()  # what is added to each half of the up weights
-    low_rank_down: Factors | None = None
+    parameters: tuple[Operand, ...] = ()  # what the activation reads, of one element or [E] each
+    low_rank_up: tuple[tuple[Factors, ...], ...] = ()  # what adapters add to each half of the up weights
+    low_rank_down: tuple[Factors, ...] = ()
     subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
 
     @property
     def has_low_rank(self) -> bool:
-        return any(self.low_rank_up) or self.low_rank_down is not None
+        return any(self.low_rank_up) or bool(self.low_rank_down)
 
     @property
     def copied_bytes(self) -> int:

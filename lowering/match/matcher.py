@@ -19,12 +19,13 @@ from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, inplace_name, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, fake_of, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.internal_errors import tolerate
 from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
+from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
+from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
 from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
@@ -345,11 +346,12 @@ class Matcher:
         def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
             return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
 
+        parameters = find_parameters(self._algebra, finder, [routings[i].expert for i in order], chosen)
         w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
         num_experts = E
         (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
-        low_rank_up: tuple[Factors | None, ...] = ()
-        low_rank_down = None
+        low_rank_up: tuple[tuple[Factors, ...], ...] = ()
+        low_rank_down: tuple[Factors, ...] = ()
         if split:
             widths, inputs, outputs = [e.width for e in chosen], [e.feature_in for e in chosen], [feature] * len(chosen)
             up, down = [of_up[i] for i in order], [of_down[i] for i in order]
@@ -385,13 +387,14 @@ class Matcher:
         scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
-        factors = [view for added in filter(None, (*low_rank_up, low_rank_down)) for view in (added.a, added.b)]
+        factors = [view for group in (*low_rank_up, low_rank_down) for added in group for view in added.views]
         views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []), *factors)
         position = self.view.position[root]
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
+        parameters = tuple(replace(operand, dtype=at_least_fp32(dtype)) for operand in parameters)
         of_tokens = (ids, weights, kept, passed and passed.x, named and named.tokens, named and named.weights)
-        tensors = (x, *(s.operand for s in scales), *filter(None, of_tokens), *views_used)
+        tensors = (x, *parameters, *(s.operand for s in scales), *filter(None, of_tokens), *views_used)
         region = self._region(root, frozenset(node for tensor in tensors for node in tensor.nodes), sums, dtype, base)
         bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
@@ -399,7 +402,7 @@ class Matcher:
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
-            named=named, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
+            named=named, parameters=parameters, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
         )  # fmt: skip
 

@@ -12,13 +12,14 @@ of all that is another tensor afterwards, are what they were before, once everyt
 import copy
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import sympy
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll, accumulators
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import (
@@ -33,7 +34,7 @@ from moeblaze_ops.lowering.graph.functional_view import (
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
-from moeblaze_ops.lowering.obligations.check import line_of, name_of
+from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
@@ -60,11 +61,11 @@ def discharge(gm: fx.GraphModule) -> Discharged:
                 return Discharged(f"{_line(asked)}: a list may have no parts")
         view = GraphView(graph, TABLE)
         off = any(map(view.is_gradient_off, graph.nodes))
-        numbers = GraphView(graph, TABLE, numbers_only=True) if off else None
+        known, numbers = _Known(view), _Known(GraphView(graph, TABLE, numbers_only=True)) if off else None
         if (write := _write_to_hits(view)) is not None:
             return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:
-            reason = _unproven(view, numbers, begin)
+            reason = _unproven(known, numbers, begin)
             if reason is not None:
                 return Discharged(f"{_line(begin)}: {reason}")
             (end,) = begin.users
@@ -121,7 +122,7 @@ def _erase(graph: fx.Graph) -> None:
         _drop_range_assertions(node)
         is_call = node.op in ("call_function", "call_method")
         for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
-        unread = node in other or _most(node) is not None or for_nothing
+        unread = node in other or most_true(node) is not None or for_nothing
         if unread and not node.users:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -134,7 +135,7 @@ _READS = frozenset(("getitem", "sym_ite", "sym_size", "size", "shape", "numel", 
 
 def _drop_range_assertions(node: fx.Node) -> None:
     """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is in its range."""
-    most = _most(node)
+    most = most_true(node)
     if most is None:
         return
     found: dict[fx.Node, None] = {}
@@ -143,9 +144,7 @@ def _drop_range_assertions(node: fx.Node) -> None:
         for user in stack.pop().users:
             found[user] = None
             stack.append(user)
-    asserted = [user.args[0] for user in found if target_name(user) == "_assert_scalar"]
-    bounds = [(target_name(e), e.args[1]) if isinstance(e, fx.Node) else ("", None) for e in asserted]
-    in_range = all(isinstance(n, int) and (n <= 0 if name == "ge" else n >= most) for name, n in bounds)
+    in_range = all(is_in_range(user, most) for user in found if target_name(user) == "_assert_scalar")
     if {target_name(user) for user in found} <= _READS and in_range:
         while unread := [user for user in found if not user.users]:
             for user in unread:
@@ -153,20 +152,18 @@ def _drop_range_assertions(node: fx.Node) -> None:
                 user.graph.erase_node(user)
 
 
-def _most(node: fx.Node) -> float | None:
-    """The largest number that comes to the host from a flag, or as how many elements are true or counted; else None."""
-    fake = fake_of(node)
-    if target_name(node) == "item" and isinstance(fake, torch.SymBool):
-        return 1
-    if target_name(node) == "bincount":
-        return math.inf
-    if target_name(node) not in ("nonzero", "where", "argwhere", "unique") or len(node.args) != 1:
-        return None
-    size = fake_of(node.args[0]).numel()
-    return size if isinstance(size, int) else None
+class _Known:
+    """What all branches of a graph are proven by."""
+
+    def __init__(self, view: GraphView) -> None:
+        self.view, self.evaluator, self.writes = view, Evaluator(), view.all_writes()
+        self.masks: dict[Size, dict[Value, None]] = {}  # of whose true elements there are so many
+        for value in view._pool.values():
+            if value.op == "nonzero":
+                self.masks.setdefault(value.shape[0], {})[value.args[0]] = None
 
 
-def _unproven(view: GraphView, numbers: GraphView | None, begin: fx.Node) -> str | None:
+def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | None:
     """Why the work that begins here may do something where it is not asked for.
 
     Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it.
@@ -176,11 +173,11 @@ def _unproven(view: GraphView, numbers: GraphView | None, begin: fx.Node) -> str
         return "its two ways do not join in one graph"
     (end,) = ends
     _, _, fork = begin.args
-    proof = _Proof(view, begin, end, fork)
+    proof = _Proof(known, begin, end, fork)
     if not proof.assume():
         return "what the condition says of tensors is not known"
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
-        proof.zeros.sizes |= beside.zeros.sizes
+        proof.zeros.beside = beside.zeros
     for before, after in zip(*end.args[1:3], strict=True):
         if not proof.same_operand(before, after):
             return f"{name_of(after)} may be another where the condition is false"
@@ -195,12 +192,13 @@ def _unproven(view: GraphView, numbers: GraphView | None, begin: fx.Node) -> str
 class _Proof:
     """The proof of one branch; ``fork``, ``first`` and ``last`` are the positions of its markers."""
 
-    def __init__(self, view: GraphView, begin: fx.Node, end: fx.Node, fork: fx.Node | None):
-        self.view, self.begin, self.end = view, begin, end
+    def __init__(self, known: _Known, begin: fx.Node, end: fx.Node, fork: fx.Node | None):
+        view = self.view = known.view
+        self.begin, self.end, self.writes = begin, end, known.writes
         self.first, self.last = view.position[begin], view.position[end]
         self.fork = self.first if fork is None else view.position[fork]
-        self.evaluator = Evaluator()
-        self.zeros = Zeros(self.evaluator.algebra)
+        self.evaluator, self.masks = known.evaluator, known.masks
+        self.zeros = Zeros(self.evaluator.algebra, self._elements)
 
     # What the condition says.
 
@@ -215,10 +213,8 @@ class _Proof:
             if zero is None:
                 return False
             self.zeros.add(zero)
-        elif not self._assume_number(fake.node.expr, skips_if):
-            return False
-        self._add_sizes()
-        return True
+            return True
+        return self._assume_number(fake.node.expr, skips_if)
 
     def _assume_number(self, condition: sympy.Basic, truth: bool) -> bool:
         """Learn that a number is zero, or that two running sums are equal: what is added in between is."""
@@ -236,12 +232,12 @@ class _Proof:
                 for e in counts:
                     self.zeros.add(e)
         for size in condition.free_symbols if len(condition.free_symbols) == 1 else ():
-            for mask in self._masks(size):
+            for mask in self.masks.get(size, ()):
                 if is_zero_at(condition, size, truth, is_flag=False) and (element := self._element(mask)) is not None:
                     self.zeros.add(element)
                     known = True
             if known:
-                self.zeros.sizes.add(size)
+                self.zeros.add_size(size)
         return known
 
     def _terms(self, size: Size) -> tuple[sympy.Expr, Counter]:
@@ -259,18 +255,12 @@ class _Proof:
                     terms[term] += int(times)
         return constant, Counter({term: times for term, times in terms.items() if times})
 
-    def _masks(self, size: sympy.Symbol) -> list[Value]:
-        """The masks of whose true elements there are ``size``."""
-        return list({v.args[0]: None for v in self.view._pool.values() if v.op == "nonzero" and v.shape[0] == size})
-
-    def _add_sizes(self) -> None:
-        zero = self.evaluator.algebra.zero
-        for value in self.view._pool.values():
-            if value.op == "nonzero" and value.shape[0] not in self.zeros.sizes and not isinstance(value.shape[0], int):
-                mask = value.args[0]
-                element = self.evaluator.in_group(mask) if mask.op == "between" else self._element(mask)
-                if element is not None and self.zeros.without(element) is zero:
-                    self.zeros.sizes.add(value.shape[0])
+    def _elements(self, size: Size) -> Iterator[Expr]:
+        """Any elements of the masks of whose true elements there are ``size``."""
+        for mask in self.masks.get(size, ()):
+            element = self.evaluator.in_group(mask) if mask.op == "between" else self._element(mask)
+            if element is not None:
+                yield element
 
     # What is to be the same.
 
@@ -292,7 +282,7 @@ class _Proof:
         one, other = self.view.aliases(before), self.view.aliases(after)
         if before in other:
             return False
-        writes = [(node, target) for node, target in self.view.all_writes() if self.view.position[node] > self.last]
+        writes = [(node, target) for node, target in self.writes if self.view.position[node] > self.last]
         for written, rest in ((one, other), (other, one)):
             at = [self.view.position[node] for node, target in writes if target in written]
             read = [self.view.position[user] for node in rest for user in node.users]
@@ -308,19 +298,19 @@ class _Proof:
         return isinstance(fake, torch.Tensor) and fake.dim() > 0 and self._size(size_of(fake.shape[0])) == 0
 
     def _size(self, size: Size) -> Size:
-        return sympy.sympify(size).subs(dict.fromkeys(self.zeros.sizes, 0))
+        size = sympy.sympify(size)
+        return size.subs({symbol: 0 for symbol in size.free_symbols if self.zeros.is_zero_size(symbol)})
 
     def other_effect(self) -> str | None:
         """What the side without the work does beside writing to tensors: it will not run."""
-        written = self.view.all_writes()
         for node, at in self.view.position.items():
-            if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in written):
+            if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in self.writes):
                 return f"{name_of(node)} at {_line(node)} would not run"
         return None
 
     def changed_buffer(self, first: int, last: int) -> str | None:
         """What is written to between two positions and is read later, and may not be what it was."""
-        for write, target in self.view.all_writes():
+        for write, target in self.writes:
             if not first < self.view.position[write] < last or self._writes_nothing(write):
                 continue
             if not has_storage(target):
@@ -373,26 +363,18 @@ class _Proof:
         if before is after:
             return True
         algebra = self.evaluator.algebra
-        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(before.shape))
+        indices = self.evaluator.variables(before)
         made_beside = self.view.position.get(before.node, -1) > self.fork
         for base in accumulators(before) if made_beside else [before]:
             self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
-        try:
-            elements = [self.zeros.without(self.evaluator.element(value, indices)) for value in (before, after)]
-        except Unroll:
-            return False
-        return elements[0] is elements[1]
+        one, other = (self.evaluator.try_element(value, indices) for value in (before, after))
+        return one is not None and other is not None and self.zeros.without(one) is self.zeros.without(other)
 
     def _element(self, value: Value) -> Expr | None:
         """What any element of a mask is, or the only one of a number."""
-        algebra = self.evaluator.algebra
-        indices = tuple(algebra.var(axis, size, "r") if size != 1 else algebra.zero for axis, size in enumerate(value.shape))
-        try:
-            e = self.evaluator.element(value, indices)
-        except Unroll:
-            return None
-        for variable in reversed([i for i in indices if i.kind == "var"]):
-            e = algebra.any(variable, e)
+        e = self.evaluator.try_element(value)
+        for variable in reversed([i for i in self.evaluator.variables(value) if i.kind == "var"]) if e is not None else ():
+            e = self.evaluator.algebra.any(variable, e)
         return e
 
 

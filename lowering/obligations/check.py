@@ -1,5 +1,6 @@
 """Whether a graph, captured with what only a rewrite justifies, may be compiled: what is wrong, each with its line."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -8,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
-from moeblaze_ops.lowering.graph.functional_view import graphs_of, storage_of, target_name, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import fake_of, graphs_of, storage_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.torch_internals import places
@@ -58,10 +59,42 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
         return any(free_unbacked_symbols(tensor) for tensor in tensors)
 
     nodes = all_nodes(gm)
-    dependent = {node for node in nodes if depends_on_data(node)}
+    dependent = {node for node in nodes if depends_on_data(node) or (most_true(node) is not None and target_name(node) != "item")}
     dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
     return _named(node for node in sources if getattr(node.target, "namespace", "") != NAMESPACE)
+
+
+def most_true(node: fx.Node) -> float | None:
+    """The largest number that comes to the host from a flag, or as how many elements are true or counted; else None."""
+    fake = fake_of(node)
+    if target_name(node) == "item" and isinstance(fake, torch.SymBool):
+        return 1
+    if target_name(node) == "bincount":
+        return math.inf
+    if target_name(node) not in ("nonzero", "where", "argwhere", "unique") or len(node.args) != 1:
+        return None
+    size = fake_of(node.args[0]).numel()
+    return size if isinstance(size, int) else None
+
+
+def is_in_range(assertion: fx.Node, most: float) -> bool:
+    """Whether what is asserted of a number is so of every one from 0 to ``most``."""
+    compared = assertion.args[0]
+    name, number = (target_name(compared), compared.args[1]) if isinstance(compared, fx.Node) else ("", None)
+    return isinstance(number, int) and (number <= 0 if name == "ge" else name in ("le", "lt") and number >= most + (name == "lt"))
+
+
+def asserts_more(assertion: fx.Node) -> bool:
+    """Whether an assertion says more of how many elements of a mask are true than that they are elements of it.
+
+        assert token.numel() < 3, "no room"         raises where an expert has three tokens
+    """
+    rows = assertion.args[0]
+    while isinstance(rows, fx.Node) and rows.args and most_true(rows) is None:
+        rows = rows.args[0]
+    most = most_true(rows) if isinstance(rows, fx.Node) and target_name(rows) not in ("item", "bincount") else None
+    return most is not None and not is_in_range(assertion, most)
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:

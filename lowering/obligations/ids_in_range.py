@@ -2,11 +2,10 @@
 
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.obligations.markers import counts_below
 
 
@@ -22,19 +21,11 @@ def unknown_counted_ids(graph: fx.Graph) -> bool:
 def ids_below(graph: fx.Graph, ids: fx.Node) -> int | None:
     """A number that ids are known to be below at the end of a graph, and not negative."""
     view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
-    element = _element(evaluator, view.value_at(ids, len(view.position)))
+    element = evaluator.try_element(view.value_at(ids, len(view.position)))
     number = None if element is None or not never_negative(element) else evaluator.algebra.extent(element)
     return number if isinstance(number, int) else None
 
 
 def _are_below(evaluator: Evaluator, ids: Value, number: int) -> bool:
-    element = _element(evaluator, ids)
+    element = evaluator.try_element(ids)
     return element is not None and never_negative(element) and evaluator.algebra.fits(element, number)
-
-
-def _element(evaluator: Evaluator, value: Value) -> Expr | None:
-    indices = tuple(evaluator.algebra.var(axis, size, "r") for axis, size in enumerate(value.shape))
-    try:
-        return evaluator.element(value, indices)
-    except Unroll:
-        return None

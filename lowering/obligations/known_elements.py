@@ -8,7 +8,7 @@
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, storage_of, written_nodes
@@ -32,11 +32,8 @@ def known_element(node: fx.Node) -> int | None:
         copies[step].meta["example_value"] = fake_of(step)
     evaluator = Evaluator()
     value = GraphView(graph, TABLE, numbers_only=True).value(copies[node])
-    try:
-        element = evaluator.element(value, (evaluator.algebra.zero,) * len(value.shape))
-    except Unroll:
-        return None
-    return int(element.args[0]) if element.kind == "const" else None
+    element = evaluator.try_element(value, (evaluator.algebra.zero,) * len(value.shape))
+    return int(element.args[0]) if element is not None and element.kind == "const" else None
 
 
 _MOST_EXPERTS = 512
@@ -52,10 +49,7 @@ def experts_among(hits: fx.Node) -> list[int] | None:
     mask = hit_mask(view.value_at(hits, len(view.position)))
     if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_EXPERTS:
         return None
-    try:
-        hit = [evaluator.element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0])]
-    except Unroll:
-        return list(range(mask.shape[0]))
+    hit = (evaluator.try_element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0]))
     return [e for e, element in enumerate(hit) if element is not evaluator.algebra.zero]
 
 

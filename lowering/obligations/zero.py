@@ -4,13 +4,14 @@
     any(ids[:, 0] == e)         ->  [ids[t, 0] = e] is 0, [ids[t, 1] = e] is not known
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import sympy
 import torch
 
+from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import BINDERS, Expr, factors_of
+from moeblaze_ops.lowering.index_notation.expr import BINDERS, CHOSEN, Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -44,8 +45,10 @@ def zero_if(algebra: Algebra, e: Expr, truth: bool) -> Expr | None:
 
 
 def _is_count(e: Expr) -> bool:
-    """Whether an expression is a sum of products of zeros and ones, which is zero only where all of them are."""
-    return is_count(e) or (e.kind == "add" and all(map(_is_count, e.args))) or (e.kind == "const" and e.args[0] >= 0)
+    """Whether an expression is a sum of products of zeros, ones and weights, which is zero only where all of them are."""
+    if e.kind == "add":
+        return all(map(_is_count, e.args))
+    return is_count(e) or fades(e) or (e.kind == "const" and e.args[0] >= 0)
 
 
 def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_flag: bool) -> bool:
@@ -66,12 +69,29 @@ def is_zero_at(condition: sympy.Basic, size: sympy.Symbol, truth: bool, *, is_fl
 class Zeros:
     """Expressions and sizes that are zero under a condition."""
 
-    def __init__(self, algebra: Algebra) -> None:
-        self.algebra = algebra
-        self.sizes: set[Size] = set()
+    def __init__(self, algebra: Algebra, masks_of: Callable[[Size], Iterable[Expr]]) -> None:
+        """``masks_of``: any elements of masks, of which a size is the number of true elements."""
+        self.algebra, self.masks_of = algebra, masks_of
+        self.beside: Zeros | None = None  # of the same condition, in a view of the graph that says more of sizes
+        self._sizes: dict[Size, bool] = {}
         self._patterns: list[tuple[frozenset[Expr], list[Expr]]] = []  # products, and their variables
         self._memo: dict[Expr, Expr] = {}
         self._opened = 0
+
+    def add_size(self, size: Size) -> None:
+        """Take nothing to be as long as ``size``."""
+        self._sizes[size] = True
+        self._memo.clear()
+
+    def is_zero_size(self, size: Size) -> bool:
+        """Whether nothing is as long as ``size``: no element is true of a mask that selects as many."""
+        if isinstance(size, int):
+            return size == 0
+        if size not in self._sizes:
+            self._sizes[size] = False
+            known = any(self.without(element) is self.algebra.zero for element in self.masks_of(size))
+            self._sizes[size] = known or (self.beside is not None and self.beside.is_zero_size(size))
+        return self._sizes[size]
 
     def add(self, e: Expr, variables: frozenset[Expr] = frozenset()) -> None:
         """Take a sum of what is never negative for zero, whatever ``variables`` in it are."""
@@ -87,8 +107,11 @@ class Zeros:
             bound = variables
             if len(factors) == 1 and factors[0].kind == "call" and factors[0].args[0] == "ge":
                 self._patterns.append((bound, [self.algebra.eq(*factors[0].args[1])]))  # what is below a number is not that
-            for inner in [f for f in factors if f.kind in ("any", "sum")] if len(factors) == 1 else []:
-                return self.add(inner, bound)
+            for inner in factors if len(factors) == 1 else []:
+                if inner.kind in ("any", "sum"):
+                    return self.add(inner, bound)
+                if inner.kind == "call" and inner.args[0] == CHOSEN:
+                    self.add(*inner.args[1], bound)  # what is not chosen is zero
             self._patterns.append((bound, factors))
         self._memo.clear()
 
@@ -101,7 +124,7 @@ class Zeros:
 
     def _visit(self, e: Expr) -> Expr:
         algebra = self.algebra
-        if e.kind in BINDERS and e.kind != "group" and e.args[0].args[1] in self.sizes:
+        if e.kind in BINDERS and e.kind != "group" and self.is_zero_size(e.args[0].args[1]):
             return algebra.zero
         if is_indicator(e) or e.kind in ("mul", "sum", "any"):
             of = [e] if e.kind in ("sum", "any") else list(self._factors(e))

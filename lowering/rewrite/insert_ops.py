@@ -28,7 +28,6 @@ from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
-from moeblaze_ops.ops.sharded.collectives import used_slots
 
 _ops = torch.ops.moeblaze
 
@@ -114,7 +113,7 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keeps_input = not match.has_low_rank and _keeps_input(match, fake_of(x_TD))
+    keeps_input = not (match.has_low_rank or match.parameters) and _keeps_input(match, fake_of(x_TD))
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
     parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
     if parts == "chunks":
@@ -124,7 +123,7 @@ def _insert_whole(
     if match.named is not None and (num_rows := _named_rows(match)) is not None:
         routing[0] = insert.call("narrow", routing[0], 0, 0, num_rows)
     elif match.experts is None and parts != "ranges" and _counts_rows(match):
-        routing[0] = insert.of_data(used_slots, *routing[:2])
+        routing[0] = insert.of_data(_ops.used_slots.default, *routing[:2])
     if parts == "ranges":
         out = insert.call(_ops.expert_mlp_ranged.default, x_TD, *parameters, *routing, *settings, size)
         return out, f"expert_mlp_ranged({match.activation})"
@@ -133,14 +132,30 @@ def _insert_whole(
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     up_rank, down_rank = describe_ranks(match)
     became = f"expert_up({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
-    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *low_rank_of_up(insert, match, x_TD, routing))
+    learned = _parameters(insert, match)
+    low_rank = low_rank_of_up(insert, match, x_TD, routing)
+    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
     up = insert.call(_ops.expert_up.default, *up_operands)
     h_NGF, a_NF = insert.items(up, 2)
     if match.activation == IDENTITY:
         a_NF = None
     low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
-    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *low_rank)
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
     return insert.call(_ops.expert_down.default, *operands), became
+
+
+def _with_parameters(low_rank: tuple[fx.Node, ...], params_EP: fx.Node | None) -> tuple[fx.Node | None, ...]:
+    """The last arguments of both ops, as far as they are given."""
+    return low_rank if params_EP is None else (*(low_rank or (None, None, None)), params_EP)
+
+
+def _parameters(insert: Inserter, match: MoEMatch) -> fx.Node | None:
+    """``params_EP`` of both ops, where the activation reads parameters."""
+    if not match.parameters:
+        return None
+    columns = [insert.numbers(operand) for operand in match.parameters]
+    columns = [node if fake_of(node).shape[0] == match.E else insert.call("expand", node, match.E) for node in columns]
+    return insert.call(torch.stack, columns, 1)
 
 
 def _named_rows(match: MoEMatch) -> int | None:

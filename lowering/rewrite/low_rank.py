@@ -16,8 +16,9 @@ _ops = torch.ops.moeblaze
 
 
 def describe_ranks(match: MoEMatch) -> tuple[str, str]:
-    """The ranks of the additions to up and to down, "" where there is none."""
-    ranks = [sorted({factors.rank for factors in group if factors}) for group in (match.low_rank_up, (match.low_rank_down,))]
+    """The ranks of the additions to up and to down, of all adapters that are active, "" where there is none."""
+    totals = [[sum(own.rank for own in group) for group in groups] for groups in (match.low_rank_up, (match.low_rank_down,))]
+    ranks = [sorted(set(filter(None, own))) for own in totals]
     up, down = ("rank " + " and ".join(map(str, own)) if own else "" for own in ranks)
     return up, down
 
@@ -35,7 +36,7 @@ def low_rank_of_up(insert: Inserter, match: MoEMatch, x_TD: fx.Node, routing: li
 
 def low_rank_of_down(insert: Inserter, match: MoEMatch, a_rows: fx.Node, routing: list[fx.Node]) -> tuple[fx.Node, ...]:
     """v_NR, lora_a_ERF and lora_b_ERD of ``expert_down``, or nothing; ``a_rows`` is [N, F], or [N, 1, F]."""
-    if match.low_rank_down is None:
+    if not match.low_rank_down:
         return ()
     a_ERF, b_EDR = _factors(insert, match.low_rank_down, match.dtype)
     a_ERF, b_EDR = _padded(insert, a_ERF, b_EDR)
@@ -46,14 +47,14 @@ def low_rank_of_down(insert: Inserter, match: MoEMatch, a_rows: fx.Node, routing
     return insert.call(_ops.expert_rows.default, rows, weight, routing[1], routing[3]), a_ERF, b_ERD
 
 
-def _of_halves(insert: Inserter, halves: tuple[Factors | None, ...], dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+def _of_halves(insert: Inserter, halves: tuple[tuple[Factors, ...], ...], dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
     """One A and one B for all halves of up: ranks that they do not share stand beside each other, with zeros where they do not
     meet."""
     first = next(filter(None, halves))
-    if all(half is not None and (half.a, half.scale) == (first.a, first.scale) for half in halves):
+    if all(_shared(half) == _shared(first) for half in halves):
         pairs = [_factors(insert, half, dtype) for half in halves]
         return pairs[0][0], insert.call(torch.stack, [b for _, b in pairs], 1)
-    given = [None if half is None else _factors(insert, half, dtype) for half in halves]
+    given = [_factors(insert, half, dtype) if half else None for half in halves]
     ranks = [fake_of(pair[0]).shape[1] if pair else 0 for pair in given]
     none_EFR = next(pair[1] for pair in given if pair)
     parts = []
@@ -63,17 +64,31 @@ def _of_halves(insert: Inserter, halves: tuple[Factors | None, ...], dtype: torc
             parts.append(insert.call(torch.zeros_like, none_EFR))
         else:
             parts.append(insert.call(F.pad, pair[1], (before, behind)) if before + behind else pair[1])
-    a_nodes = [pair[0] for pair in given if pair]
-    a_ERD = a_nodes[0] if len(a_nodes) == 1 else insert.call(torch.cat, a_nodes, 1)
-    return a_ERD, insert.call(torch.stack, parts, 1)
+    return _joined(insert, [pair[0] for pair in given if pair], 1), insert.call(torch.stack, parts, 1)
 
 
-def _factors(insert: Inserter, factors: Factors, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-    """A [E, R, inputs] and B [E, outputs, R] with the scale in it, rounded once to ``dtype``."""
+def _shared(half: tuple[Factors, ...]) -> list[tuple]:
+    """What halves have in common where one A serves both of them."""
+    return [(own.a, own.scale, own.scale_E) for own in half]
+
+
+def _factors(insert: Inserter, adapters: tuple[Factors, ...], dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+    """A [E, R, inputs] and B [E, outputs, R] with the scale in it, in ``dtype``; the ranks of several adapters in a row."""
+    pairs = [_pair(insert, own, dtype) for own in adapters]
+    return _joined(insert, [a for a, _ in pairs], 1), _joined(insert, [b for _, b in pairs], 2)
+
+
+def _pair(insert: Inserter, factors: Factors, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
     a, b = insert.whole(factors.a), insert.whole(factors.b)
+    if factors.scale_E is not None:
+        b = insert.call(torch.mul, b, insert.call("reshape", insert.whole(factors.scale_E), (-1, 1, 1)))
     b = b if factors.scale == 1 else insert.call(torch.mul, b, factors.scale)
     a, b = (node if fake_of(node).dtype == dtype else insert.call("to", node, dtype) for node in (a, b))
     return a, b
+
+
+def _joined(insert: Inserter, nodes: list[fx.Node], axis: int) -> fx.Node:
+    return nodes[0] if len(nodes) == 1 else insert.call(torch.cat, nodes, axis)
 
 
 def _padded(insert: Inserter, a_ERI: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -15,12 +15,14 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
-from moeblaze_ops.lowering.internal_errors import tolerate
+from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.obligations.check import asserts_more
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
@@ -90,6 +92,7 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
     report = RewriteReport()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
+            mark_state_in_bodies(module.graph)
             _rewrite_one(module, report)
     return report
 
@@ -293,4 +296,6 @@ def _is_plumbing(node: fx.Node) -> bool:
         return False
     name = target_name(node)
     tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    return name in ASSERTS or name == "getitem" or (not tensor and fake_of(node) is not None)
+    if name in ASSERTS:
+        return name != "_assert_scalar" or not asserts_more(node)
+    return name == "getitem" or (not tensor and fake_of(node) is not None)

@@ -23,6 +23,7 @@ from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
+from moeblaze_ops.ops.sharded.peer_copies import copies_between
 
 _TOKEN_LEGS, _WEIGHT_LEGS = 5, 3
 """Forward and backward: x, out, dout, x again and dx; weights and their gradients, gathered once more in backward."""
@@ -93,7 +94,7 @@ class Moving:
 
 def may_move(match: MoEMatch, x_TD: fx.Node) -> Moving | None:
     """What moves, if the layer's experts are sharded and its tokens may."""
-    if config.experts_move == "weights" or match.has_low_rank:
+    if config.experts_move == "weights" or match.has_low_rank or match.parameters:
         return None
     sharded = sharded_weights(match)
     return None if sharded is None else Moving(sharded, fake_of(x_TD))
@@ -103,14 +104,15 @@ def insert_moved_tokens(
     insert: Inserter, match: MoEMatch, sharded: ShardedWeights, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
 ) -> fx.Node:
     """Insert the layer with tokens that move. They leave before the router chooses."""
-    x, group, ranks = fake_of(x_TD), sharded.group, sharded.ranks
+    x, ranks = fake_of(x_TD), sharded.ranks
+    together = ranks, sharded.group, x.is_cuda and copies_between(sharded.group)
     early = _is_unwritten(match)
     first = insert.at(_behind_inputs(match.x.node)) if early else insert
     early_TD = first.rows(match.x, match.D) if early else x_TD
     with x.fake_mode:
         everyone, value = x.new_empty(ranks * x.shape[0], x.shape[1]), x.new_empty(x.shape)
-    rows = config.tokens_per_rank or _most_tokens(first, early_TD, group)
-    gathered = first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group)
+    rows = config.tokens_per_rank or _most_tokens(first, early_TD, sharded.group)
+    gathered = first.given(everyone, start_gather_of_tokens, early_TD, rows, *together)
     w_up, b_up, w_down, b_down = (
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
@@ -118,7 +120,7 @@ def insert_moved_tokens(
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
     keep_h = learns and config.keep == "preactivation"
-    settings = (match.activation, match.weights_on_input, group, ranks, config.arrived_rows == "exact", keep_h)
+    settings = (match.activation, match.weights_on_input, *together, config.arrived_rows == "exact", keep_h)
     parameters = (w_up, b_up, w_down, b_down)
     operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
     return insert.given(value.requires_grad_(learns), experts_over_ranks, *operands)

@@ -117,7 +117,7 @@ class Inserter:
     def weights(self, views: Sequence[WeightView]) -> list[fx.Node]:
         """The tensors that the ops take, by views of the stored ones: experts that are stored apart stay apart.
 
-        Where they are cast they are stacked before: it takes one cast instead of E, and the cast is all that is kept.
+        Where they are cast they are stacked before: it takes one cast instead of E.
         """
         if all(view.apart and not view.cast for view in views):
             return [self.viewed(node, view) for view in views for node in view.nodes]

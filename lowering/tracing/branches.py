@@ -16,7 +16,7 @@ must not have been moved. What is not so gives the attempt up (`Declined`), and 
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import CellVariable
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import SymT, free_unbacked_symbols, symbol_is_type
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.torch_internals import dynamo_config
@@ -80,6 +80,7 @@ class _Branch:
     result: Variable | None = None  # what the frame returns without the work, if it joins at its end
     attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
     world: tuple = ()
+    known: dict[sympy.Symbol, tuple] = field(default_factory=dict)  # what is known of sizes
     lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
     skipped: dict[Variable, list[Variable]] = field(default_factory=dict)  # and as they are at the join without the work
 
@@ -171,9 +172,11 @@ class Branches:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
             raise Declined("an error is raised in a block")
-        if instruction.opname == "GET_ITER" and (iterator := iterator_over(tx, _realized(tx.stack[-1]))) is not None:
-            tx.stack[-1], tx.instruction_pointer = iterator, at + 1
-            return True
+        if instruction.opname == "GET_ITER":
+            over = _realized(tx.stack[-1])
+            if (iterator := self.longer.iterator_over(over) or iterator_over(tx, over)) is not None:
+                tx.stack[-1], tx.instruction_pointer = iterator, at + 1
+                return True
         if instruction.opname == "CONTAINS_OP" and (found := contains(tx, *map(_realized, tx.stack[:-3:-1]))) is not None:
             tx.popn(2)
             tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
@@ -204,19 +207,22 @@ class Branches:
     def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """The next round of a loop over all experts, done where the program goes over those that have tokens."""
         rounds = tx.stack[-1]
-        condition = rounds.condition(tx)
+        conditions = rounds.conditions(tx)
         names, stack = dict(tx.symbolic_locals), list(tx.stack)
         goes_on = original(tx)
         rounds.is_asked = False
-        if not goes_on or condition is None:
-            return True
-        self.age += 1
-        branch = _Branch(tx, at, self.age, _place(tx, instruction))
-        branch.names, branch.stack = names, stack
-        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition.as_proxy(), True, None), {})
-        branch.world = _world(tx)
-        self.open.append(branch)
+        for condition in conditions if goes_on else ():
+            self.age += 1
+            branch = _Branch(tx, at, self.age, _place(tx, instruction), names=names, stack=stack)
+            self._open(branch, *condition)
         return True
+
+    def _open(self, branch: _Branch, condition: Any, works_if: bool, fork: Any = None) -> None:
+        """Begin the work of a branch."""
+        tx = branch.tx
+        branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition, works_if, fork), {})
+        branch.world, branch.known = _world(tx), _known_of_sizes(tx)
+        self.open.append(branch)
 
     def _watch(self, tx: Any, instruction: Any) -> None:
         branch = self.open[-1]
@@ -250,10 +256,7 @@ class Branches:
         branch = _Branch(tx, join, self.age, line)
         fork = self._trace_skip(branch, skip, original)
         works_if = instruction.opname.endswith("_TRUE") == (work == jump)
-        proxy = condition.as_proxy()
-        branch.begin = tx.output.create_proxy("call_function", branch_begins, (proxy, works_if, fork), {})
-        branch.world = _world(tx)
-        self.open.append(branch)
+        self._open(branch, condition.as_proxy(), works_if, fork)
         tx.instruction_pointer = work
         return True
 
@@ -263,6 +266,7 @@ class Branches:
         names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
         fork = tx.output.create_proxy("call_function", branch_forks, (), {})
         branch.world = _world(tx)
+        branch.known = _known_of_sizes(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
         while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
@@ -296,6 +300,8 @@ class Branches:
 
         if branch.world != _world(tx):
             self.decline(branch, "random numbers, prints or modes of torch would be others")
+        if branch.known != _known_of_sizes(tx, branch.known):
+            self.decline(branch, "what the work says of sizes would not hold")
         if branch.join == EXIT:
             result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
             compare("what the function returns", branch.result, result)
@@ -322,14 +328,14 @@ class Branches:
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
 
-
-
     def _appended(self, branch: _Branch, found: Variable) -> list[Any]:
         """The parts that a list has more of, which must have no rows without the work."""
         before = branch.lists[found]
         if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        if (parts := self.longer.add(branch.tx, found, len(before), branch.line)) is None:
+        condition, works_if, _ = branch.begin.node.args
+        asked = torch.fx.Proxy(condition, branch.tx.output.current_tracer), works_if
+        if (parts := self.longer.add(branch.tx, found, len(before), branch.line, asked)) is None:
             self.decline(branch, "a list would be longer")
         return parts
 
@@ -394,6 +400,18 @@ def _world(tx: Any) -> tuple:
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
+
+
+_OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+
+
+def _known_of_sizes(tx: Any, symbols: Iterable[sympy.Symbol] | None = None) -> dict:
+    """What is known of ``symbols``, or of all of them, that are sizes or numbers which only the data tell."""
+    env = tx.output.shape_env
+    if symbols is None:
+        symbols = [s for s in env.var_to_range if symbol_is_type(s, _OF_DATA)]
+    asserts = env.deferred_runtime_asserts
+    return {s: (env.var_to_range.get(s), env.replacements.get(s), len(asserts.get(s, ()))) for s in symbols}
 
 
 def _kind(variable: Variable) -> str:

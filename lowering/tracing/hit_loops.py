@@ -11,7 +11,7 @@ the time that they were taken, it does nothing.
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.variables import (
@@ -63,15 +63,31 @@ class Hits(Numbers):
         return wrap_fx_proxy(tx, proxy)
 
 
-class HitIterator(ListIteratorVariable):
-    """An iterator over all experts where the program goes over some of them; ``asks(number)``: over the one of that round."""
+class Unknown(VariableTracker):
+    """A number that only the data tell, of which nothing is asked.
 
-    def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], TensorVariable | None], **kwargs: Any) -> None:
+        for i, e in enumerate(hit): ...             i, where nothing reads it
+    """
+
+    def _decline(self, *_: Any, **__: Any) -> NoReturn:
+        raise Declined("a program asks how many experts with tokens come before one")
+
+    as_proxy = as_python_constant = python_type = call_method = var_getattr = reconstruct = _decline
+
+
+Condition = tuple[Any, bool]
+"""A flag or a number on the host, as it is in the graph, and whether the work is done where it is true."""
+
+
+class HitIterator(ListIteratorVariable):
+    """An iterator over all experts where the program goes over some of them; ``asks(tx, number)``: over the one of that round."""
+
+    def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], list[Condition]], **kwargs: Any) -> None:
         super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
         self.asks, self.is_asked = asks, False
 
-    def condition(self, tx: Any) -> TensorVariable | None:
-        """Whether the program does the next round; None where there is none, or where it is sure to."""
+    def conditions(self, tx: Any) -> list[Condition]:
+        """By what the program does the next round; nothing where there is none, or where it is sure to."""
         self.is_asked = True
         return self.asks(tx, self.index)
 
@@ -123,12 +139,12 @@ class Counts(Numbers):
         if numbered:
             items = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(items)]
 
-        def asks(tx: Any, number: int) -> TensorVariable | None:
+        def asks(tx: Any, number: int) -> list[Condition]:
             self._begun = number + 1 if number < len(self.items) else 0
             if not self._begun - 1 > 0:
-                return None  # there is an id, or no round
+                return []  # there is an id, or no round
             is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
-            return is_above.call_method(tx, "any", [], {})
+            return [(is_above.call_method(tx, "any", [], {}).as_proxy(), True)]
 
         return HitIterator(items, asks)
 
@@ -160,26 +176,32 @@ _INDICES = (torch.int64, torch.int32)
 """What a tensor without axes selects one place by; one of bool or of bytes is a mask."""
 
 
-def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
+def iterator_over(tx: Any, variable: VariableTracker, *, numbered: bool = False) -> HitIterator | None:
     """What goes over all experts, where ``variable`` holds the numbers of some; None where it is not known to.
 
     What a list of them gives are numbers. What a tensor gives are tensors, of which `known_number` knows the number.
+    ``numbered``: each behind the number of those before it, as ``enumerate`` gives them.
     """
+    if isinstance(variable, Counts):
+        return variable.iterator(numbered=numbered)
+    if isinstance(variable, HitIterator):
+        return None if numbered else variable
     if isinstance(variable, Hits):
         numbers = [ConstantVariable.create(e) for e in variable.experts]
-        return None if variable.is_set else _over(variable, numbers)  # a set has an order of its own
-    if isinstance(variable, Counts | HitIterator):
-        return variable.iterator(numbered=False) if isinstance(variable, Counts) else variable
+        return None if variable.is_set else _over(variable, numbers, numbered)  # a set has an order of its own
     hits = _hits_in(variable)
     if hits is None:
         if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
             raise Declined("a loop goes over numbers that may be those of no experts")
         return None
-    return _over(hits, [_element(tx, hits, e) for e in hits.experts])
+    return _over(hits, [_element(tx, hits, e) for e in hits.experts], numbered)
 
 
-def _over(hits: Hits, items: list[VariableTracker]) -> HitIterator:
-    return HitIterator(items, lambda tx, number: hits.is_hit(tx, hits.experts[number]) if number < len(items) else None)
+def _over(hits: Hits, items: list[VariableTracker], numbered: bool) -> HitIterator:
+    def asks(tx: Any, number: int) -> list[Condition]:
+        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)] if number < len(items) else []
+
+    return HitIterator([TupleVariable([Unknown(), item]) for item in items] if numbered else items, asks)
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
@@ -214,8 +236,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return Hits(args[0].tensor, args[0].experts, is_set=is_set)
     if isinstance(args[0], Counts) and function is operator.getitem:
         return args[0].item(args[1])
-    if isinstance(args[0], Counts) and function is enumerate and len(args) == 1:
-        return args[0].iterator(numbered=True)
+    if function is enumerate and isinstance(args[0], Numbers | TensorVariable):
+        return iterator_over(tx, args[0], numbered=True) if len(args) == 1 else None
     if function is len and isinstance(args[0], Numbers):
         return args[0].length(tx)
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):

@@ -1,10 +1,11 @@
 """The activations of the ops in eager code: formulas in torch's functions, and those that ATen has as one.
 
 ``h_NGF`` is the pre-activation; for gated activations ``g = h[:, 0]`` is the gate and ``u = h[:, 1]`` the
-linear half. Half precision is computed in fp32 and rounded once, as the kernels do.
+linear half. Half precision is computed in fp32 and rounded once, as the kernels do. ``params_NP`` are the parameters of
+each row's expert, in the dtype that is computed in; None where a formula has none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,19 +15,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ops.kernels.formulas.derivative import derivative
-from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, UNGATED_SYMBOLS, Node, below, symbol
-from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, formula_of, is_gated
+from moeblaze_ops.kernels.formulas.expression import (
+    GATED_SYMBOLS,
+    PARAMETER_SYMBOLS,
+    UNGATED_SYMBOLS,
+    Node,
+    below,
+    symbol,
+)
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, formula_of, is_gated, num_parameters
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation: ``value`` gives a from the halves of h, ``gradient`` the halves of dh from (halves, da)."""
+    """One activation: ``value`` gives a from the halves of h and the parameters, ``gradient`` the halves of dh from da and these.
+
+    ``of_parameters`` gives what each element adds to the gradient of each parameter, from the same.
+    """
 
     gated: bool
     value: Callable[..., Tensor]
     gradient: Callable[..., tuple[Tensor, ...]]
+    of_parameters: Callable[..., tuple[Tensor, ...]] = lambda da, *halves: ()
 
 
 def _gated(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]) -> Activation:
@@ -66,16 +78,19 @@ def activation_of(activation: str) -> Activation:
     if activation in _ATEN:
         return _ATEN[activation]
     formula, gated = formula_of(activation), is_gated(activation)
-    symbols = [symbol(name) for name in (GATED_SYMBOLS if gated else UNGATED_SYMBOLS)]
+    halves = GATED_SYMBOLS if gated else UNGATED_SYMBOLS
+    symbols = [symbol(name) for name in (*halves, *PARAMETER_SYMBOLS[: num_parameters(activation)])]
     slopes = [derivative(formula, by) for by in symbols]
 
-    def value(*halves: Tensor) -> Tensor:
-        return _evaluated([formula], dict(zip(symbols, halves, strict=True)))[0]
+    def value(*given: Tensor) -> Tensor:
+        return _evaluated([formula], dict(zip(symbols, given, strict=True)))[0]
 
-    def gradient(da: Tensor, *halves: Tensor) -> tuple[Tensor, ...]:
-        return tuple(da * slope for slope in _evaluated(slopes, dict(zip(symbols, halves, strict=True))))
+    def gradients(slopes: list[Node], da: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(da * slope for slope in _evaluated(slopes, dict(zip(symbols, given, strict=True))))
 
-    return Activation(gated, value, gradient)
+    return Activation(
+        gated, value, partial(gradients, slopes[: len(halves)]), partial(gradients, slopes[len(halves) :])
+    )
 
 
 ACTIVATIONS: dict[str, Activation] = {name: activation_of(name) for name in NAMED}
@@ -116,21 +131,39 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def activate(h_NGF: Tensor, activation: str) -> Tensor:
+def activate(h_NGF: Tensor, activation: str, params_NP: Tensor | None = None) -> Tensor:
     """a = act(h). Shape [N, F], dtype of h; ``identity`` needs G = 1 and returns h[:, 0]."""
     if activation == IDENTITY:
         return h_NGF[:, 0]
-    halves = _compute_dtype(h_NGF).unbind(1)
-    return activation_of(activation).value(*halves).to(h_NGF.dtype)
+    return activation_of(activation).value(*_given(h_NGF, params_NP)).to(h_NGF.dtype)
 
 
-def activation_gradient(da_NF: Tensor, h_NGF: Tensor, activation: str) -> Tensor:
+def activation_gradient(da_NF: Tensor, h_NGF: Tensor, activation: str, params_NP: Tensor | None = None) -> Tensor:
     """dh from da, shape [N, G, F], dtype of h."""
     if activation == IDENTITY:
         return da_NF.unsqueeze(1).to(h_NGF.dtype)
-    halves = _compute_dtype(h_NGF).unbind(1)
-    gradients = activation_of(activation).gradient(_compute_dtype(da_NF), *halves)
+    gradients = activation_of(activation).gradient(_compute_dtype(da_NF), *_given(h_NGF, params_NP))
     return torch.stack(gradients, dim=1).to(h_NGF.dtype)
+
+
+def parameter_gradient(da_NF: Tensor, h_NGF: Tensor, activation: str, params_NP: Tensor) -> Tensor:
+    """What each row adds to the gradient of its expert's parameters, [N, P], in the dtype of ``params_NP``."""
+    gradients = activation_of(activation).of_parameters(_compute_dtype(da_NF), *_given(h_NGF, params_NP))
+    return torch.stack([gradient.expand(da_NF.shape).sum(1) for gradient in gradients], dim=1)
+
+
+def stacked_parameters(parameters: Sequence[Tensor], E: int, dtype: torch.dtype) -> Tensor | None:
+    """Parameters of one element or [E] each as the ops take them beside tokens of ``dtype``: [E, P], or None of none."""
+    if not parameters:
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.stack([parameter.reshape(-1).to(wide).expand(E) for parameter in parameters], dim=1)
+
+
+def _given(h_NGF: Tensor, params_NP: Tensor | None) -> tuple[Tensor, ...]:
+    """What a formula is a function of: the halves of h, and parameters as columns."""
+    halves = _compute_dtype(h_NGF).unbind(1)
+    return halves if params_NP is None else (*halves, *params_NP.unsqueeze(2).unbind(1))
 
 
 def _compute_dtype(tensor: Tensor) -> Tensor:

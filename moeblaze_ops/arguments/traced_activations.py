@@ -1,7 +1,7 @@
-"""From a Python function of (gate, up), or of h, to the formula that it computes.
+"""From a Python function of (gate, up), or of h, and perhaps of parameters, to the formula that it computes.
 
 The function is called once on small tensors while ATen's calls are recorded. Each call has a meaning here, or the function
-is refused: what mixes rows or features, is random, or reads a tensor of its own (a learned parameter) is no formula.
+is refused: what mixes rows or features, is random, or reads a tensor that is none of its arguments is no formula.
 """
 
 import inspect
@@ -17,26 +17,37 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moeblaze_ops.arguments.validation_values import refuse
 from moeblaze_ops.kernels.formulas import composites
-from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, UNGATED_SYMBOLS, Node, apply, number, symbol
+from moeblaze_ops.kernels.formulas.expression import (
+    GATED_SYMBOLS,
+    PARAMETER_SYMBOLS,
+    UNGATED_SYMBOLS,
+    Node,
+    apply,
+    number,
+    symbol,
+)
 from moeblaze_ops.kernels.formulas.named import name_of
 from moeblaze_ops.kernels.formulas.text import check_root
 
 _aten = torch.ops.aten
-_traced: "WeakKeyDictionary[Callable, str]" = WeakKeyDictionary()
+_traced: "WeakKeyDictionary[Callable, dict[int, str]]" = WeakKeyDictionary()
 
 
-def trace_activation(function: Callable) -> str:
+def trace_activation(function: Callable, num_parameters: int = 0) -> str:
     """The name or the text of the formula that ``function`` computes; it is called once, and not again.
+
+    Its last ``num_parameters`` arguments are what the formula calls p0, p1 and so on.
 
     Raises:
         ValueError: it is no pointwise function of its arguments; the message says what it does, as the end of a sentence.
     """
-    if function not in _traced:
-        _traced[function] = _trace(function)
-    return _traced[function]
+    texts = _traced.setdefault(function, {})
+    if num_parameters not in texts:
+        texts[num_parameters] = _trace(function, num_parameters)
+    return texts[num_parameters]
 
 
-def resolved_activation(op: str, activation: Any) -> Any:
+def resolved_activation(op: str, activation: Any, num_parameters: int = 0) -> Any:
     """The name or the text of an activation that is a function; anything else as it is.
 
     Raises:
@@ -45,7 +56,7 @@ def resolved_activation(op: str, activation: Any) -> Any:
     if isinstance(activation, str | type) or not callable(activation):
         return activation
     try:
-        return trace_activation(activation)
+        return trace_activation(activation, num_parameters)
     except ValueError as error:
         refuse(op, "activation", "be a pointwise function of (gate, up), or of h alone", error)
 
@@ -53,13 +64,13 @@ def resolved_activation(op: str, activation: Any) -> Any:
 resolved_activation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _trace(function: Callable) -> str:
-    names = GATED_SYMBOLS if _num_arguments(function) == 2 else UNGATED_SYMBOLS
-    halves = [torch.linspace(-1, 1, 6).reshape(2, 3) for _ in names]
+def _trace(function: Callable, num_parameters: int) -> str:
+    names = GATED_SYMBOLS if _num_arguments(function) - num_parameters == 2 else UNGATED_SYMBOLS
+    given = [torch.linspace(-1, 1, 6).reshape(2, 3) for _ in names] + [torch.tensor(0.5) for _ in range(num_parameters)]
     try:
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            traced = make_fx(torch.func.functionalize(lambda *halves: function(*halves)))(*halves)
-            root = _read(traced, [symbol(name) for name in names])
+            traced = make_fx(torch.func.functionalize(lambda *given: function(*given)))(*given)
+            root = _read(traced, [symbol(name) for name in (*names, *PARAMETER_SYMBOLS[:num_parameters])])
         check_root(root)
         return name_of(root)
     except Exception as error:
@@ -71,7 +82,7 @@ def _name(function: Callable) -> str:
 
 
 def _num_arguments(function: Callable) -> int:
-    """Arguments without a default: 1 or 2, of a function whose signature is unknown 1."""
+    """Arguments without a default; of a function whose signature is unknown 1."""
     try:
         parameters = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).parameters
     except (TypeError, ValueError):
@@ -92,7 +103,7 @@ def _read(traced: fx.GraphModule, symbols: list[Node]) -> Node:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = _called(node.target, args, kwargs)
             case "get_attr":
-                raise ValueError("it reads a tensor that is none of its arguments")
+                raise ValueError("it reads a tensor that is none of its arguments (activation_parameters are arguments)")
             case "output":
                 (result,) = node.args
                 fake = result.meta["val"] if isinstance(result, fx.Node) else None

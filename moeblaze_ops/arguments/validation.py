@@ -13,7 +13,7 @@ from torch import Tensor
 from moeblaze_ops.arguments.validation_values import check_activation_text
 from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
 from moeblaze_ops.kernels.configs import ROW_BLOCK
-from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
+from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated, num_parameters
 
 MAX_EXPERTS = 4096
 
@@ -58,8 +58,10 @@ def check_expert_up(
     u_NR: Tensor | None = None,
     lora_a_ERD: Tensor | None = None,
     lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> UpShape:
     shape = _check_projection(op, x_TD, w_up, b_up, activation)
+    _check_parameters(op, activation, params_EP, shape.E, x_TD)
     check_routing(op, x_TD, shape.E, x_TD.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
     check_routing_weights(op, weights_TK, x_TD, positions_TK)
     factors = {"lora_a_ERD": (lora_a_ERD, [shape.E, "R", shape.D]), "lora_b_EGFR": (lora_b_EGFR, [*shape[:3], "R"])}
@@ -145,6 +147,7 @@ def check_expert_down(
     v_NR: Tensor | None = None,
     lora_a_ERF: Tensor | None = None,
     lora_b_ERD: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> None:
     check_float(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
@@ -162,6 +165,7 @@ def check_expert_down(
     require(slots_N.shape[0] == N, op, "h_NGF", f"have {slots_N.shape[0]} rows, one per slot", N)
     check_routing_weights(op, weights_TK, h_NGF, positions_TK)
     E, _, D = w_down[0].shape
+    _check_parameters(op, activation, params_EP, E, h_NGF)
     factors = {"lora_a_ERF": (lora_a_ERF, [E, "R", F]), "lora_b_ERD": (lora_b_ERD, [E, "R", D])}
     _check_low_rank(op, "v_NR", v_NR, N, factors, h_NGF)
 
@@ -230,6 +234,7 @@ def check_expert_mlp_chunked(
     shape = _check_projection(op, x_TD, w_up, b_up, activation)
     _check_down_of_mlp(op, shape, x_TD, w_down, b_down, activation)
     require(num_experts == shape.E, op, "num_experts", f"be {shape.E}, the experts of w_up", num_experts)
+    _check_parameters(op, activation, None, shape.E, x_TD)
     check_dispatch(op, experts_TK, num_experts)
     check_device(op, "experts_TK", experts_TK, x_TD)
     T, rows = x_TD.shape[0], experts_TK.shape[0]
@@ -325,6 +330,19 @@ def check_routing_weights(
     check_device(op, "weights_TK", weights_TK, like)
 
 
+def _check_parameters(op: str, activation: str, params_EP: Tensor | None, E: int, like: Tensor) -> None:
+    """The parameters that a formula reads: given exactly where it reads some, in the dtype that it is computed in."""
+    expected = [E, num_parameters(activation)]
+    if params_EP is None:
+        require(expected[1] == 0, op, "params_EP", f"have shape {expected}, as {activation!r} reads parameters", "None")
+        return
+    rule = f"have shape {expected} (those that {activation!r} reads)"
+    require(expected[1] > 0 and list(params_EP.shape) == expected, op, "params_EP", rule, f"shape {shape_of(params_EP)}")
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    require_dtype(params_EP.dtype == dtype, op, "params_EP", f"be {dtype}", params_EP.dtype)
+    check_device(op, "params_EP", params_EP, like)
+
+
 def check_activation(op: str, activation: str, G: int) -> None:
     if activation == IDENTITY:
         return
@@ -386,8 +404,10 @@ def check_expert_down_backward(
     activation: str,
     q_NR: Tensor | None = None,
     lora_a_ERF: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> None:
-    check_expert_down(op, h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    given = (h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
+    check_expert_down(op, *given, params_EP=params_EP)
     expected = [positions_TK.shape[0], w_down[0].shape[2]]
     require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
     check_like(op, "dout_TD", dout_TD, h_NGF)

@@ -3,6 +3,7 @@
 The ops check what reaches them again, in their own names. Errors are those of ``validation``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from moeblaze_ops.arguments.validation_values import (
     refuse,
     refuse_type,
 )
-from moeblaze_ops.kernels.formulas.named import is_gated
+from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 
 KEEP = ("preactivation", "input", "auto")
 WEIGHT_ON = ("output", "input")
@@ -77,10 +78,10 @@ def check_moe(
 
 
 def check_lora(
-    x: Tensor, loras: dict[str, Any], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool, keep: str
+    x: Tensor, loras: dict[str, Sequence[Any]], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool, keep: str
 ) -> None:
-    """The low-rank additions that ``moe`` is called with, by name, once its weights are checked."""
-    given = {name: lora for name, lora in loras.items() if lora is not None}
+    """The low-rank additions that ``moe`` is called with, by name of the weight, once its weights are checked."""
+    given = {name: adapters for name, adapters in loras.items() if adapters}
     if "lora_gate" in given and w_gate is None:
         refuse("moe", "lora_gate", "come with w_gate (pack it into lora_up otherwise)", "factors")
     if given and keep == "input":
@@ -88,8 +89,31 @@ def check_lora(
         raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
     E, outputs, D = (w_up.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, 2)))
     F = w_down.shape[1 if transposed else 2]
-    for name, lora in given.items():
-        _check_factors(name, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
+    for name, adapters in given.items():
+        for i, lora in enumerate(adapters):
+            called = name if len(adapters) == 1 else f"{name}[{i}]"
+            _check_factors(called, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
+
+
+def check_activation_parameters(parameters: Any, activation: str, x: Tensor, E: int, keep: str) -> None:
+    """The parameters that the activation of ``moe`` reads."""
+    expected = num_parameters(activation)
+    if not isinstance(parameters, list | tuple):
+        refuse_type("moe", "activation_parameters", "be a list of tensors", kind_of(parameters))
+    if len(parameters) != expected:
+        refuse("moe", "activation_parameters", f"hold {expected} tensors, those that {activation!r} reads", len(parameters))
+    if parameters and keep == "input":
+        rule = "be 'preactivation' or 'auto' with activation_parameters (torch.utils.checkpoint keeps a layer's input alone)"
+        raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
+    for i, parameter in enumerate(parameters):
+        name = f"activation_parameters[{i}]"
+        check_tensor("moe", name, parameter)
+        if parameter.device != x.device:
+            refuse("moe", name, f"be on {x.device} like x", parameter.device)
+        if parameter.dtype not in FLOAT_DTYPES:
+            refuse_type("moe", name, "be a floating-point tensor", parameter.dtype)
+        if parameter.numel() != 1 and list(parameter.shape) != [E]:
+            refuse("moe", name, f"have one element or shape [{E}]", f"shape {list(parameter.shape)}")
 
 
 def _check_factors(name: str, lora: Any, x: Tensor, E: int, inputs: int, outputs: int) -> None:
@@ -199,6 +223,7 @@ def check_module(
     E: int,
     K: int,
     activation: str,
+    activation_parameters: Any,
     bias: bool,
     renormalize: bool,
     keep: str | None,
@@ -209,6 +234,13 @@ def check_module(
     _check_sizes("MoE", D, F, E)
     check_number("MoE", "K", K, 1, min(E, MAX_TOP_K), TOP_K_BOUNDS)
     check_activation_text("MoE", activation)
+    expected = num_parameters(activation)
+    if len(activation_parameters) != expected:
+        rule = f"hold {expected} numbers, those that {activation!r} reads"
+        refuse("MoE", "activation_parameters", rule, len(activation_parameters))
+    for i, value in enumerate(activation_parameters):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse_type("MoE", f"activation_parameters[{i}]", "be a number", kind_of(value))
     check_switch("MoE", "bias", bias)
     check_switch("MoE", "renormalize", renormalize)
     if keep is not None:

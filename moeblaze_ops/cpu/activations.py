@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.arguments.activations import activate, activation_gradient, parameter_gradient
 from moeblaze_ops.kernels.formulas.named import is_gated
 
 _aten = torch.ops.aten
@@ -25,11 +25,11 @@ _IN_PLACE: dict[str, tuple[_Value, _Slope]] = {
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
-def activate_into(a_NF: Tensor, h_NGF: Tensor, activation: str) -> None:
+def activate_into(a_NF: Tensor, h_NGF: Tensor, activation: str, params_NP: Tensor | None = None) -> None:
     """a = act(h), as ``activate`` has it bit for bit."""
     functions = _functions(activation, h_NGF)
     if functions is None:
-        a_NF.copy_(activate(h_NGF, activation))
+        a_NF.copy_(activate(h_NGF, activation, params_NP))
         return
     value, _ = functions
     value(h_NGF[:, 0], out=a_NF)
@@ -38,7 +38,14 @@ def activate_into(a_NF: Tensor, h_NGF: Tensor, activation: str) -> None:
 
 
 def backward_into(
-    dh_NGF: Tensor, wa_NF: Tensor, da_NF: Tensor, h_NGF: Tensor, scale_N1: Tensor | None, activation: str
+    dh_NGF: Tensor,
+    wa_NF: Tensor,
+    da_NF: Tensor,
+    h_NGF: Tensor,
+    scale_N1: Tensor | None,
+    activation: str,
+    params_NP: Tensor | None = None,
+    dparams_NP: Tensor | None = None,
 ) -> Tensor | None:
     """``dh = act'(h) * s * da`` and ``wa = s * act(h)``; returns ``<da, act(h)>`` of each row where there are weights s.
 
@@ -47,10 +54,11 @@ def backward_into(
         da_NF: the gradient of the activation without s, in the dtype of h; is overwritten.
         h_NGF: the pre-activation. scale_N1: s in the dtype of sums, or None for 1.
         activation: a name, or ``identity``.
+        params_NP, dparams_NP: the parameters of each row, and what it adds to their gradients, which is written.
     """
     functions = _functions(activation, h_NGF)
     if functions is None:
-        return _backward_of_any(dh_NGF, wa_NF, da_NF, h_NGF, scale_N1, activation)
+        return _backward_of_any(dh_NGF, wa_NF, da_NF, h_NGF, scale_N1, activation, params_NP, dparams_NP)
     value, slope = functions
     gate, dgate = h_NGF[:, 0], dh_NGF[:, 0]
     if not is_gated(activation):
@@ -87,13 +95,22 @@ def _functions(activation: str, h_NGF: Tensor) -> tuple[_Value, _Slope] | None:
 
 
 def _backward_of_any(
-    dh_NGF: Tensor, wa_NF: Tensor, da_NF: Tensor, h_NGF: Tensor, scale_N1: Tensor | None, activation: str
+    dh_NGF: Tensor,
+    wa_NF: Tensor,
+    da_NF: Tensor,
+    h_NGF: Tensor,
+    scale_N1: Tensor | None,
+    activation: str,
+    params_NP: Tensor | None,
+    dparams_NP: Tensor | None,
 ) -> Tensor | None:
     wide = torch.promote_types(h_NGF.dtype, torch.float32)
-    da_NF, a_NF, dscale_N = da_NF.to(wide), activate(h_NGF, activation), None
+    da_NF, a_NF, dscale_N = da_NF.to(wide), activate(h_NGF, activation, params_NP), None
     if scale_N1 is not None:
         dscale_N = (da_NF * a_NF).sum(1)
         da_NF, a_NF = da_NF * scale_N1, a_NF * scale_N1
     wa_NF.copy_(a_NF)
-    dh_NGF.copy_(activation_gradient(da_NF, h_NGF, activation))
+    if dparams_NP is not None:
+        dparams_NP.copy_(parameter_gradient(da_NF, h_NGF, activation, params_NP))
+    dh_NGF.copy_(activation_gradient(da_NF, h_NGF, activation, params_NP))
     return dscale_N

@@ -5,6 +5,7 @@ fp32, in expert order; every result is the same bit for bit from run to run.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from moeblaze_ops.cpu.rows import (
     multiply,
     of_each,
     row_blocks,
+    row_parameters,
     row_tokens,
     row_weights,
     sum_dtype,
@@ -40,6 +42,7 @@ def expert_up(
     u_NR: Tensor | None = None,
     lora_a_ERD: Tensor | None = None,
     lora_b_EGFR: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     shape = up_shape(w_up)
     h_NGF = x_TD.new_empty(slots_N.shape[0], shape.G, shape.F)
@@ -49,7 +52,7 @@ def expert_up(
     for block in blocks:
         h_rows = up.write(h_NGF[block.rows], block)
         if activation != IDENTITY:
-            activate_into(a_NF[block.rows], h_rows, activation)
+            activate_into(a_NF[block.rows], h_rows, activation, row_parameters(params_EP, block))
     _zero_unused_rows(blocks, h_NGF, a_NF)
     return h_NGF, a_NF
 
@@ -68,10 +71,12 @@ def expert_down(
     v_NR: Tensor | None = None,
     lora_a_ERF: Tensor | None = None,
     lora_b_ERD: Tensor | None = None,
+    params_EP: Tensor | None = None,
 ) -> Tensor:
     down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK, v_NR, lora_b_ERD)
     for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
-        down.add(activate(h_NGF[block.rows], activation) if a_NF is None else a_NF[block.rows], block)
+        params_NP = row_parameters(params_EP, block)
+        down.add(activate(h_NGF[block.rows], activation, params_NP) if a_NF is None else a_NF[block.rows], block)
     return down.sums_TD.to(h_NGF.dtype)
 
 
@@ -117,16 +122,28 @@ def expert_down_backward(
     activation: str,
     q_NR: Tensor | None = None,
     lora_a_ERF: Tensor | None = None,
+    params_EP: Tensor | None = None,
+    dparams_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``dparams_EP``, zeros where it is given, gets the gradient of the activation's parameters."""
     dh_NGF = torch.empty_like(h_NGF, memory_format=torch.contiguous_format)
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])
     down = _DownGradients(dout_TD, wa_NF, w_down, b_down, weights_TK, slots_N, dweights_TK, q_NR, lora_a_ERF)
     blocks = row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2])
     for block in blocks:
-        down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation)
+        params_NP = row_parameters(params_EP, block)
+        dparams_NP = None if params_NP is None else torch.empty_like(params_NP)
+        down.write(dh_NGF[block.rows], h_NGF[block.rows], block, activation, params_NP, dparams_NP)
+        if dparams_NP is not None:
+            dparams_EP[block.experts] = torch.stack([rows.sum(0) for rows in of_each(dparams_NP, block)])
     _zero_unused_rows(blocks, dh_NGF, down.wa_NF)
     return dh_NGF, down.dweights_TK, down.wa_NF
+
+
+def expert_down_backward_learned(dout_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dparams_EP = torch.zeros_like(rest[-1])
+    return *expert_down_backward(dout_TD, *rest, dparams_EP), dparams_EP
 
 
 def expert_mlp_backward(
@@ -355,8 +372,16 @@ class _DownGradients:
         self.slots_N, self.dweights_TK, self.wa_NF = slots_N, dweights_TK, wa_NF
         self.of_experts, self.tokens_N = transposed(w_down[0]), row_tokens(slots_N, dweights_TK.shape[1])
 
-    def write(self, dh_rows: Tensor, h_rows: Tensor, block: RowBlock, activation: str) -> None:
-        """Fill the rows of dh (which may be h's own memory), wa and dweights that belong to a block."""
+    def write(
+        self,
+        dh_rows: Tensor,
+        h_rows: Tensor,
+        block: RowBlock,
+        activation: str,
+        params_NP: Tensor | None = None,
+        dparams_NP: Tensor | None = None,
+    ) -> None:
+        """Fill the rows of dh (which may be h's own memory), wa, dweights and ``dparams_NP`` that belong to a block."""
         slots = self.slots_N[block.rows]
         dout_rows = self.dout_TD.index_select(0, self.tokens_N[block.rows])
         da_rows = h_rows.new_empty(h_rows.shape[0], h_rows.shape[2])
@@ -364,7 +389,8 @@ class _DownGradients:
         if self.q_NR is not None:
             multiply(self.q_NR[block.rows], self.low_rank, da_rows, block, add=True)
         scale = row_weights(self.weights_TK, slots)
-        dscale = backward_into(dh_rows, self.wa_NF[block.rows], da_rows, h_rows, scale, activation)
+        wa_rows = self.wa_NF[block.rows]
+        dscale = backward_into(dh_rows, wa_rows, da_rows, h_rows, scale, activation, params_NP, dparams_NP)
         if dscale is None:
             return
         if self.b_down:

@@ -96,5 +96,12 @@ def row_weights(weights_TK: Tensor | None, slots: Tensor) -> Tensor | None:
     return weights_TK.reshape(-1).index_select(0, slots).unsqueeze(1).to(sum_dtype(weights_TK))
 
 
+def row_parameters(params_EP: Tensor | None, block: RowBlock) -> Tensor | None:
+    """The parameters of the expert of each row of a block, [rows, P]."""
+    if params_EP is None:
+        return None
+    return params_EP[block.experts].repeat_interleave(torch.tensor(block.sizes), dim=0)
+
+
 def sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

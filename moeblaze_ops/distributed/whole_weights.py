@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moeblaze_ops.ops.sharded.collectives import start_gather, start_reduce_scatter, wait
+from moeblaze_ops.ops.sharded.collectives import start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 
 _classes: dict[tuple, type] = {}
@@ -105,15 +105,15 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group: str, ranks: int, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.ranks = group, ranks
-        started = [start_gather(shard, shard.shape[0], ranks, group) for shard in shards]
-        return tuple(map(wait, started))
+        started = [start_gathers([shard], shard.shape[0], ranks, group, copies=False) for shard in shards]
+        return tuple(wait(whole) for (whole,) in started)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple:
-        needed = zip(ctx.needs_input_grad[2:], gradients, strict=True)
-        started = [start_reduce_scatter(gradient, ctx.ranks, ctx.group) if needs else None for needs, gradient in needed]
-        return None, None, *(None if each is None else wait(each) for each in started)
+        needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[2:], gradients, strict=True) if needs]
+        sums = map(wait, start_reduce_scatters(needed, ctx.ranks, ctx.group, copies=False))
+        return None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
 class _Tied(torch.autograd.Function):

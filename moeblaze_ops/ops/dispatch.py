@@ -6,7 +6,7 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import check_dispatch, require, schedule_rows
 from moeblaze_ops.cpu import dispatch as cpu_routing
-from moeblaze_ops.ops.register import register_op
+from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
 
 
 def _dispatch_fake(experts_TK: Tensor, num_experts: int, check_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,3 +77,19 @@ Returns:
 Raises:
     ValueError: wrong shape, or an id that is to be checked and wrong. TypeError: ids are not int32 or int64.
 """
+
+
+def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    return slots_N[: int(offsets_E1[-1])].clone()
+
+
+def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
+    if isinstance(slots_N.shape[0], int) and slots_N.shape[0] == 0:
+        return torch.empty_like(slots_N)
+    count = number_of_data()
+    torch._check(count <= slots_N.shape[0])
+    return slots_N.new_empty(count)
+
+
+used_slots = register_plain_op("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
+"""The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""

@@ -1,7 +1,10 @@
 """``moeblaze::expert_down`` and its backward: back to the model width, summed over each token's experts."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import activate
@@ -10,7 +13,7 @@ from moeblaze_ops.arguments.validation import check_expert_down, check_expert_do
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
-from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_low_rank, routing_gradient_like
+from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_forward_mode, routing_gradient_like
 from moeblaze_ops.ops.low_rank.expert_rows import row_products_grad
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, weight_gradients
@@ -23,30 +26,33 @@ def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_
 
 
 def _expert_down_setup_context(ctx, inputs, output) -> None:
-    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank = inputs
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *optional = inputs
     ctx.set_materialize_grads(False)
     ctx.activation = activation
     ctx.num_w_down, ctx.num_b_down = len(w_down), len(b_down)
-    ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *low_rank, *w_down, *b_down)
+    ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *optional, *w_down, *b_down)
 
 
 def _expert_down_gradient(ctx, dout_TD):
     b_none = [None] * ctx.num_b_down
     if dout_TD is None:
-        return None, None, [None] * ctx.num_w_down, b_none, *[None] * 9
-    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, v_NR, lora_a, lora_b, *parameters = ctx.saved_tensors
+        return None, None, [None] * ctx.num_w_down, b_none, *[None] * 10
+    h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *optional_and_parameters = ctx.saved_tensors
+    v_NR, lora_a, lora_b, params_EP, *parameters = optional_and_parameters
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     w_down, b_down = parameters[: ctx.num_w_down], parameters[ctx.num_w_down :]
     top_k = positions_TK.shape[1]
     dout_TD = dout_TD.contiguous()
     low_rank: tuple = ()
-    q_NR, dlora_a, dlora_b = None, None, None
+    q_NR, dlora_a, dlora_b, dparams_EP = None, None, None, None
     if v_NR is not None:
         q_NR = expert_up(dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
         low_rank = (q_NR, lora_a)
-    dh_NGF, dweights_TK, wa_NF = expert_down_backward(
-        dout_TD, h_NGF, w_down, b_down, weights_TK, *routing, ctx.activation, *low_rank
-    )
+    given = (dout_TD, h_NGF, w_down, b_down, weights_TK, *routing, ctx.activation)
+    if params_EP is None:
+        dh_NGF, dweights_TK, wa_NF = expert_down_backward(*given, *low_rank)
+    else:
+        dh_NGF, dweights_TK, wa_NF, dparams_EP = expert_down_backward_learned(*given, *(low_rank or (None, None)), params_EP)
     if ctx.needs_input_grad[11]:
         dlora_a = row_products_grad(wa_NF, q_NR.unsqueeze(1), lora_a, None, offsets_E1)
     if ctx.needs_input_grad[12]:
@@ -59,13 +65,13 @@ def _expert_down_gradient(ctx, dout_TD):
         db_down = [expert_bias_grad(dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
     dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
     dweights_TK = None if weights_TK is None else dweights_TK
-    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b
+    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b, dparams_EP
 
 
 def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) -> Tensor:
     """The output is linear in a, in the weights with their biases, and in the routing weights: three products at most."""
-    *routing, activation, v_NR, _, _ = rest
-    refuse_low_rank("expert_down", v_NR)
+    *routing, activation, v_NR, lora_a, lora_b, params_EP = rest
+    refuse_forward_mode("expert_down", v_NR, lora_a, lora_b, params_EP)
     a_and_tangent = activate(h_NGF, activation)
     primals, tangents = parted((h_NGF, a_NF, w_down, b_down, weights_TK))
     h_NGF, a_NF, w_down, b_down, weights_TK = primals
@@ -91,13 +97,17 @@ def _expert_down_backward_fake(
     return dh_NGF, routing_gradient_like(weights_TK, positions_TK), h_NGF.new_empty((N, F))
 
 
-def _overwriting_launcher():
-    from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
+def _expert_down_backward_learned_fake(*args):
+    return *_expert_down_backward_fake(*args), torch.empty_like(args[-1], memory_format=torch.contiguous_format)
 
-    def launch(dout_TD, h_NGF, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+
+def _overwriting_launcher(name: str) -> Callable:
+    from moeblaze_ops.kernels.experts import expert_down_backward as kernels
+
+    def launch(dout_TD, h_NGF, *args: Any) -> tuple[Tensor, ...]:
         _, G, F = h_NGF.shape
         dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
-        return launch_expert_down_backward(dout_TD, h_NGF, *args, overwrite_h=dense)  # type: ignore[misc]
+        return getattr(kernels, name)(dout_TD, h_NGF, *args, overwrite_h=dense)
 
     return launch
 
@@ -121,7 +131,7 @@ expert_down_backward = register_op(
     cpu=cpu.expert_down_backward,
     kernel="experts.expert_down_backward:launch_expert_down_backward",
     check=check_expert_down_backward,
-    overwriting=(1, _overwriting_launcher),
+    overwriting=(1, partial(_overwriting_launcher, "launch_expert_down_backward")),
     flops=_down_backward_flops,
 )
 """One GEMM and everything that hangs on it: gradients of h and of the routing weights, and the scaled activation.
@@ -136,10 +146,32 @@ Returns:
     between the products is Inductor's, may differ in the last bits.
 """
 
+expert_down_backward_learned = register_op(
+    "expert_down_backward_learned",
+    f"(Tensor dout_TD, Tensor h_NGF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation,"
+    " Tensor? q_NR, Tensor? lora_a_ERF, Tensor params_EP) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_expert_down_backward_learned_fake,
+    cpu=cpu.expert_down_backward_learned,
+    kernel="experts.expert_down_backward:launch_expert_down_backward_learned",
+    check=check_expert_down_backward,
+    overwriting=(1, partial(_overwriting_launcher, "launch_expert_down_backward_learned")),
+    flops=_down_backward_flops,
+)
+"""``expert_down_backward`` of a formula that reads parameters, and their gradient.
+
+``dparams[e, p] = sum over rows r of e and features f of s[r] * dA'[r, f] * d act(h[r, :, f]) / d p``. Each row's sums over the
+features of a tile are summed over tiles and rows by ``expert_bias_grad``'s kernel, in a fixed order and without atomics.
+
+Returns:
+    dh_NGF, dweights_TK, wa_NF as ``expert_down_backward``; dparams_EP, dtype of the parameters, zero for an expert without rows.
+    Two runs agree bit for bit.
+"""
+
 expert_down = register_op(
     "expert_down",
     f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation,"
-    " Tensor? v_NR=None, Tensor? lora_a_ERF=None, Tensor? lora_b_ERD=None) -> Tensor",
+    " Tensor? v_NR=None, Tensor? lora_a_ERF=None, Tensor? lora_b_ERD=None,"
+    " Tensor? params_EP=None) -> Tensor",
     fake=_expert_down_fake,
     cpu=cpu.expert_down,
     kernel="experts.expert_down:launch_expert_down",
@@ -167,6 +199,7 @@ Args:
         with and not differentiated. None for none. ``ops.low_rank`` makes it.
     lora_a_ERF, lora_b_ERD: the factors A [E, R, F] and B [E, R, D], dtype of h, any strides. Given exactly when v is.
         ``a @ W + v @ B`` is one fp32 sum; nothing of the size of W is written.
+    params_EP: those of ``expert_up``; differentiable here.
 
 Returns:
     out_TD in token order, dtype of h. Rows are rounded to that dtype before the sum over K, which is taken in fp32

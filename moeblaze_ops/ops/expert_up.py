@@ -20,7 +20,7 @@ _ROUTING = "Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor block
 
 
 def _expert_up_fake(
-    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *rest
 ) -> tuple[Tensor, Tensor]:
     N, shape = slots_N.shape[0], up_shape(w_up)
     h_NGF = x_TD.new_empty((N, shape.G, shape.F))
@@ -29,7 +29,7 @@ def _expert_up_fake(
 
 
 def _expert_up_setup_context(ctx, inputs, output) -> None:
-    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank = inputs
+    x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.num_w_up = len(w_up)
@@ -39,7 +39,7 @@ def _expert_up_setup_context(ctx, inputs, output) -> None:
 
 
 def _expert_up_gradient(ctx, dh_NGF, da_NF):
-    none_for_inputs = (None, [None] * ctx.num_w_up, [None] * ctx.num_b_up, *[None] * 9)
+    none_for_inputs = (None, [None] * ctx.num_w_up, [None] * ctx.num_b_up, *[None] * 10)
     if dh_NGF is None:
         return none_for_inputs
     x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, u_NR, lora_a, lora_b, *w_up = ctx.saved_tensors
@@ -68,7 +68,7 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     if any(ctx.needs_input_grad[1]):
         dw_up = weight_gradients(x_TD, dh_NGF, w_up, weights_TK, slots_N, offsets_E1, top_k)
     dw_up, db_up = split_as_given(dw_up, ctx.num_w_up), split_as_given(db_up, ctx.num_b_up)
-    return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b
+    return dx_TD, dw_up, db_up, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b, None
 
 
 def _weights_of_rows(weights_TK: Tensor | None, slots_N: Tensor) -> Tensor | None:
@@ -79,8 +79,8 @@ def _weights_of_rows(weights_TK: Tensor | None, slots_N: Tensor) -> Tensor | Non
 def _expert_up_forward_mode(*args) -> tuple[Tensor, Tensor]:
     """h is linear in x, in the weights with their biases, and in the routing weights: three products at most."""
     primals, tangents = parted(args)
-    refuse_low_rank("expert_up", primals[-3])
-    primals, tangents = primals[:-3], tangents[:-3]
+    refuse_forward_mode("expert_up", *primals[-4:])
+    primals, tangents = primals[:-4], tangents[:-4]
     (x_TD, w_up, b_up, weights_TK, *routing, _), (dx_TD, dw_up, db_up, dweights_TK, *_) = primals, tangents
     h_NGF, a_NF = expert_up(*primals)
     terms: list[tuple] = []
@@ -100,11 +100,16 @@ def _expert_up_backward_fake(
     return dh_NGF.new_empty((positions_TK.shape[0], up_shape(w_up).D)), routing_gradient_like(weights_TK, positions_TK)
 
 
-def refuse_low_rank(op: str, rows_NR: Tensor | None) -> None:
-    """Refuse tangents of forward mode where a weight has a low-rank addition."""
+def refuse_forward_mode(
+    op: str, rows_NR: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, params_EP: Tensor | None
+) -> None:
+    """Refuse tangents of forward mode where a weight has a low-rank addition, or the activation parameters."""
     if rows_NR is not None:
         way_round = "take the gradient in reverse mode, or give W + B A as the weight"
         raise NotImplementedError(f"{op}: forward-mode AD is not available with low-rank factors, {way_round}")
+    if params_EP is not None:
+        way_round = "take the gradient in reverse mode, or write their numbers in the formula"
+        raise NotImplementedError(f"{op}: forward-mode AD is not available with an activation's parameters, {way_round}")
 
 
 def routing_gradient_like(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:
@@ -120,7 +125,7 @@ def low_rank_flops(rows_shape: Sequence[int] | None, factor_shape: Sequence[int]
 
 
 def _up_flops(
-    x_shape, w_up_shapes, b_up, weights, slots_shape, offsets, positions, blocks, activation, u=None, a=None, b=None, **kwargs
+    x_shape, w_up_shapes, b_up, weights, slots_shape, offsets, positions, blocks, activation, u=None, a=None, b=None, *rest, **_
 ) -> int:
     return sum(2 * slots_shape[0] * G * F * D for _, G, F, D in w_up_shapes) + low_rank_flops(u, b)
 
@@ -154,7 +159,7 @@ Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
 expert_up = register_op(
     "expert_up",
     f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation, Tensor? u_NR=None,"
-    " Tensor? lora_a_ERD=None, Tensor? lora_b_EGFR=None) -> (Tensor, Tensor)",
+    " Tensor? lora_a_ERD=None, Tensor? lora_b_EGFR=None, Tensor? params_EP=None) -> (Tensor, Tensor)",
     fake=_expert_up_fake,
     cpu=cpu.expert_up,
     kernel="experts.expert_up:launch_expert_up",
@@ -177,12 +182,14 @@ Args:
     b_up: biases in one of these forms without D, or empty.
     weights_TK: routing weights on the experts' input (fp32 or dtype of x), or None.
     slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
-    activation: a name in ``activations.ACTIVATIONS``, or ``identity``.
+    activation: a name in ``activations.ACTIVATIONS``, a formula, or ``identity``.
     u_NR: with a low-rank addition to the weights, ``W + B A``: ``x[token(r)] @ A[e]^T`` in expert order, what is computed with
         and not differentiated, since the op differentiates x and A. None for none. ``ops.low_rank`` makes it.
     lora_a_ERD, lora_b_EGFR: the factors A [E, R, D] and B [E, G, F, R], dtype of x, any strides; what multiplies their product is
         in one of them. Given exactly when u is. ``x @ W^T + u @ B^T`` is one fp32 sum; nothing of the size of W is written,
         and W, if it needs no gradient, gets none.
+    params_EP: what a formula reads as p0, p1 and so on, for each expert, fp32 (fp64 for fp64); None where it reads none. What is
+        computed with and not differentiated: ``expert_down`` gives their gradient.
 
 Returns:
     h_NGF: pre-activation in expert order, differentiable. Rows of unused slots are zero on CPU, unspecified on CUDA.

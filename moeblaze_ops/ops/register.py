@@ -136,6 +136,27 @@ def register_op(
     return op
 
 
+def register_plain_op(name: str, schema: str, real: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """Define ``moeblaze::<name>``, with one implementation for every device, and no gradient of its own."""
+    _library.define(f"{name}{schema}", tags=_TAGS)
+    _library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(torch.ops.moeblaze, name).default
+
+
+def number_of_data() -> torch.SymInt:
+    """A size of 0 or more that nobody knows before the op runs.
+
+    Not ``new_dynamic_size``: frames may be captured without ops whose output shape depends on data, and these are ours.
+    """
+    context = torch.library.get_ctx()
+    if context._shape_env is None:
+        return context.new_dynamic_size(min=0)
+    count = context._shape_env.create_unbacked_symint()
+    torch._check(count >= 0)
+    return count
+
+
 def _launcher_of(kernel: str) -> Callable[[], Callable]:
     module, _, name = kernel.partition(":")
     return lambda: getattr(import_module(f"moeblaze_ops.kernels.{module}"), name)

@@ -13,6 +13,7 @@ from tests.capture.test_capture import check, make_layer, scratch  # noqa: F401
 from tests.corpus.loops import handed
 from tests.corpus.loops import split_lookalikes as lookalikes
 from tests.corpus.zoo import catalogue as zoo
+from tests.tools.caches import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 T = guarded.T
@@ -84,7 +85,7 @@ def test_long_lists_are_not_followed():
 def test_inductor():
     torch.set_default_dtype(torch.float32)
     layer = make_layer(handed.by_a_class)
-    with torch._inductor.config.patch(force_disable_caches=True), moeblaze_compile.recording() as records:
+    with graphs_compiled_anew(), moeblaze_compile.recording() as records:
         check(layer, torch.compile(layer, backend="moeblaze"), atol=1e-5, rtol=1e-4)
     assert len(rewritten_in(records)) == 1
 

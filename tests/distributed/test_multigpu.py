@@ -97,7 +97,8 @@ def check_numbers(popularity: float = 0.0, **settings) -> None:
     from moeblaze_ops import compile as switch
     from moeblaze_ops import config
 
-    for name, value in {"experts_move": "tokens", "arrived_rows": "exact", "keep": "preactivation", **settings}.items():
+    defaults = {"experts_move": "tokens", "arrived_rows": "exact", "keep": "preactivation", "transport": "nccl"}
+    for name, value in {**defaults, **settings}.items():
         setattr(config, name, value)
     inputs = [tokens(rank) for rank in range(dist.get_world_size())]
     one, model = layer(), layer()
@@ -121,11 +122,11 @@ def check_eager() -> None:
     assert_close(train(model, model, inputs[dist.get_rank()]), expected)
 
 
-def check_uneven_tokens() -> None:
+def check_uneven_tokens(transport: str = "nccl") -> None:
     """Tokens or weights move for any number of tokens on a rank, none included."""
     from moeblaze_ops import config
 
-    config.arrived_rows = "exact"
+    config.arrived_rows, config.transport = "exact", transport
     rank = dist.get_rank()
     inputs = [tokens(r, count=0 if r == 1 else 64 * (r + 1)) for r in range(dist.get_world_size())]
     expected = wanted(layer(), inputs)
@@ -136,11 +137,31 @@ def check_uneven_tokens() -> None:
         assert_close({**got, "router": expected["router"]}, expected)
 
 
-def check_memory() -> None:
+def check_steps_by_copies() -> None:
+    """Copy engines give what collectives give, in every one of many steps that follow each other without a pause."""
+    from moeblaze_ops import config
+
+    config.experts_move, config.arrived_rows, config.keep = "tokens", "exact", "preactivation"
+    inputs = [tokens(10 * step + dist.get_rank(), count=4096 if step % 3 else 8192) for step in range(12)]
+    results = {}
+    for transport in ("nccl", "copies"):
+        config.transport = transport
+        model = sharded()
+        run = compiled(model)
+        results[transport] = [train(model, run, x) for x in inputs]
+    for by_collectives, by_copies in zip(*results.values(), strict=True):
+        assert_close(by_copies, by_collectives)
+        # Two ranks add two numbers either way.
+        same = dist.get_world_size() > 2 or all(torch.equal(by_copies[name], value) for name, value in by_collectives.items())
+        assert same
+
+
+def check_memory(transport: str = "nccl") -> None:
     """Kept: x, h of the rows that arrived, and indices."""
     from moeblaze_ops import config
 
     config.experts_move, config.arrived_rows, config.keep = "tokens", "exact", "preactivation"
+    config.transport = transport
     model = sharded()
     run = compiled(model)
     x = tokens(dist.get_rank(), count=8192).requires_grad_()
@@ -174,6 +195,13 @@ CHECKS = {
     "eager": check_eager,
     "memory": check_memory,
     "uneven tokens": check_uneven_tokens,
+    "tokens move by copies": functools.partial(check_numbers, transport="copies"),
+    "room for all rows, by copies": functools.partial(check_numbers, arrived_rows="bound", transport="copies"),
+    "keeps the input, by copies": functools.partial(check_numbers, keep="input", transport="copies"),
+    "most tokens to one rank, by copies": functools.partial(check_numbers, popularity=8.0, transport="copies"),
+    "memory, by copies": functools.partial(check_memory, transport="copies"),
+    "uneven tokens, by copies": functools.partial(check_uneven_tokens, transport="copies"),
+    "many steps by copies": check_steps_by_copies,
 }
 
 

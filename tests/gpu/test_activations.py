@@ -50,6 +50,67 @@ def test_no_worse_than_eager(name):
         assert error <= 1.5 * eager_error + torch.finfo(torch.bfloat16).eps / 4, (index, float(error), float(eager_error))
 
 
+def swish(g, u, beta, shift):
+    return g * torch.sigmoid(beta * g) * (u + shift)
+
+
+def leaky(h, slope):
+    return torch.where(h > 0, h, slope * h)
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+@pytest.mark.parametrize("function", [swish, leaky])
+def test_learned_parameters_are_no_worse_than_eager(function, per_expert):
+    torch.manual_seed(0)
+    gated = function is swish
+    numbers = torch.randn(T, D), torch.rand(T, K), torch.randn(E, F * (1 + gated), D) / 8, torch.randn(E, D, F) / 8
+    learned = [torch.rand(E if per_expert else ()) + 0.5 for _ in range(1 + gated)]
+    experts = torch.rand(T, E).topk(K).indices.cuda()
+    dout = torch.randn(T, D)
+
+    def step(run, dtype):
+        tensors = [t.to("cuda", torch.bfloat16).to(dtype).requires_grad_() for t in numbers]
+        own = [t.cuda().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for t in learned]
+        out = run(*tensors, own)
+        return [out.detach(), *torch.autograd.grad(out, (*tensors, *own), dout.to("cuda", torch.bfloat16).to(dtype))]
+
+    def loop(x, weights, w_up, w_down, own):
+        of_expert = iter([[p[e] if per_expert else p for p in own] for e in range(E)])
+        return plain(x, weights, experts, w_up, w_down, lambda *h: function(*h, *next(of_expert)).to(x.dtype))
+
+    def fused(x, weights, w_up, w_down, own):
+        return moe(x, weights, experts, w_up, w_down, activation=function, activation_parameters=own)
+
+    truth, eager, ours, again = (
+        step(run, dtype)
+        for run, dtype in (
+            (loop, torch.float64), (loop, torch.bfloat16), (fused, torch.bfloat16), (fused, torch.bfloat16),
+        )
+    )  # fmt: skip
+    for index, (got, twice, other, want) in enumerate(zip(ours, again, eager, truth, strict=True)):
+        assert torch.equal(got, twice)
+        error, eager_error = ((values.double() - want).norm() / want.norm() for values in (got, other))
+        assert error <= 1.5 * eager_error + torch.finfo(torch.bfloat16).eps / 4, (index, float(error), float(eager_error))
+
+
+def test_a_compiled_call_gives_the_gradient_of_parameters():
+    torch.manual_seed(0)
+    numbers = torch.randn(T, D), torch.rand(T, K), torch.randn(E, 2 * F, D) / 8, torch.randn(E, D, F) / 8
+    tensors = [t.to("cuda", torch.bfloat16).requires_grad_() for t in numbers]
+    learned = [torch.tensor(v, device="cuda", requires_grad=True) for v in (1.2, 0.3)]
+    experts = torch.rand(T, E).topk(K).indices.cuda()
+
+    def run(x, weights, w_up, w_down, *own):
+        return moe(x, weights, experts, w_up, w_down, activation=swish, activation_parameters=own)
+
+    gradients = [
+        torch.autograd.grad(step(*tensors, *learned).float().square().sum(), (*tensors, *learned))
+        for step in (run, torch.compile(run, fullgraph=True))
+    ]
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=2e-2 * float(eager.abs().max()))
+
+
 def test_a_compiled_layer_is_rewritten():
     import moeblaze_ops
 

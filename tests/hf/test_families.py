@@ -102,7 +102,7 @@ def test_training(name):
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, ids = make_model(name), tokens()
-    run, rewriting = compiled(model)
+    run, rewriting = compiled(model, aot=True)
     actual = training_step(model, run, ids)
     assert_steps_equal(actual, training_step(model, model, ids))
     layers = [path for path, m in model.named_modules() if type(m).__name__.endswith("Experts") and "shared" not in path]

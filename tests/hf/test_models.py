@@ -9,6 +9,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from moeblaze_ops import compile as moeblaze_compile
+from tests.tools.caches import graphs_compiled_anew
 from tests.tools.rewrite_harness import Rewriting, compiled
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +49,7 @@ def scratch():
     """No caches on disk: a graph that is found there is not rewritten again."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with graphs_compiled_anew():
         yield
     moeblaze_compile.disable()
     torch._dynamo.reset()
@@ -151,7 +152,7 @@ def check_rewritten(rewriting: Rewriting, name: str, mode: str, *, training: boo
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training(name, mode):
     model = make_model(name, mode)
-    run, rewriting = compiled(model)
+    run, rewriting = compiled(model, aot=True)
     ids = decided_tokens(twin := in_double(model, name))
     exact = training_step(twin, twin, ids)
     eager, actual = (training_step(model, step, ids, mode) for step in (model, run))
@@ -164,7 +165,7 @@ def test_training(name, mode):
 )
 def test_inference_in_one_graph_for_all_lengths(name, mode):
     model = make_model(name, mode)
-    run, rewriting = compiled(model)
+    run, rewriting = compiled(model, aot=True)
     twin = in_double(model, name)
     for length in (6, 8, 5):
         torch._dynamo.mark_dynamic(ids := decided_tokens(twin, length), 1)
@@ -179,7 +180,7 @@ def test_inference_in_one_graph_for_all_lengths(name, mode):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama4_text"])
 def test_batched_mm_experts(name):
     model = make_model(name, experts="batched_mm")
-    run, rewriting = compiled(model)
+    run, rewriting = compiled(model, aot=True)
     ids = decided_tokens(twin := in_double(model, name))
     exact = training_step(twin, twin, ids)
     eager, actual = (training_step(model, step, ids) for step in (model, run))
@@ -189,7 +190,7 @@ def test_batched_mm_experts(name):
 
 def test_training_in_one_graph_for_all_lengths():
     model = make_model("qwen3_moe")
-    run, rewriting = compiled(model)
+    run, rewriting = compiled(model, aot=True)
     twin = in_double(model, "qwen3_moe")
     for length in (6, 8, 5):
         torch._dynamo.mark_dynamic(ids := decided_tokens(twin, length), 1)

@@ -5,19 +5,7 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp, launch_expert_mlp_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
-from tests.corpus.layers import make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle
-
-pytestmark = interpreted
-
-# Wider than one block in every axis, and a multiple of none.
-SIZES = (5, 2, 40, 36)
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
+from tests.tools.kernel_helpers import assert_near, layer_for, oracle
 
 
 def check(layer, weight_on):
@@ -46,22 +34,22 @@ def check(layer, weight_on):
 @pytest.mark.parametrize("case", ["one_token", "empty_expert", "unused_slots", "zero_tokens"])
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 def test_expert_mlp_matches_its_parts(case, weight_on):
-    check(make_layer(case, bias=True, dtype=torch.float32, sizes=SIZES, requires_grad=False), weight_on)
+    check(layer_for(case, bias=True), weight_on)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["swiglu_clamped", "relu2"])
 def test_expert_mlp_in_low_precision(dtype, activation):
-    layer = make_layer("unused_slots", activation, "split", dtype=dtype, sizes=SIZES, requires_grad=False)
+    layer = layer_for("unused_slots", activation, "split", dtype=dtype)
     check(layer, "output")
 
 
 def test_identity_activates_nothing():
-    check(make_layer("empty_expert", "identity", dtype=torch.float32, sizes=SIZES, requires_grad=False), "output")
+    check(layer_for("empty_expert", "identity"), "output")
 
 
 def test_up_projection_without_h_writes_the_same_activation():
-    layer = make_layer("unused_slots", dtype=torch.float32, sizes=SIZES, requires_grad=False)
+    layer = layer_for("unused_slots")
     arguments = (layer.x_TD, layer.w_up, layer.b_up, None, *layer.routing, layer.activation)
     used = int(layer.routing[1][-1])
     h, a = launch_expert_up(*arguments, store_h=False)

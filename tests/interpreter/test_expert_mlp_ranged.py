@@ -10,22 +10,8 @@ from moeblaze_ops.kernels.routing.range_routing import launch_range_routing
 from moeblaze_ops.kernels.rows.add_rows import add_rows
 from moeblaze_ops.memory.row_ranges import RangeSizes
 from moeblaze_ops.ops.recomputed import expert_mlp_ranged
-from tests.corpus.layers import ROUTINGS, make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
-
-SIZES = (5, 2, 40, 36)
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
-
-
-def layer_for(case, **options):
-    return make_layer(case, **{"dtype": torch.float32, "sizes": SIZES, "requires_grad": False} | options)
+from tests.corpus.layers import ROUTINGS
+from tests.tools.kernel_helpers import assert_near, layer_for, oracle, poison_unused
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,8 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
-from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
-
-# Wider than one block in every axis, and a multiple of none.
-SIZES = (5, 2, 40, 36)
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
+from tests.corpus.layers import ROUTINGS, STORAGES
+from tests.tools.kernel_helpers import SIZES, assert_near, layer_for, oracle, poison_unused
 
 
 def up_arguments(layer, weights_TK=None):
@@ -36,10 +25,6 @@ def hidden(layer):
     a_NF = torch.randn(num_rows, F).to(layer.x_TD.dtype)
     poison_unused(layer.routing, h_NGF, a_NF)
     return h_NGF, a_NF
-
-
-def layer_for(*args, **keywords):
-    return make_layer(*args, **{"dtype": torch.float32, "sizes": SIZES, "requires_grad": False} | keywords)
 
 
 def check_forward(layer, weight_on="output"):

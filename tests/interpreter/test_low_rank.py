@@ -7,22 +7,11 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
-from tests.corpus.layers import make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
-
-SIZES = (5, 2, 40, 36)
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
+from tests.tools.kernel_helpers import assert_near, layer_for, oracle, poison_unused
 
 
 def check(rank, case="unused_slots", activation="swiglu", weight_on="output", dtype=torch.float32, expert_fastest=False):
-    layer = make_layer(case, activation, bias=True, dtype=dtype, sizes=SIZES, requires_grad=False)
+    layer = layer_for(case, activation, bias=True, dtype=dtype)
     x, dispatched, used = layer.x_TD, layer.routing, int(layer.routing[1][-1])
     E, G, F, D = layer.w_up[0].shape
     N = dispatched[0].shape[0]
@@ -84,7 +73,7 @@ def test_bf16():
 
 
 def test_one_expert_a_token():
-    layer = make_layer("one_token", dtype=torch.float32, sizes=(5, 1, 40, 36), requires_grad=False)
+    layer = layer_for("one_token", sizes=(5, 1, 40, 36))
     h, a = (torch.randn(1, *shape) for shape in ((2, 36), (36,)))
     v, down_a, down_b, lora_a = torch.randn(1, 8), torch.randn(5, 8, 36), torch.randn(5, 8, 40), torch.randn(5, 8, 40)
     arguments = (h, a, layer.w_down, [], layer.weights_TK, *layer.routing, "swiglu", v, down_a, down_b)

@@ -5,9 +5,6 @@ from moeblaze_ops.kernels.routing.route import launch_route, launch_route_backwa
 from moeblaze_ops.ops import reference
 from moeblaze_ops.ops.route import route_backward
 from tests.corpus.router_cases import LOGITS, ROUTERS, Router, make_logits
-from tests.tools.kernel_helpers import interpreted
-
-pytestmark = interpreted
 
 LARGE = {
     "many_experts": Router(384, 8, "sigmoid", True, 2.5, num_groups=8, top_groups=4, biased=True),

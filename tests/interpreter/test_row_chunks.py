@@ -12,9 +12,7 @@ from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
 from moeblaze_ops.kernels.rows.combine import combine
 from tests.corpus.layers import STORAGES, make_layer
-from tests.tools.kernel_helpers import interpreted, mend_interpreter, poison_unused
-
-pytestmark = interpreted
+from tests.tools.kernel_helpers import poison_unused
 
 UNIT = 16
 SIZES = (5, 2, 5 * UNIT + 8, 36)
@@ -22,7 +20,6 @@ SIZES = (5, 2, 5 * UNIT + 8, 36)
 
 @pytest.fixture(autouse=True)
 def setup(monkeypatch):
-    torch.manual_seed(0)
     monkeypatch.setattr(configs, "COLUMN_UNIT", UNIT)
     products_in_order(monkeypatch)
 
@@ -31,7 +28,6 @@ def products_in_order(monkeypatch):
     """Let the interpreter add products one after the other: the last bit of NumPy's depends on where a column stands."""
     from triton.runtime import interpreter
 
-    mend_interpreter()
     create_dot = interpreter.InterpreterBuilder.create_dot
 
     def matmul(a, b, dtype):

@@ -8,17 +8,13 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward, launch_expert_up_backward_part
 from moeblaze_ops.kernels.routing.range_routing import launch_range_routing
 from tests.corpus.layers import ROUTINGS, make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
+from tests.tools.kernel_helpers import assert_near, oracle, poison_unused
 
 CASES = [(case, torch.float32) for case in ROUTINGS if case != "repeated_expert"] + [("unused_slots", torch.bfloat16)]
 
 
 @pytest.fixture(autouse=True)
 def setup(monkeypatch):
-    mend_interpreter()
-    torch.manual_seed(0)
     for module in (expert_down, expert_up_backward):
         monkeypatch.setattr(module, "row_chunks", None)  # there are no rows
 

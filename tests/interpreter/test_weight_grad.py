@@ -4,18 +4,8 @@ import torch
 from moeblaze_ops.kernels.experts import bias_grad
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
-from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
-
-SIZES = (5, 2, 40, 36)
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
+from tests.corpus.layers import ROUTINGS, STORAGES
+from tests.tools.kernel_helpers import SIZES, assert_near, layer_for, oracle, poison_unused
 
 
 def check_weight_grad(layer, weights_TK=None, roundings=16):
@@ -30,10 +20,6 @@ def check_weight_grad(layer, weights_TK=None, roundings=16):
         got, expected = launch_expert_weight_grad(*arguments), oracle("expert_weight_grad", *arguments)
         assert_near(got, expected, roundings=roundings)
         assert [dw.stride() for dw in got] == [w.stride() for w in like]
-
-
-def layer_for(*args, **keywords):
-    return make_layer(*args, **{"dtype": torch.float32, "sizes": SIZES, "requires_grad": False} | keywords)
 
 
 @pytest.mark.parametrize("case", ROUTINGS)

@@ -4,22 +4,8 @@ import torch
 from moeblaze_ops.kernels.experts import bias_grad
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad_add
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
-from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
-from tests.tools.kernel_helpers import assert_near, interpreted, mend_interpreter, oracle, poison_unused
-
-pytestmark = interpreted
-
-SIZES = (5, 2, 40, 36)
-
-
-@pytest.fixture(autouse=True)
-def setup():
-    mend_interpreter()
-    torch.manual_seed(0)
-
-
-def layer_for(*args, **keywords):
-    return make_layer(*args, **{"dtype": torch.float32, "sizes": SIZES, "requires_grad": False} | keywords)
+from tests.corpus.layers import ROUTINGS, STORAGES
+from tests.tools.kernel_helpers import SIZES, assert_near, layer_for, oracle, poison_unused
 
 
 def check(layer, sum_dtype, weights_TK=None):

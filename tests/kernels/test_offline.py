@@ -13,11 +13,11 @@ from moeblaze_ops.arguments.traced_activations import trace_activation
 from moeblaze_ops.kernels.configs import shared_memory_bytes
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
-from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
+from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
-from moeblaze_ops.kernels.formulas.named import is_gated
+from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
 from tests.corpus import activations
 from tests.tools.offline import compile_launch, recorded_launches, with_wide_sizes
@@ -101,11 +101,18 @@ def check_resources(layer, capability, on_tensor_cores, step=train):
         assert resources.tensor_core == (expected_tensor_core(launch, capability) if on_tensor_cores else None), launch.name
 
 
-@pytest.mark.parametrize("name", ["quick_geglu", "mish_glu", "softplus_glu", "tanh_glu", "swiglu_other_limits", "xielu"])
+LEARNED = {
+    "learned slope": "g * sigmoid(p0 * g) * u",
+    "learned xielu": "where(h > 0.0, h * h * p0 + h * 0.5, (expm1(clamp(h, None, -1e-06)) - h) * p1 + h * 0.5)",
+}
+FUSED = ["quick_geglu", "mish_glu", "softplus_glu", "tanh_glu", "swiglu_other_limits", "xielu", *LEARNED]
+
+
+@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_formulas_compile_without_spills(name, capability):
     """Next to none: what a few values cost outside the loops cannot be measured."""
-    activation = trace_activation(activations.ALL[name])
+    activation = LEARNED.get(name) or trace_activation(activations.ALL[name])
     dtype, (T, E, K, D, F), *_ = LAYERS["many_rows"]
     G = 2 if is_gated(activation) else 1
 
@@ -114,11 +121,13 @@ def test_formulas_compile_without_spills(name, capability):
 
     with recorded_launches(capability) as launches:
         x, routing = new(T, D), launch_dispatch(new(T, K, dtype=torch.int64), E)
-        h, _ = launch_expert_up(x, [new(E, G, F, D)], [], None, *routing, activation)
+        learned = [new(E, num_parameters(activation), dtype=torch.float32)] if name in LEARNED else []
+        h, _ = launch_expert_up(x, [new(E, G, F, D)], [], None, *routing, activation, *[None] * 3, *learned)
         weights = new(T, K, dtype=torch.float32)
-        launch_expert_down_backward(x, h, [new(E, D, F).transpose(1, 2)], [], weights, *routing, activation)
+        launch = launch_expert_down_backward_learned if learned else launch_expert_down_backward
+        launch(x, h, [new(E, D, F).transpose(1, 2)], [], weights, *routing, activation, None, None, *learned)
     expert_launches = [launch for launch in launches if "_expert_" in launch.name]
-    assert len(expert_launches) == 2
+    assert len(expert_launches) == 2 + len(learned)
     for launch in expert_launches:
         assert compile_launch(launch, capability).spill_bytes <= 32, launch.name
 
@@ -144,12 +153,19 @@ def test_kernels_compile_without_spills(layer, capability):
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
 
 
-@pytest.mark.parametrize("rank", [16, 256])
-@pytest.mark.parametrize(
-    ("layer", "capability"),
-    [*(("many_rows", c) for c in CAPABILITIES), *(("few_rows", c) for c in CAPABILITIES), ("fp32", (8, 0))],
-    ids=name_of,
-)
+# A small rank and a large one with each size of tiles and for each target.
+LOW_RANK = [
+    ("many_rows", (8, 0), 256),
+    ("many_rows", (9, 0), 16),
+    ("many_rows", (10, 0), 256),
+    ("few_rows", (8, 0), 16),
+    ("few_rows", (9, 0), 256),
+    ("few_rows", (10, 0), 16),
+    ("fp32", (8, 0), 256),
+]
+
+
+@pytest.mark.parametrize(("layer", "capability", "rank"), LOW_RANK, ids=str)
 def test_low_rank_kernels_compile_without_spills(layer, capability, rank):
     step = partial(train_low_rank, rank=rank)
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32, step=step)

@@ -340,3 +340,52 @@ def test_padding_adds_ranks_of_zeros(rank):
     a, b = low_rank.padded(torch.ones(2, rank, 3), torch.ones(2, 4, rank))
     assert a.shape[1] == b.shape[2] == -(-rank // 8) * 8 and a.is_contiguous() and b.is_contiguous()
     assert torch.equal(b @ a, torch.full((2, 4, 3), float(rank)))
+
+
+def test_several_adapters_are_one_with_all_their_ranks():
+    torch.manual_seed(20)
+    x, weights, experts, w_up, w_down, up, down = make_case()
+    more_up, more_down = (parameter(E, 5, D), parameter(E, 2 * F, 5)), (parameter(E, 5, F), parameter(E, D, 5))
+    lora = {"lora_up": [(*up, 0.5), (*more_up, 2.0)], "lora_down": [(*down, 0.5), (*more_down, 2.0)]}
+    out = moeblaze_ops.moe(x, weights, experts, w_up, w_down, **lora)
+    whole = [merged(merged(w, a, 0.5), b, 2.0) for w, a, b in ((w_up, up, more_up), (w_down, down, more_down))]
+    expected = moeblaze_ops.moe(x, weights, experts, *whole)
+    leaves = [x, weights, *up, *down, *more_up, *more_down]
+    dout = torch.randn_like(out)
+    for ours, theirs in zip(*(torch.autograd.grad(y, leaves, dout) for y in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match=r"moe: B of lora_up\[1\] must have shape"):
+        moeblaze_ops.moe(x, weights, experts, w_up, w_down, lora_up=[(*up, 0.5), (up[0], more_up[1], 2.0)])
+    torch.testing.assert_close(
+        moeblaze_ops.moe(x, weights, experts, w_up, w_down, lora_up=[], lora_down=[]),
+        moeblaze_ops.moe(x, weights, experts, w_up, w_down),
+    )
+
+
+def test_adapters_of_a_module():
+    torch.manual_seed(21)
+    layer, x = moeblaze_ops.MoE(D, F, E, K, bias=True, dtype=torch.float64), torch.randn(30, D, dtype=torch.float64)
+    base, names = layer(x), set(layer.state_dict())
+    first, second = layer.add_adapter("first", 3, scale=0.5), layer.add_adapter("second", 5)
+    torch.testing.assert_close(layer(x), base)
+    for factors in (first.up_b, first.down_b, second.up_b, second.down_b):
+        torch.nn.init.normal_(factors)
+    layer(x).sum().backward()
+    assert {name for name, p in layer.named_parameters() if p.grad is not None} == set(layer.state_dict()) - names
+    layer.active_adapters = ["second"]
+    only_second = layer(x)
+    layer.active_adapters = []
+    torch.testing.assert_close(layer(x), base)
+    layer.active_adapters = ["first", "second"]
+    both = layer(x)
+    assert not torch.allclose(both, only_second)
+    layer.merge_adapters()
+    torch.testing.assert_close(layer(x), both)
+    assert set(layer.state_dict()) == names
+    with pytest.raises(ValueError, match="MoE.add_adapter: rank must be at least 1, got 0"):
+        layer.add_adapter("third", 0)
+    with pytest.raises(TypeError, match="MoE.add_adapter: scale must be a number, got"):
+        layer.add_adapter("third", 4, scale="1")
+    layer.add_adapter("third", 4)
+    with pytest.raises(ValueError, match="MoE.add_adapter: name must be new, got 'third'"):
+        layer.add_adapter("third", 4)

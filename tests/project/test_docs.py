@@ -1,6 +1,7 @@
 """The pages of docs/: their code runs, and prints what they show."""
 
 import importlib.util
+import pkgutil
 import re
 
 import pytest
@@ -56,3 +57,10 @@ def test_every_page_is_in_the_site():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert pages | {"index.md", "design.md", "contributing.md", "changelog.md"} == set(listed)
+
+
+def test_names_of_the_api_exist():
+    """Each is listed once, under whatever name. The site itself needs tools that the tests do without."""
+    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    listed = [pkgutil.resolve_name(name) for name in names]
+    assert names and len(listed) == len(set(map(id, listed)))

@@ -22,9 +22,3 @@ def test_the_longest_path_decides():
     assert tier_of(TESTS / "system" / "test_export.py") == "export"
     assert tier_of(TESTS / "system" / "test_compile.py") == "slow"
     assert tier_of(TESTS / "unit" / "test_normal_form.py") == "fast"
-
-
-def test_folders_of_one_tier():
-    """Parts other than their own do not look into these."""
-    for folder in ("hf", "interpreter"):
-        assert {tier_of(file) for file in (TESTS / folder).rglob("test_*.py")} == {folder}

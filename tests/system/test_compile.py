@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering import torch_internals
 from tests.tools import toy_rewrite
+from tests.tools.caches import graphs_compiled_anew
 from tests.tools.toy_rewrite import LoopMoE, tanh_layer
 
 inductor_config = torch_internals.inductor_config
@@ -31,7 +32,7 @@ def scratch(monkeypatch):
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
-    with inductor_config.patch(force_disable_caches=True):
+    with graphs_compiled_anew():
         yield
     moeblaze_compile.disable()
     torch._dynamo.reset()
@@ -87,7 +88,7 @@ def test_switch_reaches_every_thread():
     rewritten = []
 
     def compile_without_caches():
-        with inductor_config.patch(force_disable_caches=True):  # a thread has settings of its own
+        with graphs_compiled_anew():  # a thread has settings of its own
             rewritten.extend(run(torch.compile(tanh_layer)))
 
     thread = threading.Thread(target=compile_without_caches)

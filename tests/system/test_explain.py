@@ -10,6 +10,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.explain import Candidate, Explanation
 from moeblaze_ops.lowering import torch_internals
 from tests.tools import toy_rewrite
+from tests.tools.caches import graphs_compiled_anew
 from tests.tools.toy_rewrite import LoopMoE, tanh_layer
 
 
@@ -144,7 +145,6 @@ def test_a_skipped_frame_can_be_compiled_afterwards():
     model, x = LoopMoE(activation=torch.sigmoid), torch.randn(6, 8)
     moeblaze_ops.explain(model, x)
     model.activation = torch.relu
-    without_caches = torch_internals.inductor_config.patch(force_disable_caches=True)
-    with torch.no_grad(), without_caches, moeblaze_compile.recording() as records:
+    with torch.no_grad(), graphs_compiled_anew(), moeblaze_compile.recording() as records:
         torch.compile(model, backend="moeblaze")(x)
     assert [record.dropped for record in records] == [None]

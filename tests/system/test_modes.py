@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
-from moeblaze_ops.lowering import torch_internals
 from tests.corpus.zoo import catalogue as zoo
+from tests.tools.caches import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 COMBINES = (zoo.masked_sum, zoo.loop_mixtral)
@@ -59,7 +59,7 @@ def test_modes_of_inductor(backend, mode):
     model = network(zoo.loop_mixtral)
     if backend == "inductor":
         switch.enable()
-    with switch.recording() as records, torch_internals.inductor_config.patch(force_disable_caches=True):
+    with switch.recording() as records, graphs_compiled_anew():
         check_training(torch.compile(model, backend=backend, mode=mode, fullgraph=True), model)
     assert len(rewritten_in(records)) == 1
 

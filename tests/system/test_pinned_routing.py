@@ -21,6 +21,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.lowering import torch_internals
+from tests.tools.caches import graphs_compiled_anew
 
 T, D, H, E, K = 24, 8, 12, 6, 2
 _OFFSETS = torch.randn(8, T, E, generator=torch.Generator().manual_seed(1)) * 10
@@ -219,6 +220,6 @@ def test_with_inductor():
     layer, x = Layer(), torch.randn(T, D, requires_grad=True)
     expected = step(whole, layer, x)
     torch._dynamo.reset()
-    with torch_internals.inductor_config.patch(force_disable_caches=True):
+    with graphs_compiled_anew():
         got = step(torch.compile(all_again, backend="moeblaze", fullgraph=True), layer, x)
     torch.testing.assert_close(got, expected)

@@ -1,8 +1,8 @@
 """Lower graphs for a CUDA device that is not there, and read the code that Inductor generates for it.
 
-``generated_code`` compiles a function of fake CUDA tensors. ``shadow_backend`` compiles and runs on the CPU and lowers
-each forward and backward graph a second time for CUDA: that covers training, which fake tensors alone do not. Nothing
-is launched, and caches are off. Both stand on private parts of torch, which is why they live with the tests.
+``generated_code`` compiles a function of fake CUDA tensors. ``shadow_backend`` runs each forward and backward graph on the
+CPU as it is, and lowers it for CUDA: that covers training, which fake tensors alone do not. Nothing is launched or built, and
+caches are off. Both stand on private parts of torch, which is why they live with the tests.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._pytree import tree_map
+
+from tests.tools.caches import graphs_compiled_anew
 
 _GUARD_SOURCE = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -92,6 +94,39 @@ def _driver(capability: tuple[int, int]):
     return Driver()
 
 
+_ANALYSES: dict[tuple, object] = {}
+
+
+def _analysed_once() -> contextlib.AbstractContextManager:
+    """A context in which torch looks once at what a kernel reads and writes, for arguments of one kind.
+
+    Otherwise each graph has Triton make code for each of its launches, twice.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    names = "identify_accessed_tensors", "identify_mutated_tensors"  # of torch 2.13, and of 2.11
+    name = next(name for name in names if hasattr(triton_kernel_wrap, name))
+    analyse = getattr(triton_kernel_wrap, name)
+
+    def kind(value: object, is_constant: bool) -> object:
+        if hasattr(value, "dtype"):
+            return value.dtype
+        if type(value) is int and not is_constant:
+            return value == 1, value % 16 == 0
+        return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value)
+
+    def analyse_once(kernel, kwargs, descriptors):
+        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        key = id(kernel), *((name, kind(value, name in constants)) for name, value in kwargs.items())
+        if descriptors or key not in _ANALYSES:
+            _ANALYSES[key] = analyse(kernel, kwargs, descriptors)
+        for option in kwargs.keys() - set(kernel.arg_names):  # as the analysis does
+            del kwargs[option]
+        return _ANALYSES[key]
+
+    return mock.patch.object(triton_kernel_wrap, name, analyse_once)
+
+
 @contextlib.contextmanager
 def fake_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """A context in which torch and Triton believe in a CUDA device of this compute capability."""
@@ -121,6 +156,7 @@ def fake_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         return hints if torch.device(device).type == "cuda" else cpu_hints
 
     patches = [
+        _analysed_once(),
         # Its patterns are traced on a device that has to exist.
         mock.patch.object(joint_graph, "lazy_init", lambda device=None: initialise(torch.device("cpu"))),
         mock.patch.object(DeviceProperties, "create", staticmethod(device_hints)),
@@ -166,7 +202,7 @@ def generated_code(
     require_fake_cuda()
     sources: list[str] = []
     torch._dynamo.reset()
-    with fake_device(capability), _recording(sources), inductor_config.patch(force_disable_caches=True, **options):
+    with fake_device(capability), _recording(sources), graphs_compiled_anew(), inductor_config.patch(options):
         try:
             torch.compile(function, dynamic=dynamic)(*inputs)
         except Exception:
@@ -177,13 +213,14 @@ def generated_code(
 
 
 def shadow_backend(sources: list[str], capability: tuple[int, int] = (9, 0)) -> Callable:
-    """A backend that runs on the CPU and appends to ``sources`` the code of each graph, lowered for CUDA."""
+    """A backend that runs graphs on the CPU and appends to ``sources`` the code of each, lowered for CUDA."""
+    from functorch.compile import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     require_fake_cuda()
     kept = ("is_backward", "is_inference", "static_input_idxs", "boxed_forward_device_index", "graph_id")
 
-    def compile_both(gm, inputs, **keywords):
+    def lower(gm, inputs, **keywords):
         twin = _for_cuda(gm)
         twin_inputs = [node.meta["val"] for node in twin.graph.nodes if node.op == "placeholder"]
         recorded: list[str] = []
@@ -194,13 +231,11 @@ def shadow_backend(sources: list[str], capability: tuple[int, int] = (9, 0)) -> 
                 if not recorded:
                     raise
         sources.extend(without_comments(source) for source in recorded)
-        return compile_fx_inner(gm, inputs, **keywords)
+        return make_boxed_func(gm.forward)
 
     def backend(gm, inputs):
-        import torch._inductor.config as inductor_config
-
-        with inductor_config.patch(force_disable_caches=True):
-            return compile_fx(gm, inputs, inner_compile=compile_both)
+        with graphs_compiled_anew():
+            return compile_fx(gm, inputs, inner_compile=lower)
 
     return backend
 

@@ -6,14 +6,28 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.corpus.layers import Layer, make_layer
+
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="runs kernels in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/interpreter",
 )
 
+SIZES = (5, 2, 40, 36)
+"""E, K, D and F: wider than one block in every axis, and a multiple of none."""
+
+
+def layer_for(*args, **keywords) -> Layer:
+    """``make_layer`` of these sizes in fp32, without gradients, if not asked for otherwise."""
+    return make_layer(*args, **{"dtype": torch.float32, "sizes": SIZES, "requires_grad": False} | keywords)
+
 
 def mend_interpreter() -> None:
-    """Makes the interpreter's ``tl.dot`` multiply bf16 values: up to triton 3.9 it multiplies their bit patterns."""
+    """Two faults of Triton's interpreter, up to triton 3.9: it multiplies the bit patterns of bf16 values, and is slow.
+
+    Each call of a device function replaces all of the language's functions, as the kernel that calls it did before: that is
+    half of the time.
+    """
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -32,6 +46,22 @@ def mend_interpreter() -> None:
 
     mended_dot.mended = True
     interpreter.InterpreterBuilder.create_dot = mended_dot
+
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch_once(fn):
+        """Modules of the language that ``fn`` sees, until the kernel that runs is done."""
+        modules = {module.__name__ for module in (tl, tl.core) if any(value is module for value in fn.__globals__.values())}
+        if modules <= patched:
+            return None  # to a device function, which does not look at it
+        scope = patch_lang(fn)
+        if not patched:  # a kernel
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(modules)
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def oracle(name: str, *args):

@@ -1,19 +1,22 @@
 """Compiles kernels for a GPU that is not there: what launchers would launch, and the resources it would take.
 
 A launcher runs on fake CUDA tensors while its launches are recorded instead of made; each record is then
-compiled for a target with the same specialisation (alignment, values equal to one) that a real launch would get.
+compiled for a target with the same specialisation (alignment, values equal to one) that a real launch would get. Triton
+keeps what it compiled by the digest of its sources, so kernels that did not change are not compiled again on a machine.
 """
 
 import contextlib
-import io
+import functools
 import re
+import subprocess
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 import torch
 import triton
 from torch._subclasses import FakeTensorMode
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -44,9 +47,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers a thread, bytes spilled and of shared memory, and its tensor-core instruction."""
+    """What a compiled kernel takes: bytes of stack, for registers that it spills, and of shared memory; and how it multiplies."""
 
-    registers: int
     spill_bytes: int
     shared_bytes: int
     tensor_core: str | None
@@ -115,29 +117,32 @@ def compile_launch(launch: Launch, capability: tuple[int, int]) -> Resources:
     key = (kernel.__name__, repr(signature), repr(constants), repr(attributes), repr(launch.options), capability)
     if key not in _COMPILED:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        _COMPILED[key] = _resources(source, capability, launch.options)
+        target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+        _COMPILED[key] = resources_of(triton.compile(source, target=target, options=launch.options))
     return _COMPILED[key]
 
 
 _COMPILED: dict[tuple, Resources] = {}
 
 
-def _resources(source: ASTSource, capability: tuple[int, int], options: dict) -> Resources:
-    compiled, report = _compile(source, GPUTarget("cuda", capability[0] * 10 + capability[1], 32), options)
-    registers = max(int(count) for count in re.findall(r"Used (\d+) registers", report))
-    spill_bytes = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
-    instruction = re.search(r"(wgmma|tcgen05)\.mma|mma\.sync", compiled.asm["ptx"])
+def resources_of(kernel: triton.compiler.CompiledKernel) -> Resources:
+    """The resources of a kernel that was compiled, and its tensor-core instruction: wgmma, tcgen05, mma or none."""
+    instruction = re.search(r"(wgmma|tcgen05)\.mma|mma\.sync", kernel.asm["ptx"])
     tensor_core = instruction and (instruction.group(1) or "mma")
-    return Resources(registers, spill_bytes, compiled.metadata.shared, tensor_core)
+    return Resources(_stack_bytes(kernel.asm["cubin"]), kernel.metadata.shared, tensor_core)
+
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@functools.cache
+def _stack_bytes(binary: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary)
+        cubin.flush()
+        usage = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", cubin.name], capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
 
 
 def _is_one(value) -> bool:
     return isinstance(value, int) and value == 1
-
-
-def _compile(source: ASTSource, target: GPUTarget, options: dict):
-    """The compiled kernel, and what ptxas says of it."""
-    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
-        knobs.compilation.always_compile = True
-        knobs.nvidia.dump_ptxas_log = True
-        return triton.compile(source, target=target, options=options), log.getvalue()

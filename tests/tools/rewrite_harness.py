@@ -22,18 +22,23 @@ OLD_SPELLINGS = {
 
 @dataclass
 class Rewriting:
-    """A Dynamo backend that rewrites, and remembers what it saw."""
+    """A Dynamo backend that rewrites, and remembers what it saw.
+
+    A graph runs as the rewrite left it, or by AOTAutograd, which takes half of a test's time. That our ops can be traced is
+    shown once for each op and spelling; where tensors alias or are written to, AOTAutograd could see what eager mode does not.
+    """
 
     reports: list[RewriteReport] = field(default_factory=list)
     modules: list[fx.GraphModule] = field(default_factory=list)
     run: bool = True
+    aot: bool = False
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list) -> Callable:
         report = rewrite_graph(gm)
         self.reports.append(report)
         self.modules.append(gm)
         # A graph in which nothing of ours stands runs as Dynamo gave it: AOTAutograd would trace it again for nothing.
-        return aot_eager(gm, example_inputs) if self.run and report.rewritten else gm.forward
+        return aot_eager(gm, example_inputs) if self.aot and self.run and report.rewritten else gm.forward
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -57,9 +62,9 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def compiled(fn: Callable, *, run: bool = True, dynamic: bool | None = None) -> tuple[Callable, Rewriting]:
+def compiled(fn: Callable, *, run: bool = True, dynamic: bool | None = None, aot: bool = False) -> tuple[Callable, Rewriting]:
     torch._dynamo.reset()
-    backend = Rewriting(run=run)
+    backend = Rewriting(run=run, aot=aot)
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), backend
 
 
@@ -98,10 +103,14 @@ def rewrite_of(fn: Callable, *args: Tensor) -> Rewriting:
 
 
 def check_against_eager(
-    module: torch.nn.Module, *args: Tensor, dynamic: bool | None = None, tolerance: float | None = None
+    module: torch.nn.Module,
+    *args: Tensor,
+    dynamic: bool | None = None,
+    tolerance: float | None = None,
+    aot: bool = False,
 ) -> Rewriting:
     """Outputs and the gradients of every input and parameter agree with eager; returns what was rewritten."""
-    run, backend = compiled(module, dynamic=dynamic)
+    run, backend = compiled(module, dynamic=dynamic, aot=aot)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         actual = _train(module, run, args)
     expected = _train(module, module, args)

@@ -114,11 +114,12 @@ def _of_experts(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
         product = algebra.mul(*(at_number[factor] for factor in of[-1]))
         if product_of.setdefault(number, product) is not product:
             return None  # slots of one expert differ
-    operand = _held(algebra, finder, product_of) if any(of) else None
+    operand = held_of_experts(algebra, finder, product_of) if any(of) else None
     return _Own(of, (Scale(operand),)) if operand is not None else None
 
 
-def _held(algebra: Algebra, finder: Finder, product_of: dict[Expr, Expr]) -> Operand | None:
+def held_of_experts(algebra: Algebra, finder: Finder, product_of: dict[Expr, Expr]) -> Operand | None:
+    """What holds a number of each expert, by the experts' numbers: a tensor ``[E]``, or one for each."""
     experts = tuple(sorted(product_of, key=lambda number: number.args[0]))
     products = tuple(map(product_of.get, experts))
     stacked = experts[0].kind == "var"

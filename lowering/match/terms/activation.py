@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from itertools import permutations
 
 from moeblaze_ops.kernels.formulas.derivative import derivative
-from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, UNGATED_SYMBOLS, Node, symbol, symbols_of
+from moeblaze_ops.kernels.formulas.expression import (
+    GATED_SYMBOLS,
+    PARAMETER_SYMBOLS,
+    UNGATED_SYMBOLS,
+    Node,
+    symbol,
+    symbols_of,
+)
 from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT, name_of
 from moeblaze_ops.kernels.formulas.text import check_root
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
@@ -40,18 +47,23 @@ class Formulas:
                 return name, order
         return None
 
-    def text(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]]:
+    def text(
+        self, activation: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...] = ()
+    ) -> tuple[str, tuple[Expr, ...]]:
         """The formula of an activation that has no name, and its pre-activations in the order (gate, up).
 
             F.mish(gate) * up.clamp(-5, 5)                   but not  gate.softmax(-1) * up
+
+        ``parameters`` are what it calls p0, p1 and so on.
 
         Raises:
             ValueError: it is none; the message says what it does instead.
         """
         names = GATED_SYMBOLS if len(halves) == 2 else UNGATED_SYMBOLS
+        learned = dict(zip(parameters, map(symbol, PARAMETER_SYMBOLS), strict=False))
         found: tuple[Node, tuple[Expr, ...]] | None = None
         for order in permutations(halves):
-            root = to_formula(activation, dict(zip(order, map(symbol, names), strict=True)))
+            root = to_formula(activation, dict(zip(order, map(symbol, names), strict=True)) | learned)
             if found is None or _is_linear(root, names[-1]):
                 found = root, order
         root, order = found

@@ -38,6 +38,7 @@ def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts:
     weights_of: dict[Expr | None, tuple] = {}
     for routing, expert in zip(routings, experts, strict=True):
         leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
+        leaves += expert.parameters
         number, index = routing.expert, weight_index(routing, expert)
         if index is not None:
             number = algebra.var(-5, 0, "r")

@@ -5,9 +5,12 @@ how much of it a token gets and is left to `routing_term`.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
+from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
@@ -37,6 +40,7 @@ class ExpertTerm:
     activation: str
     width: Expr  # the variable of F
     feature_in: Expr  # the variable of D inside the up projection
+    parameters: tuple[Expr, ...] = ()  # what the activation reads as p0, p1 and so on
 
 
 def _terms(e: Expr) -> tuple[Expr, ...]:
@@ -128,7 +132,8 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
     weights = [f for f in factors_of(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
     hidden = algebra.mul(*scale, *(f for f in factors_of(body) if feature not in f.free))
-    read: dict[str, Any] = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None)
+    of_experts = frozenset(binders)
+    read: dict[str, Any] = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None, of_experts)
     down = Projection(weights[0], down_bias)
     return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
 
@@ -165,18 +170,35 @@ def describe(e: Expr, feature: Expr) -> str:
 
 
 def _read_hidden(
-    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], width: Expr, movable: bool
+    algebra: Algebra,
+    formulas: Formulas,
+    hidden: Expr,
+    routing: tuple[Expr, ...],
+    width: Expr,
+    movable: bool,
+    binders: frozenset[Expr],
 ) -> dict[str, object]:
     halves = tuple(subexpressions(hidden, lambda e: _is_up_projection(e, width)))
     parts = {factor for half in halves if half.kind == "add" for part in half.args for factor in (part, *factors_of(part))}
     halves = tuple(sorted((half for half in halves if half not in parts), key=lambda e: e.uid))
     prove(0 < len(halves) <= 2, Reason.NOT_TWO_PROJECTIONS, describe(hidden, width))
-    scale = _input_scale(hidden, halves)
     symbols = tuple(algebra.var(-10 - i, 0, "r") for i in range(len(halves)))
-    hidden = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
-    if scale and all(half.kind == "sum" for half in halves):
-        hidden, routing = _unscaled(algebra, hidden, routing, symbols, scale, movable)
-    activation, order, routing = _read_activation(algebra, formulas, hidden, routing, symbols, movable)
+    function = _in_symbols(algebra, hidden, dict(zip(halves, symbols, strict=True)))
+
+    def read(parameters: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], str, tuple[Expr, ...], tuple[Expr, ...]]:
+        scale, bare, others = _input_scale(hidden, halves, parameters), function, routing
+        if scale and all(half.kind == "sum" for half in halves):
+            bare, others = _unscaled(algebra, function, routing, symbols, scale, movable)
+        return scale, *_read_activation(algebra, formulas, bare, others, symbols, parameters, movable)
+
+    learned: tuple[Expr, ...] = ()
+    try:
+        scale, activation, order, routing = read(())
+    except Declined:
+        learned = tuple(dict.fromkeys(_parameters(function, binders)))
+        if not 0 < len(learned) <= len(PARAMETER_SYMBOLS):
+            raise
+        scale, activation, order, routing = read(learned)
     projections = [_read_up(algebra, halves[symbols.index(symbol)], width) for symbol in order]
     inputs = {(x, feature_in) for _, x, feature_in in projections}
     prove(len(inputs) == 1, Reason.DIFFERENT_INPUTS, "gate and up")
@@ -188,7 +210,25 @@ def _read_hidden(
         "up": tuple(projection for projection, _, _ in projections),
         "activation": activation,
         "feature_in": feature_in,
+        "parameters": learned[: num_parameters(activation)],
     }
+
+
+def _parameters(e: Expr, binders: frozenset[Expr]) -> Iterator[Expr]:
+    """The largest parts of an activation that are the same for all tokens and features, and no numbers.
+
+        gate * torch.sigmoid(self.beta * gate) * up          # beta
+        gate * torch.sigmoid(self.beta[t] * gate) * up       # none: it depends on the token
+    """
+    if e.kind in ("add", "mul"):
+        for part in e.args:
+            yield from _parameters(part, binders)
+    elif e.free <= binders and not is_changing(e):
+        if e.kind != "const":
+            yield e
+    elif e.kind == "call":
+        for part in e.args[1]:
+            yield from _parameters(part, binders)
 
 
 def _in_symbols(algebra: Algebra, e: Expr, symbols: dict[Expr, Expr]) -> Expr:
@@ -207,7 +247,13 @@ def _in_symbols(algebra: Algebra, e: Expr, symbols: dict[Expr, Expr]) -> Expr:
 
 
 def _read_activation(
-    algebra: Algebra, formulas: Formulas, hidden: Expr, routing: tuple[Expr, ...], halves: tuple[Expr, ...], movable: bool
+    algebra: Algebra,
+    formulas: Formulas,
+    hidden: Expr,
+    routing: tuple[Expr, ...],
+    halves: tuple[Expr, ...],
+    parameters: tuple[Expr, ...],
+    movable: bool,
 ) -> tuple[str, tuple[Expr, ...], tuple[Expr, ...]]:
     """The activation; constant factors of it have moved out of the down projection's sum, among the routing.
 
@@ -222,7 +268,7 @@ def _read_activation(
         if named is not None:
             return *named, rest
     try:
-        return *formulas.text(hidden, halves), routing
+        return *formulas.text(hidden, halves, parameters), routing
     except ValueError as error:
         raise Declined(Reason.ACTIVATION, f"{_spelled_activation(hidden, halves)}: {error}") from error
 
@@ -234,7 +280,7 @@ def _is_up_projection(e: Expr, width: Expr) -> bool:
     if e.kind == "sum":
         return e.args[0].args[2] == "d"
     return e.kind == "add" and len(e.args) == 2 and any(
-        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b)
+        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b) and width in b.free
         for a, b in (e.args, e.args[::-1])
     )  # fmt: skip
 
@@ -244,15 +290,18 @@ def _is_scaled_projection(e: Expr, width: Expr) -> bool:
     return len(sums) == 1 and all(f is sums[0] or width not in f.free for f in factors_of(e))
 
 
-def _input_scale(hidden: Expr, halves: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Factors on the experts' input: they stand beside the projection inside a function or a bias addition."""
+def _input_scale(hidden: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """Factors on the experts' input: they stand beside the projection inside a function or a bias addition.
+
+    Parameters of the activation may stand there, too.
+    """
     for half in halves:
         if half.kind == "add":
             (product,) = [t for t in half.args if t.has_dot]
             return tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d")
     for product in subexpressions(hidden, lambda e: e.kind == "mul" and e is not hidden and any(h in e.args for h in halves)):
         scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const" and not is_changing(f))
-        if scale:
+        if scale := tuple(f for f in scale if f not in parameters):
             return scale
     return ()
 

@@ -84,7 +84,7 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
 
 
 _KINDS = {
-    "leaf": "it reads another tensor, such as a learned parameter, whose gradient no kernel computes",
+    "leaf": "it reads another tensor, of tokens or of features",
     "var": "it depends on which expert or which feature it is",
     "sum": "it mixes features or rows",
 }

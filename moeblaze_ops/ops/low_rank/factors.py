@@ -4,6 +4,8 @@ The addition is R more columns of the contraction with W, in the same sum: ``x @
 size of W is written, in forward or in backward.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +37,12 @@ def scaled(b_EOR: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     return b_EOR.to(dtype) if scale == 1 else (b_EOR * scale).to(dtype)
 
 
+def joined(adapters: Sequence[tuple[Tensor, Tensor, float | Tensor]], dtype: torch.dtype) -> Factors:
+    """A and B of all additions to one weight, with the scales in B: the sum of their products is the product of these."""
+    pairs = [(a.to(dtype), scaled(b, scale, dtype)) for a, b, scale in adapters]
+    return pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs], 2))
+
+
 def beside(gate: Factors | None, up: Factors | None) -> Factors:
     """One pair of factors for gate and up, [E, R, D] and [E, 2, F, R], of a pair for each of them with B [E, F, R]: the ranks of
     one stand beside those of the other, with zeros where they do not meet."""
@@ -55,13 +63,14 @@ def up_with_factors(
     routing: tuple[Tensor, ...],
     activation: str,
     factors: Factors | None,
+    params_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``expert_up`` of weights with a low-rank addition, or of plain ones."""
     if factors is None:
-        return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation)
+        return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, params_EP=params_EP)
     a_ERD, b_EGFR = factors
     u_N1R, _ = expert_up(x_TD.detach(), [a_ERD.detach().unsqueeze(1)], [], None, *routing, IDENTITY)
-    return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, u_N1R.squeeze(1), a_ERD, b_EGFR)
+    return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, u_N1R.squeeze(1), a_ERD, b_EGFR, params_EP)
 
 
 def down_with_factors(
@@ -73,11 +82,12 @@ def down_with_factors(
     routing: tuple[Tensor, ...],
     activation: str,
     factors: Factors | None,
+    params_EP: Tensor | None = None,
 ) -> Tensor:
     """``expert_down`` of a weight with a low-rank addition, or of a plain one."""
     if factors is None:
-        return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation)
+        return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, params_EP=params_EP)
     a_ERF, b_ERD = factors
     _, offsets_E1, _, blocks_B2 = routing
     v_NR = expert_rows(a_NF.detach().unsqueeze(1), a_ERF.detach().transpose(1, 2).unsqueeze(1), offsets_E1, blocks_B2)
-    return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, v_NR, a_ERF, b_ERD)
+    return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, v_NR, a_ERF, b_ERD, params_EP)

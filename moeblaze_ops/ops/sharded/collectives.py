@@ -1,49 +1,69 @@
 """Collectives of the ranks that share a layer's experts, and what a host has to know before tokens move.
 
-Transport is torch's functional collectives by the name of a process group: they start at once and are waited for by name.
+They start at once, by the name of a process group, and are waited for. Copy engines move the data where ``copies`` says so
+(``peer_copies``), torch's functional collectives elsewhere: these keep their arguments as they are until somebody has waited.
 """
 
-import functools
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeblaze_ops.ops.register import number_of_data, register_plain_op
+from moeblaze_ops.ops.sharded import peer_copies
+from moeblaze_ops.ops.sharded.host_numbers import largest_number
+
 Size = int | torch.SymInt
 
 _functional = torch.ops._c10d_functional
-_library = torch.library.Library("moeblaze", "FRAGMENT")
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def start_gather(local: Tensor, rows: Size, ranks: int, group: str) -> Tensor:
-    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1.
+def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool) -> list[Tensor]:
+    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1, or any with copies.
 
-    The result is to be waited for, and has no gradient.
+    The results are to be waited for, and have no gradient.
     """
     with torch.no_grad():
-        sent = local.detach()
-        sent = sent.contiguous() if _is_same(local.shape[0], rows) else with_rows(sent, rows)
-        return _functional.all_gather_into_tensor(sent, ranks, group)
+        sent = [tensor.detach() for tensor in local]
+        if copies:
+            return gather_rows([tensor.contiguous() for tensor in sent], rows, ranks, group)
+        sent = [t.contiguous() if _is_same(t.shape[0], rows) else with_rows(t, rows) for t in sent]
+        return [_functional.all_gather_into_tensor(tensor, ranks, group) for tensor in sent]
 
 
-def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: str) -> Tensor:
-    """``start_gather`` with so many rows, or with as many as a tensor has."""
-    return start_gather(x_TD, rows if isinstance(rows, int) else rows.shape[0], ranks, group)
+def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: str, copies: bool) -> Tensor:
+    """``start_gathers`` of x with so many rows, or with as many as a tensor has."""
+    return start_gathers([x_TD], rows if isinstance(rows, int) else rows.shape[0], ranks, group, copies)[0]
 
 
-def start_reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
-    """Start to sum ``whole`` over the ranks, of which each gets its part of the first axis; to be waited for."""
-    return _functional.reduce_scatter_tensor(whole.contiguous(), "sum", ranks, group)
+def start_reduce_scatters(whole: list[Tensor], ranks: int, group: str, copies: bool) -> list[Tensor]:
+    """Start to sum tensors over the ranks, of which each gets its part of the first axis; to be waited for."""
+    sent = [tensor.contiguous() for tensor in whole]
+    if copies:
+        return sum_parts(sent, ranks, group)
+    return [_functional.reduce_scatter_tensor(tensor, "sum", ranks, group) for tensor in sent]
 
 
 def wait(started: Tensor) -> Tensor:
     return _functional.wait_tensor(started)
 
 
+def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str) -> list[Tensor]:
+    if local[0].shape[0] > rows:
+        raise ValueError(_too_many(local[0].shape[0], rows))
+    return peer_copies.gather(local, rows, group)
+
+
+def _gather_rows_fake(local: list[Tensor], rows: Size, ranks: int, group: str) -> list[Tensor]:
+    return [tensor.new_empty(ranks * rows, *tensor.shape[1:]) for tensor in local]
+
+
+def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:]) for tensor in whole]
+
+
 def first_rows(tensor: Tensor, rows: Size) -> Tensor:
-    """Without the rows that ``start_gather`` put behind those of this rank."""
+    """Without the rows that ``start_gathers`` put behind those of this rank."""
     if _is_same(tensor.shape[0], rows):
         return tensor
     torch._check_value(rows <= tensor.shape[0], lambda: _too_many(rows, tensor.shape[0]))
@@ -68,45 +88,8 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-@functools.cache
-def _host_group(name: str) -> dist.ProcessGroup:
-    """A group of the same ranks for numbers of the host."""
-    group = process_group(name)
-    if dist.get_backend(group) == "gloo":
-        return group
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-
-
-def _used_slots(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    return slots_N[: int(offsets_E1[-1])].clone()
-
-
-def _used_slots_fake(slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
-    if isinstance(slots_N.shape[0], int) and slots_N.shape[0] == 0:
-        return torch.empty_like(slots_N)
-    count = number_of_data()
-    torch._check(count <= slots_N.shape[0])
-    return slots_N.new_empty(count)
-
-
-def number_of_data() -> torch.SymInt:
-    """A size of 0 or more that nobody knows before the op runs.
-
-    Not ``new_dynamic_size``: frames may be captured without ops whose output shape depends on data, and these are ours.
-    """
-    context = torch.library.get_ctx()
-    if context._shape_env is None:
-        return context.new_dynamic_size(min=0)
-    count = context._shape_env.create_unbacked_symint()
-    torch._check(count >= 0)
-    return count
-
-
 def _most_tokens(x_TD: Tensor, group: str) -> Tensor:
-    host, mine = _host_group(group), x_TD.shape[0]
-    everyone = torch.empty(host.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, torch.tensor([mine], dtype=torch.int64), group=host)
-    return x_TD.new_empty(max(1, int(everyone.max())), 0)
+    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group)), 0)
 
 
 def _most_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
@@ -130,20 +113,23 @@ def _with_rows_fake(tensor: Tensor, rows: int) -> Tensor:
     return tensor.new_empty(rows, *tensor.shape[1:])
 
 
-def register(name: str, schema: str, real: Callable, fake: Callable) -> torch._ops.OpOverload:
-    _library.define(f"{name}{schema}", tags=_TAGS)
-    _library.impl(name, real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeblaze::{name}", fake, lib=_library)
-    return getattr(torch.ops.moeblaze, name).default
+gather_rows = register_plain_op(
+    "gather_rows", "(Tensor[] local, SymInt rows, int ranks, str group) -> Tensor[]", _gather_rows, _gather_rows_fake
+)
+"""Starts to gather so many rows of each rank by copy engines, of several tensors; it has read them when it returns."""
 
+sum_parts = register_plain_op(
+    "sum_parts",
+    "(Tensor[] whole, int ranks, str group) -> Tensor[]",
+    lambda whole, ranks, group: peer_copies.sum_parts(whole, group),
+    _sum_parts_fake,
+)
+"""Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns."""
 
-used_slots = register("used_slots", "(Tensor slots_N, Tensor offsets_E1) -> Tensor", _used_slots, _used_slots_fake)
-"""The slots of ``dispatch`` that are used: as many as ``offsets_E1`` ends with, which the host reads."""
-
-most_tokens = register("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
+most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
 """[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other."""
 
-with_rows = register("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
+with_rows = register_plain_op("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
 """A copy with so many rows, the last ones filled with -1: no expert's id.
 
 Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
-from moeblaze_ops.ops.dispatch import dispatch
+from moeblaze_ops.ops.dispatch import dispatch, used_slots
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
@@ -24,9 +24,8 @@ from moeblaze_ops.ops.sharded.collectives import (
     Size,
     first_rows,
     process_group,
-    start_gather,
-    start_reduce_scatter,
-    used_slots,
+    start_gathers,
+    start_reduce_scatters,
     wait,
 )
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
@@ -35,12 +34,14 @@ from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, u
 class Ranks(NamedTuple):
     """Where the experts are, and how the layer runs there.
 
-    ``group`` names the process group of ``size`` ranks. ``exact``: the host reads how many rows arrived, and h is as long;
+    ``size`` ranks are in the process group ``group``. ``copies``: copy engines move what they exchange.
+    ``exact``: the host reads how many rows arrived, and h is as long;
     otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection.
     """
 
-    group: str
     size: int
+    group: str
+    copies: bool
     exact: bool
     keep_h: bool
 
@@ -56,8 +57,9 @@ def experts_over_ranks(
     b_down: list[Tensor],
     activation: str,
     weight_on_input: bool,
-    group: str,
     size: int,
+    group: str,
+    copies: bool,
     exact: bool,
     keep_h: bool,
 ) -> Tensor:
@@ -65,17 +67,17 @@ def experts_over_ranks(
 
     Args:
         x_TD: tokens of this rank. Shape [T, D]; T may be 0, and another one on each rank.
-        gathered_x: ``start_gather`` of x_TD. Shape [R*M, D].
+        gathered_x: ``start_gathers`` of x_TD. Shape [R*M, D].
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        group, size, exact, keep_h: see ``Ranks``.
+        size, group, copies, exact, keep_h: see ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(group, size, exact, keep_h)
+    ranks = Ranks(size, group, copies, exact, keep_h)
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
     return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
@@ -86,10 +88,9 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
-        group, size = ranks.group, ranks.size
-        rows = gathered_x.shape[0] // size
-        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, rows, size, group)
-        local = ids - first_of_rank(group, num_local)
+        together = ranks.size, ranks.group, ranks.copies
+        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, gathered_x.shape[0] // ranks.size, *together[:2])
+        local = ids - first_of_rank(ranks.group, num_local)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
         routing = (used_slots(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
@@ -103,7 +104,8 @@ class _Experts(torch.autograd.Function):
             out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
         ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
         ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *parameters)
-        return first_rows(wait(start_reduce_scatter(out, size, group)), x_TD.shape[0])
+        (sums,) = start_reduce_scatters([out], *together)
+        return first_rows(wait(sums), x_TD.shape[0])
 
     @staticmethod
     def backward(ctx, dout_TD):
@@ -114,8 +116,8 @@ class _Experts(torch.autograd.Function):
         needs += [any(group) for group in split_groups(list(needed[8:]), ctx.counts)]
         groups = split_groups(parameters, ctx.counts)
         gradients = experts_over_ranks_backward(
-            dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.group,
-            ctx.ranks.size, needs,
+            dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.size,
+            ctx.ranks.group, ctx.ranks.copies, needs,
         )  # fmt: skip
         dx_TD, dweights_TK, *of_parameters = gradients
         filled: list[Tensor | None] = []
@@ -127,11 +129,16 @@ class _Experts(torch.autograd.Function):
 def _routing_of_all(
     experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Expert ids and routing weights of all ranks, in one collective: fp32 and fp64 hold ids and narrower weights exactly."""
+    """Expert ids and routing weights of all ranks, in one collective: fp32 and fp64 hold ids and narrower weights exactly.
+
+    They are few bytes, and waited for at once: a collective takes less time than copies between two barriers.
+    """
     if weights_TK is None:
-        return wait(start_gather(experts_TK.to(torch.int32), rows, ranks, group)), None
+        (ids,) = start_gathers([experts_TK.to(torch.int32)], rows, ranks, group, copies=False)
+        return wait(ids), None
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    both = wait(start_gather(torch.cat([experts_TK.to(wide), weights_TK.to(wide)], 1), rows, ranks, group))
+    (both,) = start_gathers([torch.cat([experts_TK.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies=False)
+    both = wait(both)
     ids, weights = both.chunk(2, dim=1)
     return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()
 
@@ -144,41 +151,40 @@ def _backward(*args) -> list[Tensor]:
     from moeblaze_ops.kernels.multiprocessors import leaving_free
 
     with leaving_free(config.collective_multiprocessors or 0):
-        return _gradients(*args)
+        return gradients_over_ranks(*args)
 
 
-def _gradients(
+def gradients_over_ranks(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, group, ranks, needs,
+    weight_on_input, ranks, group, copies, needs,
 ):  # fmt: skip
     needs_x, needs_weights, needs_w_up, needs_b_up, needs_w_down, needs_b_down = needs
     on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     top_k = positions_TK.shape[1]
     T, rows = x_TD.shape[0], positions_TK.shape[0] // ranks
-    dout = start_gather(dout_TD, rows, ranks, group)
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
-    all_x = start_gather(x_TD, rows, ranks, group) if needs_all_x else None
+    dout, *gathered = start_gathers([dout_TD, x_TD] if needs_all_x else [dout_TD], rows, ranks, group, copies)
     dout = wait(dout)
+    all_x = wait(gathered[0]) if h_NGF is None or on_input is not None else None
     if h_NGF is None:
-        all_x = wait(all_x)
         dh_NGF, dscale_TK, wa_NF = expert_mlp_backward(
             dout, all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input
         )
     else:
         dh_NGF, dscale_TK, wa_NF = expert_down_backward(dout, h_NGF, w_down, b_down, on_output, *routing, activation)
-        all_x = wait(all_x) if needs_all_x else None
-    dx_TD, dweights_TK = None, None
+    of_tokens: list[Tensor] = []
     if needs_x or (needs_weights and weight_on_input):
         x_or_none = None if on_input is None else all_x
         dx, scale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing)
         dscale_TK = scale_TK if weight_on_input else dscale_TK
-        dx_TD = start_reduce_scatter(dx, ranks, group) if needs_x else None
-    if needs_weights:
-        dweights_TK = start_reduce_scatter(dscale_TK, ranks, group)
-    # Beside the reductions.
+        of_tokens += [dx] if needs_x else []
+    of_tokens += [dscale_TK] if needs_weights else []
+    sums = start_reduce_scatters(of_tokens, ranks, group, copies) if of_tokens else []
+    # Beside the sums.
     results: list[Tensor] = []
     if needs_w_up:
+        all_x = wait(gathered[0]) if all_x is None else all_x
         results += expert_weight_grad(all_x, dh_NGF, w_up, on_input, slots_N, offsets_E1, top_k)
     if needs_b_up:
         results += up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, len(b_up))
@@ -186,13 +192,14 @@ def _gradients(
         results += expert_weight_grad(dout, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if needs_b_down:
         results.append(expert_bias_grad(dout, on_output, slots_N, offsets_E1, top_k, True))
-    reduced = [x_TD.new_empty(0) if started is None else first_rows(wait(started), T) for started in (dx_TD, dweights_TK)]
+    own = map(wait, sums)
+    reduced = [first_rows(next(own), T) if need else x_TD.new_empty(0) for need in (needs_x, needs_weights)]
     return [*reduced, *results]
 
 
 def _backward_fake(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, group, ranks, needs,
+    weight_on_input, ranks, group, copies, needs,
 ):  # fmt: skip
     needs_x, needs_weights, *needs_parameters = needs
     tokens, top_k = x_TD.shape[0], positions_TK.shape[1]
@@ -208,7 +215,7 @@ _library = torch.library.Library("moeblaze", "FRAGMENT")
 _library.define(
     "experts_over_ranks_backward(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
     " Tensor[] b_down, Tensor? all_weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2,"
-    " str activation, bool weight_on_input, str group, int ranks, bool[] needs) -> Tensor[]",
+    " str activation, bool weight_on_input, int ranks, str group, bool copies, bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("experts_over_ranks_backward", _backward, "CompositeExplicitAutograd")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
 
-from moeblaze_ops.ops.sharded.collectives import number_of_data, register
+from moeblaze_ops.ops.register import number_of_data, register_plain_op
 
 
 def of_any_number(tensor: Tensor, number: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ def _of_data(x: Tensor) -> list[bool]:
     return [isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size)) for size in x.shape]
 
 
-any_number = register(
+any_number = register_plain_op(
     "any_number", "(Tensor x) -> Tensor", lambda x: x.new_empty(0, 0), lambda x: x.new_empty(number_of_data(), 0)
 )
 """[n, 0]; n is 0, which a compiler does not know."""
 
-sized = register("sized", "(Tensor x, SymInt[] size) -> Tensor", _sized, _sized)
+sized = register_plain_op("sized", "(Tensor x, SymInt[] size) -> Tensor", _sized, _sized)
 """A tensor without elements in another shape."""
 
-settled = register("settled", "(Tensor x, Tensor number) -> Tensor", lambda x, number: x.clone(), _settled_fake)
+settled = register_plain_op("settled", "(Tensor x, Tensor number) -> Tensor", lambda x, number: x.clone(), _settled_fake)
 """A copy of a tensor computed from ones of ``of_any_number``, with sizes of 0 that a compiler knows."""
 
 

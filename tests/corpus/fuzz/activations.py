@@ -2,9 +2,10 @@
 
     python tests/corpus/fuzz/activations.py --seeds 0:10000
 
-Each is traced to a formula, printed and read again; value and gradient are compared with autograd through the function itself
-in fp64, and in fp32 and bf16 up to the rounding of their results. Numbers are continuous, so that none meets a kink but by a
-constant of its own.
+Each is traced to a formula, printed and read again; value and gradient, that of learned parameters too, are compared with
+autograd through the function itself in fp64, and in fp32 and bf16 up to the rounding of their results. Numbers are continuous,
+so that none meets a kink but by a constant of its own. With each a near miss is drawn, the function with something in it that
+mixes rows or features, is random, or reads a tensor of its own: it must be refused.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.arguments.activations import activate, activation_gradient, parameter_gradient
 from moeblaze_ops.arguments.traced_activations import trace_activation
+from moeblaze_ops.kernels.formulas.named import num_parameters
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.sigmoid, torch.tanh, torch.relu, torch.erf, torch.abs, torch.neg, torch.sin, torch.cos, torch.square, F.silu, F.gelu,
@@ -46,13 +48,34 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]  # fmt: skip
 
 
-def random_function(rng: random.Random, gated: bool, depth: int) -> Callable[..., Tensor]:
-    """A function of one or two tensors, of at most ``depth`` functions inside each other."""
+NEAR_MISSES: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.softmax(-1),
+    lambda x: x.cumsum(0),
+    lambda x: x.flip(-1),
+    lambda x: x - x.mean(),
+    lambda x: x * x.amax(-1, keepdim=True),
+    lambda x: F.dropout(x, 0.5),
+    lambda x: x * torch.rand_like(x),
+    lambda x: x * _OF_ITS_OWN,
+    lambda x: x.round(),
+    lambda x: x @ _MATRIX,
+    lambda x: torch.roll(x, 1, 0),
+    lambda x: x.sort(-1).values,
+]
+_OF_ITS_OWN, _MATRIX = torch.tensor(1.5), torch.ones(3, 3)
+"""A tensor that is no argument, and a matrix of the width with which functions are traced."""
+
+
+def random_function(rng: random.Random, gated: bool, depth: int, num_parameters: int = 0) -> Callable[..., Tensor]:
+    """A function of one or two tensors and some numbers, of at most ``depth`` functions inside each other."""
     if depth == 0 or rng.random() < 0.1:
         place = rng.randrange(2 if gated else 1)
-        return lambda *halves: halves[place]
+        return lambda *given: given[place]
     kind = rng.random()
-    inner = random_function(rng, gated, depth - 1)
+    inner = random_function(rng, gated, depth - 1, num_parameters)
+    if num_parameters and rng.random() < 0.4:
+        place, join = (2 if gated else 1) + rng.randrange(num_parameters), rng.choice(BINARY)
+        return lambda *given: join(inner(*given), given[place])
     if kind < 0.45:
         function = rng.choice(UNARY)
         return lambda *halves: function(inner(*halves))
@@ -63,18 +86,24 @@ def random_function(rng: random.Random, gated: bool, depth: int) -> Callable[...
     if kind < 0.75:
         scale, shift = round(rng.uniform(-2, 2), 2), round(rng.uniform(-1, 1), 2)
         return lambda *halves: inner(*halves) * scale + shift
-    other, join = random_function(rng, gated, depth - 1), rng.choice(BINARY)
+    other, join = random_function(rng, gated, depth - 1, num_parameters), rng.choice(BINARY)
     return lambda *halves: join(inner(*halves), other(*halves))
 
 
 def check(seed: int) -> str | None:
     """Its formula where it is right, None where the function is constant or too long; an AssertionError where it is wrong."""
     rng = random.Random(seed)
-    gated = rng.random() < 0.6
-    drawn = random_function(rng, gated, rng.randint(1, 4))
-    function = (lambda g, u: drawn(g, u)) if gated else (lambda h: drawn(h))
+    gated, count = rng.random() < 0.6, rng.choice((0, 0, 1, 2))
+    drawn = random_function(rng, gated, rng.randint(1, 4), count)
+    function = _with_arguments((2 if gated else 1) + count, drawn)
+    spoil = rng.choice(NEAR_MISSES)
     try:
-        text = trace_activation(function)
+        text = trace_activation(_with_arguments((2 if gated else 1) + count, lambda *given: spoil(drawn(*given))), count)
+        raise AssertionError(f"seed {seed}: a near miss is taken for {text}")
+    except ValueError:
+        pass
+    try:
+        text = trace_activation(function, count)
     except ValueError as error:
         accepted = "characters", "steps", "instead of g and u", "shape of its arguments"
         assert any(part in str(error) for part in accepted), f"seed {seed}: {error}"
@@ -84,19 +113,49 @@ def check(seed: int) -> str | None:
     generator = torch.Generator().manual_seed(seed)
     h_NGF = 3 * torch.randn(64, 2 if gated else 1, 8, generator=generator, dtype=torch.float64)
     da_NF = torch.randn(64, 8, generator=generator, dtype=torch.float64)
+    parameters = [0.5 + torch.rand((), generator=generator, dtype=torch.float64) for _ in range(count)]
+    used = num_parameters(text)
     for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         h, da = h_NGF.to(dtype), da_NF.to(dtype)
-        exact = h.double().requires_grad_()
-        value = function(*exact.unbind(1))
-        (slope,) = torch.autograd.grad(value, exact, da.double())
         computed = torch.promote_types(dtype, torch.float32)
-        eager = h.to(computed).requires_grad_()
-        eager_value = function(*eager.unbind(1))
-        (eager_slope,) = torch.autograd.grad(eager_value, eager, da.to(computed))
+        own = [parameter.to(computed) for parameter in parameters]
+        value, *slopes = _by_autograd(function, h.double(), [p.double() for p in own], da.double(), used)
+        eager_value, *eager_slopes = _by_autograd(function, h.to(computed), own, da.to(computed), used)
+        params_NP = torch.stack(own[:used]).expand(len(h), used) if used else None
+        ours = [activate(h, text, params_NP), activation_gradient(da, h, text, params_NP)]
+        if used:
+            ours.append(parameter_gradient(da, h, text, params_NP))
         what = f"of {text} in {dtype}"
-        _compare(f"seed {seed}, value {what}", activate(h, text), value.detach(), eager_value.detach(), tolerance)
-        _compare(f"seed {seed}, gradient {what}", activation_gradient(da, h, text), slope, eager_slope, tolerance)
+        for name, got, expected, eager in zip(
+            ("value", "gradient", "parameters"), ours, (value, *slopes), (eager_value, *eager_slopes), strict=False
+        ):
+            _compare(f"seed {seed}, {name} {what}", got, expected, eager, tolerance)
     return text
+
+
+def _with_arguments(count: int, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` under a signature of ``count`` arguments."""
+    return {
+        1: lambda a: function(a),
+        2: lambda a, b: function(a, b),
+        3: lambda a, b, c: function(a, b, c),
+        4: lambda a, b, c, d: function(a, b, c, d),
+    }[count]
+
+
+def _by_autograd(
+    function: Callable[..., Tensor], h_NGF: Tensor, parameters: list[Tensor], da_NF: Tensor, used: int
+) -> tuple[Tensor, ...]:
+    """The value, the gradient of h, and of the parameters of each row, [N, P], where some are used."""
+    h_NGF = h_NGF.clone().requires_grad_()
+    of_rows = [parameter.expand(len(h_NGF), 1).clone().requires_grad_() for parameter in parameters]
+    value = function(*h_NGF.unbind(1), *of_rows)
+    slope, *shares = torch.autograd.grad(value, (h_NGF, *of_rows), da_NF, allow_unused=True)
+    slope = torch.zeros_like(h_NGF) if slope is None else slope
+    if not used:
+        return value.detach(), slope
+    shares = [torch.zeros(len(h_NGF), 1, dtype=h_NGF.dtype) if share is None else share for share in shares[:used]]
+    return value.detach(), slope, torch.cat(shares, dim=1)
 
 
 def _symbols(text: str) -> set[str]:

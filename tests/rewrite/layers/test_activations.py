@@ -94,20 +94,6 @@ def test_what_is_not_pointwise_is_left_alone(name):
     assert {found.reason for found in result.candidates} <= reasons
 
 
-class _Learned(_Expert):
-    """SwiGLU whose slope is learned."""
-
-    def __init__(self):
-        super().__init__(lambda g, u: g * torch.sigmoid(self.beta * g) * u)
-        self.beta = nn.Parameter(torch.tensor(1.3))
-
-
-def test_a_learned_slope_is_declined_by_name():
-    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=_Learned, E=2)
-    (found,) = rewrite_of(layer, torch.randn(5, zoo.D)).candidates
-    assert found.reason == "ACTIVATION" and "learned parameter" in found.detail
-
-
 def test_experts_with_different_formulas_are_declined():
     betas = iter((0.5, 0.7))
 

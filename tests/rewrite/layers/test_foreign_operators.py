@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections import Counter
 
 import pytest
 import torch
@@ -208,6 +209,11 @@ def _captured(module: nn.Module) -> torch.fx.GraphModule:
     return graphs[0]
 
 
+_SPELLINGS_OF_A_NAME = 8
+_foreign_in: Counter[str] = Counter()
+"""In how many spellings a name was taken for a foreign operator's: after some, another shows nothing new."""
+
+
 @pytest.mark.parametrize("make", [
     *(functools.partial(zoo.ModuleListMoE, combine) for combine in zoo.SEPARATE),
     *(functools.partial(zoo.stacked, name) for name in zoo.BY_NAME),
@@ -217,7 +223,9 @@ def test_no_foreign_operator_is_ever_replaced(make):
     gm = _captured(make())
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
     names = dict.fromkeys(target_name(node) for node in calls)
-    for name in names.keys() - {"", "sym_size", "_assert_scalar", "zeros"}:  # a buffer of which all is written may go
+    names = names.keys() - {"", "sym_size", "_assert_scalar", "zeros"}  # a buffer of which all is written may go
+    for name in (name for name in names if _foreign_in[name] < _SPELLINGS_OF_A_NAME):
+        _foreign_in[name] += 1
         graph = torch.fx.Graph(gm)
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
         graph.output(graph.graph_copy(gm.graph, copies))

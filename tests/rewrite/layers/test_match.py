@@ -56,7 +56,7 @@ def _rms_norm() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "norm"),
-    [(name, (nn.Identity, _rms_norm)[number % 2]) for number, name in enumerate(lookalikes.LOOKALIKES)],
+    [(name, (nn.Identity, _rms_norm)[number % 4 // 2]) for number, name in enumerate(lookalikes.LOOKALIKES) if number % 2],
 )
 def test_residual_add_around_a_lookalike_is_no_candidate(name, norm):
     backend = rewrite_of(_Residual(lookalikes.build(name), norm()), torch.randn(10, zoo.D))
@@ -99,7 +99,7 @@ class _ScaledInput(nn.Module):
         return self.layer(normed)
 
 
-@pytest.mark.parametrize("spelling", zoo.STACKED, ids=lambda spelling: spelling[0].__name__)
+@pytest.mark.parametrize("spelling", zoo.STACKED[::3], ids=lambda spelling: spelling[0].__name__)
 def test_scale_of_a_norm_belongs_to_the_tokens(spelling):
     function, storage, bias = spelling
     layer = _ScaledInput(zoo.StackedMoE(function, storage, bias=bias))

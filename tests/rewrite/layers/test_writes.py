@@ -51,7 +51,7 @@ def weights_written_before_the_backward(self, x, weights, ids):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_written_layers_stay(function, reason):
-    backend = check_against_eager(zoo.StackedMoE(function, "split"), torch.randn(10, zoo.D))
+    backend = check_against_eager(zoo.StackedMoE(function, "split"), torch.randn(10, zoo.D), aot=True)
     assert not backend.rewritten
     assert reason is None or backend.reasons == [reason]
 
@@ -67,7 +67,7 @@ def test_write_that_autograd_does_not_see():
         detached.mul_(2)
         return sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * _share(weights, ids, e) for e in range(self.E))
 
-    check_against_eager(zoo.StackedMoE(through_detached, "split"), torch.randn(10, zoo.D))
+    check_against_eager(zoo.StackedMoE(through_detached, "split"), torch.randn(10, zoo.D), aot=True)
 
 
 @pytest.mark.parametrize("activation", [torch.tanh, F.silu], ids=["unfused", "fused"])
@@ -77,7 +77,7 @@ def test_scaled_weights_beside_a_bias(activation):
         experts = ((activation(mlp.fc1(x)), mlp.fc2) for mlp in self.experts)
         return sum(down(hidden) * _share(weights, ids, e) for e, (hidden, down) in enumerate(experts))
 
-    backend = check_against_eager(zoo.ModuleListMoE(scaled, expert=zoo.PlainMLP), torch.randn(10, zoo.D))
+    backend = check_against_eager(zoo.ModuleListMoE(scaled, expert=zoo.PlainMLP), torch.randn(10, zoo.D), aot=True)
     assert len(backend.rewritten) == 1
 
 
@@ -92,7 +92,7 @@ def test_logits_written_before_the_backward(fused_routers):
 
     torch.set_default_dtype(torch.float32)
     layer = Layer(zoo.stacked_loop, "split")
-    backend = check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5)
+    backend = check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5, aot=True)
     assert len(backend.rewritten) == 1 and "route.default" not in backend.operators()
 
 
@@ -105,7 +105,7 @@ def test_scaled_weights_are_written_afterwards():
         weights.mul_(2)
         return sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * share for e, share in enumerate(shares))
 
-    assert len(check_against_eager(zoo.StackedMoE(written, "split"), torch.randn(10, zoo.D)).rewritten) == 1
+    assert len(check_against_eager(zoo.StackedMoE(written, "split"), torch.randn(10, zoo.D), aot=True).rewritten) == 1
 
 
 @pytest.mark.parametrize("activation", [torch.tanh, F.silu], ids=["unfused", "fused"])
@@ -122,7 +122,7 @@ def test_hidden_scaled_in_place(activation):
 
     torch.set_default_dtype(torch.float32)
     layer = zoo.StackedMoE(scaled, "split")
-    assert len(check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5).rewritten) == 1
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D), tolerance=1e-5, aot=True).rewritten) == 1
 
 
 def test_tokens_scaled_after_the_gather():
@@ -135,7 +135,7 @@ def test_tokens_scaled_after_the_gather():
             out.index_add_(0, token, y * weights[token, slot, None])
         return out
 
-    (found,) = check_against_eager(zoo.StackedMoE(scaled, "split"), torch.randn(10, zoo.D)).rewritten
+    (found,) = check_against_eager(zoo.StackedMoE(scaled, "split"), torch.randn(10, zoo.D), aot=True).rewritten
     assert found.activation == "swiglu"
 
 
@@ -151,7 +151,7 @@ def test_rows_stored_again(again):
             y[hits] = (F.silu(rows[hits] @ self.w1[e]) * (rows[hits] @ self.w3[e])) @ self.w2[e]
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
-    check_against_eager(zoo.StackedMoE(twice, "split"), torch.randn(10, zoo.D))
+    check_against_eager(zoo.StackedMoE(twice, "split"), torch.randn(10, zoo.D), aot=True)
 
 
 def _rows_of_slots(self, x, ids):
@@ -170,7 +170,7 @@ def test_stored_rows_are_read_elsewhere():
         y = _rows_of_slots(self, x, ids)
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1), y[0].clone()
 
-    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D)).rewritten
+    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D), aot=True).rewritten
     assert (found.T, found.K) == (20, 1)
 
 
@@ -186,7 +186,7 @@ def test_inverse_permutation_is_read_elsewhere():
         y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)[inverse]
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1), inverse * weights.mean()
 
-    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D)).rewritten
+    (found,) = check_against_eager(zoo.StackedMoE(read, "split"), torch.randn(10, zoo.D), aot=True).rewritten
     assert found.K == zoo.K
 
 
@@ -238,7 +238,7 @@ def one_expert_broadcast(layer, x):
 @pytest.mark.parametrize("combine", [written_back_in_another_order, fewer_ids_than_rows, one_expert_broadcast])
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_lookalikes_of_writes_and_sums(combine, num_tokens):
-    check_against_eager(Stacked(combine), torch.randn(num_tokens, 8))
+    check_against_eager(Stacked(combine), torch.randn(num_tokens, 8), aot=True)
 
 
 def test_weights_of_one_slot_are_stored():
@@ -252,7 +252,7 @@ def test_weights_of_one_slot_are_stored():
         y = torch.bmm(F.silu(torch.bmm(rows, w1)) * torch.bmm(rows, w3), w2).squeeze(1)
         return (y * weights.view(-1, 1)).view(*ids.shape, -1).sum(1)
 
-    check_against_eager(zoo.StackedMoE(stored, "split"), torch.randn(10, zoo.D))
+    check_against_eager(zoo.StackedMoE(stored, "split"), torch.randn(10, zoo.D), aot=True)
 
 
 def test_outputs_are_stored_with_an_axis_more():
@@ -268,8 +268,8 @@ def test_outputs_are_stored_with_an_axis_more():
         return zoo.StackedMoE(combine, "split")
 
     x = torch.randn(10, zoo.D)
-    assert len(check_against_eager(stored(lambda y: y[None]), x).rewritten) == 1
-    assert not check_against_eager(stored(lambda y: y[:1]), x).rewritten
+    assert len(check_against_eager(stored(lambda y: y[None]), x, aot=True).rewritten) == 1
+    assert not check_against_eager(stored(lambda y: y[:1]), x, aot=True).rewritten
 
 
 def with_a_write(write):
@@ -321,7 +321,7 @@ def _add(out, x):
 def test_writes_of_every_kind_are_seen(write, add_into):
     layer, x = zoo.StackedMoE(with_a_write(write), "split"), torch.randn(10, zoo.D)
     with torch.no_grad():
-        run, _ = compiled(layer)
+        run, _ = compiled(layer, aot=True)
         torch.testing.assert_close(run(x), layer(x))
 
 
@@ -361,4 +361,4 @@ def written_by_an_alias(write):
 @pytest.mark.parametrize("write", [first_id_is_the_last, first_id_is_filled, first_weights_are_others, first_token_is_another])
 def test_what_writes_to_operands_stays(write):
     layer = zoo.StackedMoE(written_by_an_alias(write), "split")
-    assert len(check_against_eager(layer, torch.randn(10, zoo.D)).rewritten) == 1
+    assert len(check_against_eager(layer, torch.randn(10, zoo.D), aot=True).rewritten) == 1

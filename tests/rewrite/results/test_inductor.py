@@ -12,8 +12,6 @@ from moeblaze_ops import config
 from moeblaze_ops.kernels import configs
 from tests.tools import fakecuda
 
-pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-
 T, K, E, D, F = 64, 2, 4, 64, 128
 CALL = "torch.ops.moeblaze."
 FORWARD_KERNELS = ["_count_kernel", "_scan_kernel", "_place_kernel", "_expert_up_kernel", "_expert_down_kernel"]

@@ -9,8 +9,7 @@ from torch import nn
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
-from moeblaze_ops.lowering import internal_errors
-from moeblaze_ops.lowering.match import matcher
+from moeblaze_ops.lowering.match import internal_errors, matcher
 from moeblaze_ops.lowering.rewrite import rewrite
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, compiled

@@ -12,7 +12,7 @@ from tests.tools.rewrite_harness import OLD_SPELLINGS, assert_replaced, check_ag
 
 def test_inference(fp64):
     layer = stacked("sorted_transformers")
-    run, backend = compiled(layer)
+    run, backend = compiled(layer, aot=True)
     x = torch.randn(10, zoo.D)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.inference_mode():
         torch.testing.assert_close(run(x), layer(x))
@@ -64,7 +64,7 @@ def test_keep_auto_is_decided_again_for_more_tokens(fp64, monkeypatch, free_memo
     monkeypatch.setattr(config, "keep", "auto")
     free_memory(300_000)
     layer = stacked("stacked_loop")
-    run, backend = compiled(layer, dynamic=True)
+    run, backend = compiled(layer, dynamic=True, aot=True)
     for num_tokens in (4, 400, 8):
         x = torch.randn(num_tokens, zoo.D)
         torch.testing.assert_close(run(x), layer(x))
@@ -112,7 +112,7 @@ def test_ranges_of_rows_in_backward(fp64, monkeypatch, name):
         (found,) = check_against_eager(layer, torch.randn(tokens, zoo.D)).rewritten
         became.append(found.became.partition("(")[0])
     assert became == ["expert_mlp_ranged", "expert_mlp_chunked"]
-    run, backend = compiled(layer)
+    run, backend = compiled(layer, aot=True)
     with torch.no_grad():
         run(torch.randn(num_tokens, zoo.D))
     assert _chunked(backend)
@@ -127,7 +127,7 @@ def test_more_tokens_than_a_chunk_for_separate_experts(chunks_of_1024, monkeypat
 def test_a_kept_preactivation_is_never_in_chunks(chunks_of_1024):
     layer, x = stacked("stacked_loop"), torch.randn(1100, zoo.D)
     assert not _chunked(check_against_eager(layer, x))
-    run, backend = compiled(layer)
+    run, backend = compiled(layer, aot=True)
     with torch.no_grad():
         torch.testing.assert_close(run(x), layer(x))
     assert _chunked(backend), "without gradients nothing is kept"
@@ -136,7 +136,7 @@ def test_a_kept_preactivation_is_never_in_chunks(chunks_of_1024):
 def test_one_graph_on_each_side_of_the_limit(chunks_of_1024, monkeypatch):
     monkeypatch.setattr(config, "keep", "input")
     layer = stacked("stacked_loop")
-    run, backend = compiled(layer)
+    run, backend = compiled(layer, aot=True)
     for num_tokens in (40, 1030, 9, 1024, 3000, 1025, 500):
         x = torch.randn(num_tokens, zoo.D)
         torch._dynamo.mark_dynamic(x, 0)

@@ -14,8 +14,6 @@ from tests.tools import fakecuda
 
 T, K, E, D, HIDDEN = 32, 2, 8, 64, 128
 
-pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-
 
 def layer(x, router, w_up, w_down, logits_of=F.linear, **options):
     weights, experts = moeblaze_ops.route(logits_of(x, router), K)

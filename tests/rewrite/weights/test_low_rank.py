@@ -127,10 +127,11 @@ MORE = {
     "scale_twice": (lambda w, a, b, s: w + s * (s * b) @ a, True),
     "weights_scaled": (lambda w, a, b, s: s * (w + b @ a), False),
     "weights_multiplied": (lambda w, a, b, s: w * (1 + b @ a), False),
-    "two_adapters": (lambda w, a, b, s: w + b @ a + s * (b * b) @ a, False),
+    "subtracted_from_a_sum": (lambda w, a, b, s: (w + b @ a) - s * (b @ a), False),
+    "scaled_by_rows": (lambda w, a, b, s: w + (b @ a) * w[0, :, :1], False),
     "normed": (lambda w, a, b, s: (w + b @ a) / (w + b @ a).norm(dim=2, keepdim=True), False),
-    "square_factor": (lambda w, a, b, s: w + b @ a.square(), False),
-    "without_gradient": (lambda w, a, b, s: w + s * (b.detach() @ a), False),
+    "square_factor": (lambda w, a, b, s: w + b @ a.square(), True),
+    "without_gradient": (lambda w, a, b, s: w + s * (b.detach() @ a), True),
     "subtracted": (lambda w, a, b, s: w - b @ a, False),
 }
 
@@ -141,6 +142,45 @@ def test_other_functions_of_weights_and_factors(change):
     add, splits = MORE[change]
     backend = check_against_eager(Stacked(add), torch.randn(T, D))
     assert ([c.became for c in backend.rewritten] == [BECAME]) == splits
+
+
+ACTIVE = {
+    "one_after_another": lambda w, a, b, s: w + b @ a + s * (b * b) @ a.tanh(),
+    "baddbmm_twice": lambda w, a, b, s: torch.baddbmm(torch.baddbmm(w, b, a, alpha=s), b.flip(0), a.flip(0), alpha=0.5),
+    "summed_before": lambda w, a, b, s: w + s * (b @ a + 0.5 * (b.sin() @ a)),
+}
+
+
+@pytest.mark.parametrize("spelling", ACTIVE)
+def test_several_active_adapters(spelling):
+    """Their ranks stand beside one another."""
+    backend = check_against_eager(Stacked(ACTIVE[spelling]), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [f"expert_up(swiglu, rank {2 * R}) -> expert_down(rank {2 * R})"]
+
+
+@pytest.mark.parametrize("spelling", ["bmm", "baddbmm", "scaled_factor"])
+def test_one_rank(spelling, monkeypatch):
+    monkeypatch.setitem(globals(), "R", 1)
+    backend = check_against_eager(Stacked(ADDITIONS[spelling]), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == ["expert_up(swiglu, rank 1) -> expert_down(rank 1)"]
+
+
+class OwnScales(Stacked):
+    """A number for each expert."""
+
+    def __init__(self, where=lambda s, delta: s.view(E, 1, 1) * delta):
+        super().__init__(lambda w, a, b, s: w + where(self.scales, b @ a))
+        self.scales = parameter(E)
+
+
+def test_a_scale_for_each_expert():
+    backend = check_against_eager(OwnScales(), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [BECAME]
+
+
+@pytest.mark.parametrize("where", [lambda s, d: s.flip(0).view(E, 1, 1) * d, lambda s, d: s[1] * d, lambda s, d: s[3:] * d])
+def test_scales_of_other_experts_are_equal_or_left_alone(where):
+    check_against_eager(OwnScales(where), torch.randn(T, D))
 
 
 class LoRALinear(nn.Module):

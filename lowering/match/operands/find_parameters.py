@@ -1,0 +1,31 @@
+"""The tensors that hold the parameters of an activation: one number for all experts, or one for each.
+
+    gate * torch.sigmoid(self.beta * gate) * up              # beta of one element
+    gate * torch.sigmoid(self.beta[e] * gate) * up           # beta [E], or a parameter of each expert's module
+"""
+
+from collections.abc import Sequence
+
+from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
+from moeblaze_ops.lowering.match.operands.find_scales import held_of_experts
+from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+
+
+def find_parameters(
+    algebra: Algebra, finder: Finder, numbers: Sequence[Expr | None], experts: Sequence[ExpertTerm]
+) -> tuple[Operand, ...]:
+    """One operand for each parameter, of one element or of one for each expert; ``numbers`` are those of the experts."""
+    found = []
+    for values in zip(*(expert.parameters for expert in experts), strict=True):
+        if len(set(values)) == 1 and not values[0].free:
+            operand = finder.find_of_experts((values[0],), (algebra.zero,), 1)
+        else:
+            known = None not in numbers
+            operand = held_of_experts(algebra, finder, dict(zip(numbers, values, strict=True))) if known else None
+        prove(operand is not None, Reason.ACTIVATION, "a parameter that is neither one number nor one for each expert")
+        prove(operand.dtype.is_floating_point and not operand.is_rounded, Reason.DTYPE_PATH, "a rounded parameter")
+        found.append(operand)
+    return tuple(found)

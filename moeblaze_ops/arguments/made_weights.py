@@ -1,0 +1,65 @@
+"""Weights that functions give: called in forward, and again in backward in place of keeping what they gave.
+
+    moe(x, weights, experts, lambda: unpack(codes, scales), w_down)
+
+In eager mode, what autograd would keep of such a weight is replaced by how to get it again. In compiled code the graph has what
+the function does, and Inductor's partitioner is told to repeat it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from moeblaze_ops.arguments.validation_values import refuse_type
+
+
+class _Made(NamedTuple):
+    """A view of what ``make`` gives."""
+
+    make: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def with_made_weights(function: Callable[..., Tensor], op: str, weights: Mapping[str, Any], x: Tensor) -> Tensor:
+    """``function`` of the weights by name, those that are functions called, of which autograd keeps nothing.
+
+    Raises:
+        TypeError: a function gives something else than a tensor.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    makers = {name: partial(_made, op, name, weight, dtype) for name, weight in weights.items() if callable(weight)}
+    given = {name: weight for name, weight in weights.items() if name not in makers}
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(**given, **{name: make() for name, make in makers.items()})
+    made = {name: checkpoint(make, use_reentrant=False) for name, make in makers.items()}
+    owners = {tensor.untyped_storage().data_ptr(): makers[name] for name, tensor in made.items() if tensor.numel()}
+
+    def pack(tensor: Tensor) -> Tensor | _Made:
+        make = owners.get(tensor.untyped_storage().data_ptr())
+        return tensor if make is None else _Made(make, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    with saved_tensors_hooks(pack, _unpack):
+        return function(**given, **made)
+
+
+def _made(op: str, name: str, make: Callable[[], Any], dtype: torch.dtype | None) -> Tensor:
+    """What a function gives, in the dtype that autocast would give it."""
+    tensor = make()
+    if not isinstance(tensor, Tensor):
+        refuse_type(op, name, "give a tensor where it is a function", type(tensor).__name__)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _unpack(saved: Tensor | _Made) -> Tensor:
+    if not isinstance(saved, _Made):
+        return saved
+    with torch.no_grad():
+        return saved.make().as_strided(saved.shape, saved.strides, saved.offset)

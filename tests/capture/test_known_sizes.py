@@ -1,0 +1,75 @@
+"""What the work of a branch on data says of sizes holds where the work is done, and nowhere else."""
+
+import pytest
+import torch
+
+from tests.capture.test_branches import D, E, Layer, T, check, rows, scratch  # noqa: F401
+from tests.tools.rewrite_harness import rewriting_backend
+
+
+def asserts(token, x, few):
+    torch._check(token.numel() == few)
+
+
+def adds(token, x, few):
+    x[token] + x[:few]
+
+
+def stays_small(token, x, few):
+    torch._check(token.numel() <= few)
+
+
+def loop(says, few, *, if_any):
+    """A loop that doubles what experts with ``few`` tokens give, after a branch that ``says`` how many they have."""
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            if (ids == if_any).any():
+                says(token, x, few)
+            scale = 2 if token.numel() == few else 1
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None] * scale)
+        return out
+
+    return combine
+
+
+@pytest.mark.parametrize("says", [asserts, adds], ids=lambda says: says.__name__)
+def test_a_branch_that_is_not_taken_says_nothing(says):
+    assert check(loop(says, 3, if_any=77)) == 0
+
+
+@pytest.mark.parametrize("says", [asserts, adds, stays_small], ids=lambda says: says.__name__)
+def test_what_the_program_says_of_sizes_is_still_asserted(says):
+    layer = Layer(loop(says, 1, if_any=0))
+    layer.penalty[0] = 100.0  # all tokens choose expert 0
+    with rewriting_backend() as backend, pytest.raises(RuntimeError):
+        torch.compile(layer, backend=backend)(torch.randn(T, D))
+
+
+def test_a_branch_that_says_nothing_new_is_taken():
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            if rows(ids, e).numel() > 0:
+                torch._check(token.numel() <= ids.numel())
+                out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return out
+
+    assert check(combine) == 1
+
+
+def test_a_bound_of_the_work_is_no_bound_of_all():
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            if (ids == 77).any():
+                stays_small(token, x, 1)
+            scale = 2 if token.numel() < 2 else 1
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None] * scale)
+        return out
+
+    assert check(combine) == 0

@@ -1,0 +1,206 @@
+"""Experts whose weights are the result of an operator: dequantised, parametrized, cast; backward repeats it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import moeblaze_ops.compile  # noqa: F401  (registers the backend where the package is not installed)
+from tests.corpus.codecs import NF4, Int8, unpacked
+from tests.tools.rewrite_harness import check_against_eager
+
+T, D, H, E, K, R = 24, 16, 24, 4, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def fp64():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Layer(nn.Module):
+    """Stacked experts, dense and masked, or a loop over those in use; ``weight`` gives what is multiplied by."""
+
+    def __init__(self, make=nn.Parameter):
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.w_up, self.w_down = (make(torch.randn(shape) / shape[-1] ** 0.5) for shape in ((E, 2 * H, D), (E, D, H)))
+
+    def weight(self, stored, x):
+        return stored
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        w_up, w_down = self.weight(self.w_up, x), self.weight(self.w_down, x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            gate, up = F.linear(x, w_up[e]).chunk(2, dim=-1)
+            out = out + (weights * (chosen == e)).sum(-1, keepdim=True) * F.linear(F.silu(gate) * up, w_down[e])
+        return out
+
+
+class Dequantised(Layer):
+    """``codec`` stores the weights."""
+
+    def __init__(self, codec=Int8):
+        super().__init__(codec)
+
+    def weight(self, stored, x):
+        return stored().to(x.dtype)
+
+
+class UnpackedByAnOperator(Dequantised):
+    """An operator of its own, without gradient, as those of libraries are."""
+
+    def __init__(self):
+        super().__init__(NF4)
+
+    def weight(self, stored, x):
+        with torch.no_grad():
+            return unpacked(stored.codes, stored.scales).to(x.dtype)
+
+
+class Adapted(Dequantised):
+    """Factors on top of what is dequantised (QLoRA)."""
+
+    def __init__(self, codec=NF4):
+        super().__init__(codec)
+        shapes = {"w_up": (2 * H, D), "w_down": (D, H)}
+        self.a = nn.ParameterDict({name: torch.randn(E, R, inputs) / inputs**0.5 for name, (_, inputs) in shapes.items()})
+        self.b = nn.ParameterDict({name: torch.randn(E, outputs, R) for name, (outputs, _) in shapes.items()})
+
+    def weight(self, stored, x):
+        name = "w_up" if stored is self.w_up else "w_down"
+        return torch.baddbmm(super().weight(stored, x), self.b[name], self.a[name], alpha=0.5)
+
+
+class Normed(Layer):
+    """A norm of each row, by hand."""
+
+    def weight(self, stored, x):
+        return 3.0 * stored / stored.norm(dim=2, keepdim=True)
+
+
+class Made(Layer):
+    """Some function of the stored weights."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def weight(self, stored, x):
+        return self.function(stored)
+
+
+def parametrized(make):
+    layer = Layer()
+    for name in ("w_up", "w_down"):
+        make(layer, name)
+    return layer
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return w + w.tanh()
+
+
+PLAIN = "expert_up(swiglu) -> expert_down"
+LAYERS = {
+    "int8": Dequantised,
+    "nf4": lambda: Dequantised(NF4),
+    "operator_without_gradient": UnpackedByAnOperator,
+    "normed": Normed,
+    "weight_norm": lambda: parametrized(lambda layer, name: parametrizations.weight_norm(layer, name)),
+    "parametrized": lambda: parametrized(lambda layer, name: parametrize.register_parametrization(layer, name, Doubled())),
+    "product_of_matrices": lambda: Made(lambda w: w @ (torch.ones(w.shape[-1], w.shape[-1]) + w[0].T @ w[0])),
+    "experts_in_another_order": lambda: Made(lambda w: w.flip(0)),
+    "rolled": lambda: Made(lambda w: w.tanh().roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_computed_weights_are_operands(name):
+    backend = check_against_eager(LAYERS[name](), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [PLAIN]
+
+
+@pytest.mark.parametrize("codec", [Int8, NF4])
+def test_factors_on_dequantised_weights(codec):
+    backend = check_against_eager(Adapted(codec), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [f"expert_up(swiglu, rank {R}) -> expert_down(rank {R})"]
+    assert "baddbmm" not in backend.operators()
+
+
+def test_in_a_checkpointed_block():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Dequantised()
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    backend = check_against_eager(Block(), torch.randn(T, D))
+    assert [c.became for c in backend.rewritten] == [PLAIN]
+
+
+OF_TOKENS = {
+    "scaled_by_tokens": lambda w, x: w * x.mean(),
+    "scaled_by_features_of_tokens": lambda w, x: w + x.mean(0),
+}
+
+
+@pytest.mark.parametrize("change", OF_TOKENS)
+def test_weights_that_are_made_of_tokens_are_equal_or_left_alone(change):
+    class OfTokens(Layer):
+        def weight(self, stored, x):
+            width = stored.shape[-1]
+            return OF_TOKENS[change](stored, x[:, :1].expand(-1, width))
+
+    backend = check_against_eager(OfTokens(), torch.randn(T, D))
+    assert backend.rewritten == []
+
+
+def test_a_weight_that_is_written_to_afterwards_is_left_alone_or_equal():
+    class Written(Dequantised):
+        def weight(self, stored, x):
+            w = super().weight(stored, x)
+            w[0] = x.mean()
+            return w
+
+    check_against_eager(Written(), torch.randn(T, D))
+
+
+def kept_beside(model, x, run):
+    """Sizes, in elements, of the tensors that are kept for backward beside the model's."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    sizes = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run(x)
+    out.sum().backward()
+    return sorted(sizes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "nf4", "operator_without_gradient", "normed", "adapted"])
+def test_computed_weights_are_not_kept_for_backward(name, monkeypatch):
+    """With wide experts and few tokens nothing that is kept has the size of the weights."""
+    monkeypatch.setitem(globals(), "H", 512)
+    monkeypatch.setitem(globals(), "D", 64)
+    layer, x = (Adapted() if name == "adapted" else LAYERS[name]()), torch.randn(3, D, requires_grad=True)
+    torch._dynamo.reset()
+    kept = kept_beside(layer, x, torch.compile(layer, backend="moeblaze", fullgraph=True))
+    assert kept[-1] < E * D * H
+    assert x.grad is not None
+    assert kept_beside(layer, x, layer)[-1] >= E * D * H
