@@ -109,7 +109,8 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     read_by_others = {node for node in own if not (own | set(match.region.nodes)).issuperset(node.users)}
     if not read_by_others:
         return found
-    return replace(found, shared=choice) if read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, found, choice) else None
+    gives_all = read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, found, choice)
+    return replace(found, shared=choice) if gives_all else None
 
 
 def _stay_unwritten(view: GraphView, nodes: set[fx.Node]) -> bool:
