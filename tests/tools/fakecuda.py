@@ -116,7 +116,8 @@ def _analysed_once() -> contextlib.AbstractContextManager:
         return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value)
 
     def analyse_once(kernel, kwargs, descriptors):
-        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        compiled = kernel if hasattr(kernel, "params") else kernel.fn  # of a kernel with its options
+        constants = {parameter.name for parameter in compiled.params if parameter.is_constexpr}
         key = id(kernel), *((name, kind(value, name in constants)) for name, value in kwargs.items())
         if descriptors or key not in _ANALYSES:
             _ANALYSES[key] = analyse(kernel, kwargs, descriptors)
