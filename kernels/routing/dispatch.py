@@ -257,7 +257,8 @@ def _launch_counts(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 def launch_expert_counts(experts_TK: Tensor, num_experts: int) -> Tensor:
     """The slots of each expert, int32, ``[E]``; arguments as for ``launch_dispatch``."""
-    return _launch_counts(experts_TK, num_experts)[1][:num_experts].clone()
+    _, totals = _launch_counts(experts_TK, num_experts)
+    return totals.narrow(0, 0, num_experts)
 
 
 def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

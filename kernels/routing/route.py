@@ -252,8 +252,8 @@ def _route_backward_kernel(
         expert = tl.load(experts_ptr + slots + k, mask=token_in, other=-1)
         value = tl.load(dweights_ptrs + k * stride_dweights_k, mask=token_in, other=0.0).to(tl.float32) * SCALE
         if SIGMOID:
-            chosen_in = (expert >= 0) & (expert < NUM_EXPERTS)
-            logit = tl.load(logits_ptrs + expert.to(tl.int64) * stride_logits_e, mask=chosen_in, other=0.0)
+            expert_in = (expert >= 0) & (expert < NUM_EXPERTS)
+            logit = tl.load(logits_ptrs + expert.to(tl.int64) * stride_logits_e, mask=expert_in, other=0.0)
             score = tl.sigmoid(logit.to(tl.float32))
             value = score * (1.0 - score) / divisor * (value - centre)
         elif NORMALIZED:

@@ -205,8 +205,8 @@ def _routing_operands(insert: Inserter, match: MoEMatch, router: RouterMatch | N
         if match.subscripts:
             numbers_E = insert.call(torch.arange, match.E, device=fake_of(experts_TK).device)
             experts_TK = insert.call(operator.getitem, numbers_E, experts_TK)
-        if router is not None:
-            return _fused_weights(insert, match, _weights_at(insert, router)), experts_TK
+        if router is not None and router.given is not None:
+            return _fused_weights(insert, match, _weights_at(insert, router, router.given)), experts_TK
         if match.weights is None:
             return None, experts_TK
         if not match.weights.gathered:
@@ -240,8 +240,7 @@ def _share(insert: Inserter, chosen: fx.Node, experts_TK: fx.Node, match: MoEMat
             insert.redirect(reader, chosen, ids)
 
 
-def _weights_at(insert: Inserter, router: RouterMatch) -> fx.Node:
-    ids = router.given
+def _weights_at(insert: Inserter, router: RouterMatch, ids: fx.Node) -> fx.Node:
     ids_TK = ids if fake_of(ids).dim() == 2 else insert.call("reshape", ids, (-1, fake_of(ids).shape[-1]))
     return insert.call(_ops.route_at.default, _logits(insert, router), ids_TK, router.scoring, router.renormalize, router.scale)
 

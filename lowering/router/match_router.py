@@ -109,8 +109,8 @@ def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     read_by_others = {node for node in own if not (own | set(match.region.nodes)).issuperset(node.users)}
     if not read_by_others:
         return found
-    shared = replace(found, shared=choice)
-    return shared if read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, shared) else None
+    gives_all = read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, found, choice)
+    return replace(found, shared=choice) if gives_all else None
 
 
 def _stay_unwritten(view: GraphView, nodes: set[fx.Node]) -> bool:
@@ -118,12 +118,12 @@ def _stay_unwritten(view: GraphView, nodes: set[fx.Node]) -> bool:
     return all(view.value_at(node, len(view.position)) is view.value(node) for node in nodes)
 
 
-def _can_stand_early(view: GraphView, trail: _Trail, router: RouterMatch) -> bool:
+def _can_stand_early(view: GraphView, trail: _Trail, router: RouterMatch, chosen: fx.Node) -> bool:
     """Whether a fused router right behind what it reads has a gradient, and ids in the place of those that others read."""
-    place, ids = router.last_source, fake_of(router.shared)
+    place, ids = router.last_source, fake_of(chosen)
     if place.op not in ("call_function", "call_method") or view.is_without_gradient(place):
         return False
-    return _stay_unwritten(view, trail.ids | {router.shared}) and ids.is_contiguous() and ids.dtype == torch.int64
+    return _stay_unwritten(view, trail.ids | {chosen}) and ids.is_contiguous() and ids.dtype == torch.int64
 
 
 def _match_given(view: GraphView, trail: _Trail, match: MoEMatch, ids: fx.Node) -> RouterMatch | None:

@@ -54,11 +54,11 @@ def _gradient(ctx, dsums_E, dsquares) -> tuple[Tensor | None, None]:
 
 def _forward_mode(logits_TE, kept_T) -> tuple[Tensor, Tensor]:
     (primal_TE, kept_T), (dlogits_TE, _) = parted((logits_TE, kept_T))
-    sums = router_sums(primal_TE, kept_T)
+    sums_E, squares = router_sums(primal_TE, kept_T)
     if dlogits_TE is None:
-        return sums
-    _, tangents = parted(_sums(logits_TE, kept_T))
-    return tuple(carrying(value, tangent) for value, tangent in zip(sums, tangents, strict=True))
+        return sums_E, squares
+    _, (dsums_E, dsquares) = parted(_sums(logits_TE, kept_T))
+    return carrying(sums_E, dsums_E), carrying(squares, dsquares)
 
 
 def _backward_fake(dsums_E, dsquares, logits_TE, kept_T) -> Tensor:

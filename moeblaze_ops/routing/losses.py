@@ -1,6 +1,7 @@
 """Losses that keep a router balanced and its logits small, from counts and one pass over the logits of each layer."""
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -42,13 +43,10 @@ def load_balancing_loss(
     check_number("load_balancing_loss", "top_k", top_k, 1, E, ", the experts")
     chosen = _chosen(layers, top_k, ids)
     kept_T = _kept("load_balancing_loss", layers, mask)
-    counts_E, sums_E, num_tokens = 0, 0, 0
-    for logits_TE, ids_TK in zip(layers, chosen, strict=True):
-        counted_TK = ids_TK if kept_T is None else torch.where(kept_T.unsqueeze(1), ids_TK, -1)
-        counts_E = counts_E + expert_counts(counted_TK, E)
-        sums_E = sums_E + router_sums(logits_TE, kept_T)[0]
-        num_tokens = num_tokens + _num_tokens(logits_TE, kept_T)
-    return E * (counts_E.to(sums_E.dtype) @ sums_E) / num_tokens**2
+    counted = chosen if kept_T is None else [torch.where(kept_T.unsqueeze(1), ids_TK, -1) for ids_TK in chosen]
+    counts_E = reduce(torch.add, [expert_counts(ids_TK, E) for ids_TK in counted])
+    sums_E = reduce(torch.add, [router_sums(logits_TE, kept_T)[0] for logits_TE in layers])
+    return E * (counts_E.to(sums_E.dtype) @ sums_E) / _num_tokens(layers, kept_T) ** 2
 
 
 def router_z_loss(logits: Tensor | Sequence[Tensor], *, mask: Tensor | None = None) -> Tensor:
@@ -59,14 +57,12 @@ def router_z_loss(logits: Tensor | Sequence[Tensor], *, mask: Tensor | None = No
     """
     layers = list(_layers("router_z_loss", logits))
     kept_T = _kept("router_z_loss", layers, mask)
-    total, num_tokens = 0, 0
-    for logits_TE in layers:
-        total, num_tokens = total + router_sums(logits_TE, kept_T)[1], num_tokens + _num_tokens(logits_TE, kept_T)
-    return total / num_tokens
+    total = reduce(torch.add, [router_sums(logits_TE, kept_T)[1] for logits_TE in layers])
+    return total / _num_tokens(layers, kept_T)
 
 
-def _num_tokens(logits_TE: Tensor, kept_T: Tensor | None) -> Tensor | int:
-    return logits_TE.shape[0] if kept_T is None else kept_T.sum()
+def _num_tokens(layers: list[Tensor], kept_T: Tensor | None) -> Tensor | int:
+    return len(layers) * (layers[0].shape[0] if kept_T is None else kept_T.sum())
 
 
 def _layers(op: str, logits: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:

@@ -58,7 +58,7 @@ def names(rewriting):
 def test_others_read_the_ids_of_the_fused_router(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))
     assert len(rewriting.rewritten) == 1
-    assert "moeblaze.route" in names(rewriting) and "topk" not in names(rewriting)
+    assert "route.default" in names(rewriting) and "topk" not in names(rewriting)
 
 
 def weights_are_read(logits):
@@ -82,8 +82,7 @@ def others_are_written(logits):
 @pytest.mark.parametrize("router", [weights_are_read, scores_of_few_are_read, others_are_written])
 def test_what_the_fused_router_does_not_give_stays(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))
-    assert len(rewriting.rewritten) == 1
-    assert "moeblaze.route" not in names(rewriting)
+    assert "topk" in names(rewriting)
 
 
 GIVEN = torch.stack([torch.arange(T) % E, (torch.arange(T) // 3 + 1) % E], 1)
@@ -112,7 +111,7 @@ def given_sigmoid(logits):
 def test_weights_of_given_ids_are_fused(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))
     assert len(rewriting.rewritten) == 1
-    assert "moeblaze.route_at" in names(rewriting) and "gather" not in names(rewriting)
+    assert "route_at.default" in names(rewriting) and "gather" not in names(rewriting)
 
 
 def at_other_ids(logits):
@@ -137,8 +136,7 @@ def doubled(logits):
 @pytest.mark.parametrize("router", [at_other_ids, a_number_is_added, at_ids_before_they_changed, doubled])
 def test_other_weights_of_given_ids_stay(router):
     rewriting = check_against_eager(Layer(router), torch.randn(T, D))
-    assert len(rewriting.rewritten) == 1
-    assert "moeblaze.route_at" not in names(rewriting)
+    assert "route_at.default" not in names(rewriting)
 
 
 def test_a_replay_weighs_with_one_operator():
@@ -147,4 +145,4 @@ def test_a_replay_weighs_with_one_operator():
         expected = model(x)
         run, rewriting = compiled(model)
         torch.testing.assert_close(run(x), expected)
-    assert "moeblaze.route_at" in names(rewriting)
+    assert "route_at.default" in names(rewriting)
