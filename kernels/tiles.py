@@ -92,7 +92,8 @@ def load_parameters(params_ptr, expert, NUM_PARAMETERS: tl.constexpr):
     """What the activation of an expert reads as p0, p1 and so on."""
     parameters = ()
     for i in tl.static_range(NUM_PARAMETERS):
-        parameters = parameters + (tl.load(params_ptr + expert.to(tl.int64) * NUM_PARAMETERS + i).to(tl.float32),)
+        value = tl.load(params_ptr + expert.to(tl.int64) * NUM_PARAMETERS + i).to(tl.float32)
+        parameters = parameters + (value,)  # type: ignore[assignment]
     return parameters
 
 

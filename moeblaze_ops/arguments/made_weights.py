@@ -22,9 +22,9 @@ class _Made(NamedTuple):
     """A view of what ``make`` gives."""
 
     make: Callable[[], Tensor]
-    shape: tuple[int, ...]
+    shape: torch.Size
     strides: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 def with_made_weights(function: Callable[..., Tensor], op: str, weights: Mapping[str, Any], x: Tensor) -> Tensor:
