@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import moeblaze_ops
 from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import ACTIVATIONS
+from moeblaze_ops.arguments.validation_calls import SCORINGS
 from moeblaze_ops.kernels.formulas.named import is_gated
-from moeblaze_ops.ops.route import SCORINGS
 from tests.tools.rewrite_harness import compiled
 
 ops = torch.ops.moeblaze
