@@ -24,7 +24,7 @@ class _Made(NamedTuple):
     make: Callable[[], Tensor]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 def with_made_weights(function: Callable[..., Tensor], op: str, weights: Mapping[str, Any], x: Tensor) -> Tensor:
