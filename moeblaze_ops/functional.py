@@ -114,7 +114,7 @@ def moe(
         options |= {"lora_up": lora_up, "lora_down": lora_down, "lora_gate": lora_gate}
         options |= {"activation_parameters": activation_parameters}
         return with_made_weights(lambda **given: moe(x, weights, experts, **given, **options), "moe", made, x)
-    w_up, w_down, w_gate = cast(Tensor, w_up), cast(Tensor, w_down), cast("Tensor | None", w_gate)
+    w_up, w_down, w_gate = cast("Tensor", w_up), cast("Tensor", w_down), cast("Tensor | None", w_gate)
     keep = config.keep if keep is None else keep
     formula: str = resolved_activation("moe", activation, len(activation_parameters))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
@@ -153,7 +153,7 @@ def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:
     if lora is None:
         return []
     several = isinstance(lora, tuple | list) and all(isinstance(own, tuple | list) for own in lora)
-    return cast(Sequence[LoRA], lora if several else [lora])
+    return cast("Sequence[LoRA]", lora if several else [lora])
 
 
 def _up_factors(

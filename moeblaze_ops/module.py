@@ -129,7 +129,7 @@ class MoE(nn.Module):
         )
 
     def _active(self) -> list[LoRAFactors]:
-        return [cast(LoRAFactors, self.adapters[name]) for name in self.active_adapters]
+        return [cast("LoRAFactors", self.adapters[name]) for name in self.active_adapters]
 
     def extra_repr(self) -> str:
         E, _, D = self.w_up.shape
