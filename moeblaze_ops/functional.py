@@ -9,7 +9,7 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.arguments.activations import stacked_parameters
-from moeblaze_ops.arguments.made_weights import with_made_weights
+from moeblaze_ops.arguments.made_weights import is_maker, with_made_weights
 from moeblaze_ops.arguments.traced_activations import resolved_activation
 from moeblaze_ops.arguments.validation_calls import check_activation_parameters, check_lora, check_moe
 from moeblaze_ops.arguments.validation_values import not_scriptable
@@ -108,7 +108,7 @@ def moe(
         NotImplementedError: low-rank additions or an activation's parameters with ``keep="input"``.
     """
     made: dict[str, Any] = {"w_up": w_up, "w_down": w_down, "w_gate": w_gate}
-    if any(callable(weight) for weight in made.values()):
+    if any(is_maker(weight) for weight in made.values()):
         options: dict[str, Any] = {"activation": activation, "interleaved": interleaved, "transposed": transposed}
         options |= {"weight_on": weight_on, "b_up": b_up, "b_down": b_down, "b_gate": b_gate, "keep": keep}
         options |= {"lora_up": lora_up, "lora_down": lora_down, "lora_gate": lora_gate}

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +27,11 @@ class _Made(NamedTuple):
     offset: int | torch.SymInt
 
 
+def is_maker(weight: Any) -> bool:
+    """Whether a weight is given as what makes it: a function, or a module with a forward, which lists of modules lack."""
+    return callable(weight) and not isinstance(weight, nn.ParameterList | nn.ModuleList)
+
+
 def with_made_weights(function: Callable[..., Tensor], op: str, weights: Mapping[str, Any], x: Tensor) -> Tensor:
     """``function`` of the weights by name, those that are functions called, of which autograd keeps nothing.
 
@@ -35,7 +40,7 @@ def with_made_weights(function: Callable[..., Tensor], op: str, weights: Mapping
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    makers = {name: partial(_made, op, name, weight, dtype) for name, weight in weights.items() if callable(weight)}
+    makers = {name: partial(_made, op, name, weight, dtype) for name, weight in weights.items() if is_maker(weight)}
     given = {name: weight for name, weight in weights.items() if name not in makers}
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return function(**given, **{name: make() for name, make in makers.items()})

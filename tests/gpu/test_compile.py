@@ -162,5 +162,6 @@ def test_a_router_in_fp32_over_bf16_tokens_is_as_exact(router_dtype):
     seed = torch.randn_like(logits)
     logits.backward(seed)
     gradient = seed.double().mT @ x.double()
-    limit = 1e-6 if router_dtype == torch.float32 else 3e-3
+    # Of sums of 4096 products in fp32, in any order.
+    limit = 4e-6 if router_dtype == torch.float32 else 3e-3
     assert ((router.grad - gradient).norm() / gradient.norm()).item() < limit

@@ -180,7 +180,7 @@ def test_given_experts_match_the_cpu(scoring, renormalize):
     logits, ids = torch.randn(3000, 128), torch.randint(128, (3000, 8))
     results = []
     for device in ("cpu", "cuda"):
-        leaf = logits.to(device).requires_grad_()
+        leaf = logits.to(device, copy=True).requires_grad_()
         weights = torch.ops.moeblaze.route_at(leaf, ids.to(device), scoring, renormalize, 2.5)
         weights.backward(torch.linspace(-1, 1, 24000, device=device).view(3000, 8))
         results.append((weights.detach().cpu(), leaf.grad.cpu()))

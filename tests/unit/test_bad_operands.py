@@ -15,6 +15,10 @@ from tests.tools.op_harness import detach
 OPS = torch.ops.moeblaze
 
 
+LEARNED = "sigmoid(p0 * g) * g * u"
+"""An activation that reads a parameter."""
+
+
 @functools.cache
 def arguments() -> dict[str, dict[str, Any]]:
     """A call of each operator that is right: T=19, K=2, E=5, D=24, F=12."""
@@ -51,6 +55,8 @@ def _arguments() -> dict[str, dict[str, Any]]:
         "expert_down": {"h_NGF": h, "a_NF": a} | down | weights | routing | act
         | {"v_NR": rows, "lora_a_ERF": a_down, "lora_b_ERD": a_up},
         "expert_down_backward": dout | {"h_NGF": h} | down | weights | routing | act | {"q_NR": rows, "lora_a_ERF": a_down},
+        "expert_down_backward_learned": dout | {"h_NGF": h} | down | weights | routing | {"activation": LEARNED}
+        | {"q_NR": rows, "lora_a_ERF": a_down, "params_EP": torch.rand(5, 1)},
         "expert_rows": {"rows_NGF": h, "w_EGFC": torch.randn(5, 2, 12, 3)}
         | {name: routing[name] for name in ("offsets_E1", "blocks_B2")},
         "expert_mlp": mlp,
@@ -149,7 +155,8 @@ def test_there_is_a_call_of_every_operator():
     registered = [
         name.removeprefix("moeblaze::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")
     ]
-    of_ranks = {"any_number", "experts_over_ranks_backward", "most_tokens", "settled", "sized", "used_slots", "with_rows"}
+    of_ranks = {"any_number", "experts_over_ranks_backward", "gather_rows", "most_tokens", "settled", "sized", "sum_parts"}
+    of_ranks |= {"used_slots", "with_rows"}
     assert set(registered) - of_ranks == set(arguments())  # theirs are in tests/distributed
     assert sum(len(list(bad_operands(op))) for op in arguments()) > 120
 

@@ -22,6 +22,7 @@ RIGHT = {
     "max_transient_bytes": [None, 1, 1 << 30],
     "strict": [True, False],
     "tokens_per_rank": [None, 1, 8192],
+    "transport": ["auto", "nccl", "copies"],
     "verify": ["off", "first"],
 }
 WRONG = [
@@ -30,6 +31,7 @@ WRONG = [
     ("hopper", "on", ValueError, "one of auto, off, got 'on'"),
     ("hopper", True, TypeError, "one of auto, off, got True"),
     ("idle_expert_grads", None, TypeError, "one of zeros, none, got None"),
+    ("transport", "gloo", ValueError, "one of auto, nccl, copies, got 'gloo'"),
     ("verify", "always", ValueError, "one of off, first, got 'always'"),
     ("keep", "all", ValueError, "one of preactivation, input, auto, got 'all'"),
     ("keep", None, TypeError, "one of preactivation, input, auto, got None"),

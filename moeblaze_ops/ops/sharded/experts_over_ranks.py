@@ -10,7 +10,7 @@ product that comes first; the reduction of ``dx`` runs beside the weight gradien
 of all ranks and h.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,7 +154,12 @@ def _backward(*args) -> list[Tensor]:
         return gradients_over_ranks(*args)
 
 
-def gradients_over_ranks(
+def gradients_over_ranks(*args: Any) -> list[Tensor]:
+    """What ``experts_over_ranks_backward`` computes, of its arguments."""
+    return _gradients(*args)
+
+
+def _gradients(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
     weight_on_input, ranks, group, copies, needs,
 ):  # fmt: skip
