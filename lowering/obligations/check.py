@@ -89,8 +89,11 @@ def asserts_more(assertion: fx.Node) -> bool:
     """Whether an assertion says more of how many elements of a mask are true than that they are elements of it.
 
         assert token.numel() < 3, "no room"         raises where an expert has three tokens
+        expert(x[token]) * weights[mask, None]      says that two masks select as many: to pair their rows a match proves it
     """
     rows = assertion.args[0]
+    if isinstance(rows, fx.Node) and target_name(rows) == "eq" and isinstance(rows.args[1], fx.Node):
+        return False
     while isinstance(rows, fx.Node) and rows.args and most_true(rows) is None:
         rows = rows.args[0]
     most = most_true(rows) if isinstance(rows, fx.Node) and target_name(rows) not in ("item", "bincount") else None

@@ -41,8 +41,14 @@ def of_weights_and_scores(self, x, weights, ids):
     return torch.vmap(expert, in_dims=(1, 0, 0, 0))(scores, self.w1, self.w3, self.w2).sum(0)
 
 
-def another_experts_weights(self, x, weights, ids):
+def of_computed_weights(self, x, weights, ids):
+    """Those of another expert."""
     y = torch.vmap(lambda w1, w3, w2: (F.silu(x @ w1) * (x @ w3)) @ w2)(self.w1, self.w3, self.w2.flip(0))
+    return _weighted(self, x, weights, ids, y)
+
+
+def weights_of_tokens(self, x, weights, ids):
+    y = torch.vmap(lambda w1, w3, w2: (F.silu(x @ w1) * (x @ w3)) @ w2)(self.w1, self.w3, self.w2 * x.mean())
     return _weighted(self, x, weights, ids, y)
 
 
@@ -87,7 +93,7 @@ class _Functional(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(10,), (2, 5), (1,)], ids=["TD", "BSD", "one_token"])
-@pytest.mark.parametrize("experts", [of_weights, of_weights_and_tokens, of_weights_and_scores], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("experts", [of_weights, of_weights_and_tokens, of_weights_and_scores, of_computed_weights], ids=lambda f: f.__name__)
 def test_experts_by_vmap(fp64, experts, shape):
     assert_replaced(check_against_eager(_stacked(experts), torch.randn(*shape, zoo.D)))
 
@@ -98,6 +104,6 @@ def test_experts_by_functional_call(fp64):
     assert backend.rewritten[0].copied_bytes == 0
 
 
-@pytest.mark.parametrize("experts", [another_experts_weights, along_another_axis, writes_to_its_slice], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("experts", [weights_of_tokens, along_another_axis, writes_to_its_slice], ids=lambda f: f.__name__)
 def test_near_miss_is_left_alone(fp64, experts):
     assert not check_against_eager(_stacked(experts), torch.randn(10, zoo.D)).rewritten

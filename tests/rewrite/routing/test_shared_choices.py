@@ -29,7 +29,7 @@ def biased(logits):
     scores = logits.sigmoid()
     ids = (scores + torch.tensor([0.31, -0.24, 0.12, -0.43])).topk(K).indices
     weights = scores.gather(1, ids)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids, torch.bincount(ids.view(-1), minlength=E).var()
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids, torch.bincount(ids.view(-1), minlength=E).double().var()
 
 
 def chosen_without_gradient(logits):
