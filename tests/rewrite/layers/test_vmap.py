@@ -93,7 +93,9 @@ class _Functional(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(10,), (2, 5), (1,)], ids=["TD", "BSD", "one_token"])
-@pytest.mark.parametrize("experts", [of_weights, of_weights_and_tokens, of_weights_and_scores, of_computed_weights], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "experts", [of_weights, of_weights_and_tokens, of_weights_and_scores, of_computed_weights], ids=lambda f: f.__name__
+)
 def test_experts_by_vmap(fp64, experts, shape):
     assert_replaced(check_against_eager(_stacked(experts), torch.randn(*shape, zoo.D)))
 
