@@ -23,7 +23,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import torch
 import torch.distributed as dist
@@ -271,7 +271,9 @@ def main() -> None:
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
-    setting = {"torch": torch.__version__, "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS")}
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    setting = {"device": device, "date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
+    setting["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")
     rows: list[dict] = [{"world": dist.get_world_size(), **setting}]
     for T in arguments.tokens:
         for ep in arguments.ep:

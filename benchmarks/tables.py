@@ -158,15 +158,18 @@ def adapters_table() -> str:
 
 
 def activations_table() -> str:
-    """A step of the fine shape with each activation, over that of SwiGLU (of SiLU where there is no gate)."""
+    """A step with each activation, over that of SwiGLU (of SiLU where there is no gate), at three shapes."""
     rows = json.loads((RESULTS / "activations_h200.json").read_text())["rows"]
-    fine = sorted((row["ratio"], row["activation"]) for row in rows if row["shape"] == "fine")
-    return markdown(["activation", "step"], [[name, f"{ratio:.2f}"] for ratio, name in fine])
+    ratios = {(row["shape"], row["activation"]): f"{row['ratio']:.2f}" for row in rows}
+    names = [name for _, name in sorted((row["ratio"], row["activation"]) for row in rows if row["shape"] == "fine")]
+    shapes = "fine", "coarse", "wide"
+    return markdown(["activation", *shapes], [[name, *(ratios.get((shape, name), "") for shape in shapes)] for name in names])
 
 
 def routing_table() -> str:
     """What a way to route costs beside plain top-k in the same run."""
-    rows = json.loads((RESULTS / "routing_h200.json").read_text())["measurements"]
+    files = "routing_h200.json", "routing_rounding_h200.json"
+    rows = [row for file in files for row in json.loads((RESULTS / file).read_text())["measurements"]]
     sizes = {"fine": SHAPES["fine"], "shaped": (32768, 2048, 768, 32, 4), "sparse_256": (16384, 4096, 1024, 256, 8)}
     lines = []
     for row in rows:
