@@ -44,7 +44,10 @@ def _are_linked(group: str) -> bool:
         return False
     if torch.cuda.device_count() < per_host or torch.cuda.current_device() != dist.get_rank() % per_host:
         return False
-    links = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
+    try:
+        links = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
+    except RuntimeError:  # where NVML does not answer, nothing is known of links
+        return False
     devices = [rank % per_host for rank in ranks]
     return all(links[a][b] > 0 for a in devices for b in devices if a != b)
 
@@ -169,8 +172,12 @@ class _Window:
             raise RuntimeError(f"sharded experts: {rule}; run the layer once before the capture")
         # Nobody reads the memory of before any more once the ranks have met.
         torch.cuda.synchronize()
-        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
-        self._handle = symmetric_memory.rendezvous(memory, self._group)
+        try:
+            memory = symmetric_memory.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
+            self._handle = symmetric_memory.rendezvous(memory, self._group)
+        except RuntimeError as error:
+            rule = "GPUs must see each other's memory for copies between them; config.transport = 'nccl' does without"
+            raise RuntimeError(f"sharded experts: {rule}, got {error}") from error
         self._begins = [self._handle.buffer_ptrs[rank] for rank in range(self.ranks)]
         self._memory = memory
 
