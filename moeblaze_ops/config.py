@@ -20,7 +20,7 @@ a CPU either way."""
 
 collective_multiprocessors: int | None = None
 """Multiprocessors that our persistent kernels leave to a collective that runs beside them, in backward of a layer whose tokens
-move by NCCL: as many as it takes (``NCCL_MAX_CTAS``). None: not one; programs of such a kernel may have to wait for theirs then."""
+move by NCCL: as many as it takes (``NCCL_MAX_CTAS``). None: not one; programs of such a kernel may have to wait then."""
 
 experts_move: Literal["auto", "tokens", "weights"] = "auto"
 """What moves between ranks that share the experts of a proven layer (``shard_experts``): its tokens, its weights, or of the two
