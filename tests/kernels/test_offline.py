@@ -129,7 +129,7 @@ def test_formulas_compile_without_spills(name, capability):
     expert_launches = [launch for launch in launches if "_expert_" in launch.name]
     assert len(expert_launches) == 2 + len(learned)
     for launch in expert_launches:
-        assert compile_launch(launch, capability).spill_bytes <= 32, launch.name
+        assert compile_launch(launch, capability).spill_bytes <= (64 if learned else 32), launch.name
 
 
 def name_of(case):
@@ -183,7 +183,7 @@ def test_tf32_kernels_compile_without_spills(capability):
 
 def expected_tensor_core(launch, capability):
     """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
-    if "BLOCK_K" in launch.arguments:
+    if launch.arguments.keys() >= {"BLOCK_M", "BLOCK_K"}:
         rows = launch.arguments["BLOCK_M"]
     elif launch.arguments.get("HAS_PRODUCT") and not launch.arguments["FEW_CHANNELS"]:
         rows = launch.arguments["BLOCK_T"]
