@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from moeblaze_ops.kernels import launch as launch_module
 
 _TYPE_NAMES = {
+    torch.bool: "*i1",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
