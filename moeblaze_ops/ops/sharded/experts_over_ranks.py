@@ -147,16 +147,12 @@ def first_of_rank(group: str, num_local: int) -> int:
     return process_group(group).rank() * num_local
 
 
-def _backward(*args) -> list[Tensor]:
+def gradients_over_ranks(*args: Any) -> list[Tensor]:
+    """What ``experts_over_ranks_backward`` computes, of its arguments."""
     from moeblaze_ops.kernels.multiprocessors import leaving_free
 
     with leaving_free(config.collective_multiprocessors or 0):
-        return gradients_over_ranks(*args)
-
-
-def gradients_over_ranks(*args: Any) -> list[Tensor]:
-    """What ``experts_over_ranks_backward`` computes, of its arguments."""
-    return _gradients(*args)
+        return _gradients(*args)
 
 
 def _gradients(
@@ -223,7 +219,7 @@ _library.define(
     " str activation, bool weight_on_input, int ranks, str group, bool copies, bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
-_library.impl("experts_over_ranks_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("experts_over_ranks_backward", gradients_over_ranks, "CompositeExplicitAutograd")
 torch.library.register_fake("moeblaze::experts_over_ranks_backward", _backward_fake, lib=_library)
 experts_over_ranks_backward = torch.ops.moeblaze.experts_over_ranks_backward.default
 """All gradients of ``experts_over_ranks``, in one op: what travels and what is computed beside it keep their order.
