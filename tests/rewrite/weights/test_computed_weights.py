@@ -12,15 +12,9 @@ import moeblaze_ops.compile  # noqa: F401  (registers the backend where the pack
 from tests.corpus.codecs import NF4, Int8, unpacked
 from tests.tools.rewrite_harness import check_against_eager
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 T, D, H, E, K, R = 24, 16, 24, 4, 2, 3
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Layer(nn.Module):

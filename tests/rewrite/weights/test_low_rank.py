@@ -12,16 +12,10 @@ from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 from tests.corpus.zoo import catalogue  # noqa: F401
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
+pytestmark = pytest.mark.usefixtures("fp64")
+
 grouped_mm = torch.ops.moe_zoo.grouped_mm_fallback
 T, D, H, E, K, R = 24, 16, 20, 4, 2, 3
-
-
-@pytest.fixture(autouse=True)
-def fp64():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def parameter(*shape, frozen=False):
