@@ -189,6 +189,13 @@ class Zeros:
             if (pattern.args[0], pattern.args[2], len(pattern.args[1])) != (e.args[0], e.args[2], len(e.args[1])):
                 return False
             return all(self._unify(p, a, bound, binding) for p, a in zip(pattern.args[1], e.args[1], strict=True))
+        if pattern.kind == "linear":
+            terms, others = dict(pattern.args[1]), dict(e.args[1])
+            alike = pattern.args[0] == e.args[0] and terms.keys() == others.keys()
+            alike &= len(terms) == len(pattern.args[1]) == len(e.args[1])
+            return alike and all(self._unify(atom, others[c], bound, binding) for c, atom in terms.items())
+        if pattern.kind in ("div", "mod"):
+            return same_size(pattern.args[1], e.args[1]) and self._unify(pattern.args[0], e.args[0], bound, binding)
         if pattern.kind == "cast":
             return pattern.args[0] == e.args[0] and self._unify(pattern.args[1], e.args[1], bound, binding)
         return False

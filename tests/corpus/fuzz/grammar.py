@@ -9,7 +9,7 @@ from tests.corpus.fuzz.combines import FAMILIES
 from tests.corpus.fuzz.layer import GATED, UNGATED, Layer
 from tests.corpus.fuzz.parts import take_parts
 
-SHAPES = ((5,), (7,), (12,), (1,), (2, 3), (3, 4))
+SHAPES = ((5,), (7,), (12,), (1,), (2, 3), (3, 4), (2,), (3,), (8,))  # as many tokens as slots, experts or features, too
 DTYPES = ("float64", "float64", "float32", "float32", "float32", "bfloat16")
 
 
@@ -84,10 +84,19 @@ def _router(layer: Layer, rng: random.Random) -> list[str]:
     wide = rng.choice(("float32", "")) if layer.dtype != "float64" else rng.choice(("float32", "", ""))
     dtype = f", dtype=torch.{wide}" if wide else ""
     kind = rng.choice(("softmax", "softmax", "softmax_topk", "sigmoid", "gather", "biased", "max" if layer.K == 1 else "softmax"))
+    if layer.E == 4 and layer.K <= 2 and rng.random() < 0.3:
+        kind = "pairs"
     score = rng.choice((f"F.softmax(logits, dim=-1{dtype})", f"logits.softmax(-1{dtype})"))
     if kind == "sigmoid" or (kind == "biased" and rng.random() < 0.7):
         score = "logits.float().sigmoid()" if wide else "torch.sigmoid(logits)"
-    if kind == "softmax_topk":
+    if kind == "pairs":
+        lines += [
+            "(left, high), (right, low) = logits[:, :2].topk(K, dim=-1), logits[:, 2:].topk(K, dim=-1)",
+            "values, best = (left[:, :, None] + right[:, None]).flatten(1).topk(K, dim=-1)",
+            "ids = (high[:, :, None] * 2 + low[:, None]).flatten(1).gather(1, best)",
+            f"weights = F.softmax(values, dim=-1{dtype})",
+        ]
+    elif kind == "softmax_topk":
         lines += ["values, ids = torch.topk(logits, K, dim=-1)", f"weights = F.softmax(values, dim=-1{dtype})"]
     else:
         lines += [f"probs = {score}"]

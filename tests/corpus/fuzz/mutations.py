@@ -26,11 +26,14 @@ REPLACEMENTS = (
     (r"sum\(-1, keepdim=True\)", ("amax(-1, keepdim=True)", "sum(0, keepdim=True)", "mean(-1, keepdim=True)", "sum()")),
     (r"\bweights\b(?! =|,)", (
         "weights.detach()", "weights.flip(-1)", "weights.roll(1, 0)", "weights.square()", "weights.clamp(max=0.4)",
-        "weights[:, :1]", "probs[:, :K]", "weights.t().reshape(T, K)", "(weights > 0.3)", "weights.round()",
+        "weights[:, :1]", "probs[:, :K]", "weights.t().reshape(T, K)", "(weights > 0.3)", "weights.round()", "weights.t()",
     )),
+    (r"\bhigh\b(?!\),)", ("low", "high[:, :1].expand(-1, K)", "(1 - high)", "high.flip(-1)")),
+    (r"\* 2 \+ low", ("* 1 + low", "+ low * 2", "* 2 + low[:, :1]", "* 3 + low")),
     (r"\bids\b(?! =|,)", (
         "ids.flip(-1)", "ids.roll(1, 0)", "((ids + 1) % E)", "ids.clamp(max=E - 2)", "(ids // 2 * 2)", "ids[:, :1]",
-        "ids.t().reshape(T, K)", "ids.flip(0)", "(E - 1 - ids)", "ids.sort(-1)[0]",
+        "ids.t().reshape(T, K)", "ids.flip(0)", "(E - 1 - ids)", "ids.sort(-1)[0]", "ids.t()", "ids[:, [*range(K)][::-1]]",
+        "(ids % 2)",
     )),
     (r"\border\b(?! =)", ("order.flip(0)", "order.argsort()", "order.roll(1)", "order.sort()[0]")),
     (r"\btoken\b(?! =|,)", ("token.flip(0)", "((token + 1) % T)", "token.sort()[0]")),

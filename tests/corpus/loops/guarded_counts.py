@@ -128,13 +128,41 @@ def copies_rows(self, x, weights, ids):
     return out
 
 
+def _pairs(self, x):
+    """The two digits of two ids, as product keys choose them."""
+    scores = self.router.gate(x)
+    return scores[:, :2].topk(2).indices, scores[:, 2:].topk(2).indices
+
+
+def _loop_of_counted(self, x, weights, ids, counts):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        if counts[e] == 0:
+            continue
+        token, slot = torch.where(ids == e)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def counts_of_pairs(self, x, weights, ids):
+    high, low = _pairs(self, x)
+    ids = high * 2 + low
+    return _loop_of_counted(self, x, weights, ids, torch.bincount(ids.flatten(), minlength=len(self.experts)))
+
+
 GUARDED = (
-    stores_zero_parameters, puts_rows, copies_rows,
+    counts_of_pairs, stores_zero_parameters, puts_rows, copies_rows,
     counts_on_the_host, counts_of_a_mask, rows_unbound, hit_scores, adds_zero_parameters, adds_a_zero_row, through_a_view,
 )  # fmt: skip
 
 
 # Near misses.
+
+
+def counts_of_turned_pairs(self, x, weights, ids):
+    high, low = _pairs(self, x)
+    turned = low * 2 + high
+    return _loop_of_counted(self, x, weights, high * 2 + low, torch.bincount(turned.flatten(), minlength=len(self.experts)))
 
 
 def counts_of_the_next(self, x, weights, ids):
@@ -362,7 +390,7 @@ def copies_into_others(self, x, weights, ids):
 
 
 NEAR_MISSES = (
-    puts_other_rows, copies_into_others,
+    puts_other_rows, copies_into_others, counts_of_turned_pairs,
     counts_of_the_next, counts_of_other_ids, counts_at_least_two, counts_are_weights, counts_change, counts_are_read,
     adds_parameters, stores_one_times_parameters, stores_elsewhere, stores_zero_of_a_counter, stores_a_zero_row,
     counts_the_others, ids_change_through_a_view, others_write_in_an_expression, others_set_a_name,
