@@ -1,7 +1,7 @@
 """What train_moe_lm.py shows at its end: one table, the numbers as JSON, and a plot."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 MIB = 2**20
@@ -23,7 +23,7 @@ class Result:
     kept_bytes: int
     peak_bytes: int | None
     rewritten: str
-    loads: dict[int, dict[str, list[float]]]
+    loads: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:
