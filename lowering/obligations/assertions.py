@@ -174,7 +174,7 @@ class _Known:
 
     def _most_of(self, atom: Atom) -> sympy.Expr | None:
         if isinstance(atom, Expr):
-            return _largest(atom)
+            return self._largest(atom)
         mask = self.masks.get(atom)
         return None if mask is None else sympy.prod(map(sympy.sympify, mask.shape))
 
@@ -216,7 +216,19 @@ class _Known:
         slot, body = algebra.open(count)
         if count.kind == "sum":
             return algebra.sum(slot, self._added(body))
-        return algebra.sum(slot, body) if _is_once(slot, body) else count
+        return algebra.sum(slot, body) if self._is_once(slot, body) else count
+
+    def _is_once(self, slot: Expr, hit: Expr) -> bool:
+        """Whether a token's ids equal a number in one slot at most."""
+        keys = [side for side in hit.args if slot in side.free] if hit.kind == "eq" else []
+        return len(keys) == 1 and are_distinct(self.evaluator.algebra, keys[0], slot)
+
+    def _largest(self, count: Expr) -> sympy.Expr:
+        """As many as what a count is the sum over."""
+        if count.kind in ("sum", "prefix"):
+            var, body = count.args[:2]
+            return self._largest(body) * (1 if self._is_once(var, body) else sympy.sympify(var.args[1]))
+        return sympy.prod(map(self._largest, count.args)) if count.kind == "mul" else sympy.Integer(1)
 
     def _summands(self, e: Expr) -> list[Expr]:
         """The terms of a sum of counts, those of one over all numbers one by one.
@@ -242,20 +254,6 @@ def _selecting(value: Value, axis: int) -> Value | None:
 
 def _is_whole(e: Expr) -> bool:
     return e.kind == "const" and e.args[0] % 1 == 0
-
-
-def _is_once(slot: Expr, hit: Expr) -> bool:
-    """Whether a token's ids equal a number in one slot at most."""
-    keys = [side for side in hit.args if slot in side.free] if hit.kind == "eq" else []
-    return len(keys) == 1 and keys[0].kind == "leaf" and keys[0].args[1][-1] is slot and are_distinct(keys[0])
-
-
-def _largest(count: Expr) -> sympy.Expr:
-    """As many as what a count is the sum over."""
-    if count.kind in ("sum", "prefix"):
-        var, body = count.args[:2]
-        return _largest(body) if _is_once(var, body) else sympy.sympify(var.args[1]) * _largest(body)
-    return sympy.prod(map(_largest, count.args)) if count.kind == "mul" else sympy.Integer(1)
 
 
 def _made_as(number: Any) -> sympy.Basic:
