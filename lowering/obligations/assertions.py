@@ -52,25 +52,27 @@ class _Known:
     def __init__(self, graph: fx.Graph) -> None:
         self.view, self.evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
         self.read: dict[sympy.Symbol, fx.Node] = {}  # numbers that are elements of tensors
-        self.masks: dict[sympy.Symbol, Value | None] = {}  # sizes, as the number of true elements of masks where that is known
+        self.masks: dict[Atom, Value | None] = {}  # sizes, as the number of true elements of masks where that is known
         self.environment: Any = None
         for node in graph.nodes:
             if isinstance(fake := fake_of(node), torch.SymInt):
                 self.environment = fake.node.shape_env
-            if target_name(node) == "item" and isinstance(fake, torch.SymInt):
+            if target_name(node) in ("item", "wrapped_item") and isinstance(fake, torch.SymInt):
                 self.read.setdefault(_made_as(fake), node)
             elif node.op != "output":
                 self._find_masks(node)
         self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
 
     def _find_masks(self, node: fx.Node) -> None:
-        """The sizes that a node makes, with what it selects by."""
+        """The sizes that a node makes, with what it selects by, and where in memory it starts."""
         values = tree_leaves(self.view.value(node))
         for fake, value in zip(tree_leaves(fake_of(node)), values, strict=False):
-            for axis, size in enumerate(fake.shape if isinstance(fake, torch.Tensor) and isinstance(value, Value) else ()):
+            if not isinstance(fake, torch.Tensor) or not isinstance(value, Value) or fake.layout is not torch.strided:
+                continue
+            for axis, size in enumerate((*fake.shape, fake.storage_offset())):
                 symbol = _made_as(size)
                 if isinstance(symbol, sympy.Symbol) and free_unbacked_symbols(symbol):
-                    self.masks.setdefault(symbol, _selecting(value, axis))
+                    self.masks.setdefault(symbol, _selecting(value, axis) if axis < fake.dim() else None)
 
     # What is said.
 
@@ -170,7 +172,7 @@ class _Known:
 
     def _least_of(self, atom: Atom) -> int | None:
         """Nothing is known of an element of a tensor that is no count; sizes and offsets are not negative."""
-        return 0 if isinstance(atom, Expr) or (isinstance(atom, sympy.Symbol) and atom not in self.read) else None
+        return 0 if isinstance(atom, Expr) or (atom in self.masks and atom not in self.read) else None
 
     def _most_of(self, atom: Atom) -> sympy.Expr | None:
         if isinstance(atom, Expr):

@@ -85,6 +85,11 @@ def is_in_range(assertion: fx.Node, most: float) -> bool:
     return isinstance(number, int) and (number <= 0 if name == "ge" else name in ("le", "lt") and number >= most + (name == "lt"))
 
 
+def has_assertions(gm: fx.GraphModule) -> bool:
+    """Whether a graph asserts anything."""
+    return any(target_name(node) in ASSERTS for node in all_nodes(gm))
+
+
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     """All nodes, those of bodies of higher-order operators included."""
     return [node for graph in graphs_of(gm) for node in graph.nodes]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moeblaze_ops.compile import recording
+from moeblaze_ops.compile import GraphRecord, recording
 from tests.capture.test_branches import D, Layer, T, scratch  # noqa: F401
-from tests.corpus.loops.asserted import ASSERTED, KNOWN, infer
+from tests.corpus.loops.asserted import ASSERTED, KNOWN, at_most, infer
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 
@@ -25,6 +25,13 @@ def test_what_the_program_asserts_is_asserted(says):
         layer(x)
     with rewriting_backend() as backend, pytest.raises(Exception):  # noqa: B017
         torch.compile(layer, backend=backend)(x)
+
+
+def test_the_reason_is_given():
+    with rewriting_backend() as backend, recording() as records:
+        torch.compile(Layer(infer(at_most)), backend=backend)(torch.randn(T, D))
+    dropped = [record.dropped or "" for record in records if isinstance(record, GraphRecord)]
+    assert any("what is asserted of it may fail" in reason for reason in dropped)
 
 
 @pytest.mark.parametrize("says", KNOWN, ids=lambda says: says.__name__)
