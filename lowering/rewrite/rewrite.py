@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
@@ -267,28 +269,21 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
 
 
 def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
-    """The regions as far as nobody else uses them, and assertions that cannot fail."""
+    """The regions as far as nobody else uses them, and assertions that cannot fail, of numbers that nobody else uses."""
     own = set().union(*(match.region.nodes for match in replaced))
-    own |= _proven(graph) if replaced else set()
-    dead = set(own)
-    for node in graph.nodes:
-        if node not in dead and _is_plumbing(node) and any(n in dead for n in node.all_input_nodes):
-            dead.add(node)
-    while kept := {n for n in dead if any(u not in dead for u in n.users) or _lost_its_input(n, dead, own)}:
-        dead -= kept
-    return [node for node in graph.nodes if node in dead]
-
-
-def _proven(graph: fx.Graph) -> set[fx.Node]:
-    """Assertions that cannot fail, and what only they read."""
-    proven = proven_assertions(graph)
-    dead = set(proven)
+    proven = proven_assertions(graph) if replaced else set()
+    dead = own | proven
     read = {operand for node in proven for operand in node.all_input_nodes}
     for node in reversed(graph.nodes):
         if node in read and node.op in ("call_function", "call_method") and dead.issuperset(node.users) and not has_effect(node):
             dead.add(node)
             read.update(node.all_input_nodes)
-    return dead
+    for node in graph.nodes:
+        if node not in dead and _is_plumbing(node) and any(n in dead for n in node.all_input_nodes):
+            dead.add(node)
+    while kept := {n for n in dead if not dead.issuperset(n.users) or (n not in own and _reads_other_sizes(n, dead))}:
+        dead -= kept
+    return [node for node in graph.nodes if node in dead]
 
 
 def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
@@ -299,8 +294,10 @@ def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
         gm.recompile()
 
 
-def _lost_its_input(node: fx.Node, dead: set[fx.Node], own: set[fx.Node]) -> bool:
-    return node not in own and not any(n in dead for n in node.all_input_nodes)
+def _reads_other_sizes(node: fx.Node, dead: set[fx.Node]) -> bool:
+    """Whether a node reads a number, or a tensor of a size, that only the data tell and that stays."""
+    fakes = (fake for operand in node.all_input_nodes if operand not in dead for fake in tree_leaves(fake_of(operand)))
+    return any(isinstance(fake, (torch.Tensor, torch.SymInt, torch.SymBool)) and free_unbacked_symbols(fake) for fake in fakes)
 
 
 def _is_plumbing(node: fx.Node) -> bool:
