@@ -24,6 +24,7 @@ _REMEDIES = {
     "OPERAND_CHANGED": "write to the operand after the layer, not inside of it",
     "BUFFER_ALIASED": "write to a buffer that nothing else reads meanwhile",
     "EXTRA_USER": "do not read results from inside the layer (hooks that save activations do)",
+    "EFFECT": "draw random numbers, and call operators that are not torch's, outside of the layer",
     "CONTEXT": "enter and leave autocast and no_grad around the layer, not inside of it",
     "INTERNAL": "this is a defect of ours: please report it with this output (config.strict = True raises it)",
 }

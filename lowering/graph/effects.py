@@ -11,6 +11,7 @@ _RANDOM = frozenset((
     "dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d",
     "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
     "randperm", "rrelu", "gumbel_softmax", "native_dropout", "scaled_dot_product_attention", "fractional_max_pool2d",
+    "cauchy", "exponential", "geometric", "log_normal", "random", "uniform",
 ))  # fmt: skip
 ASSERTS = frozenset((
     "_assert_scalar", "_assert_async", "sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size",
@@ -23,11 +24,18 @@ def has_effect(node: fx.Node) -> bool:
     """Whether a node may write to a tensor, draw random numbers, or run a graph or a function that may."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
+    return bool(written_nodes(node)) or "out" in node.kwargs or acts_beside_tensors(node)
+
+
+def acts_beside_tensors(node: fx.Node) -> bool:
+    """Whether more may be seen of an operator than the tensors that it gives and writes to.
+
+        torch.rand_like(h), h.bernoulli_()      the next number of torch's generator is another
+        mylib.log(h), checkpoint(f, h)          of what is not torch's, and of graphs, nothing is known
+    """
     if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if written_nodes(node) or "out" in node.kwargs:
         return True
     if overloads := overloads_of(node):
         return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
     name = operator_name(node)
-    return not name or name in _RANDOM or name in _UPDATES_STATISTICS
+    return not name or name.removesuffix("_") in _RANDOM or name in _UPDATES_STATISTICS

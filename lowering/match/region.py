@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
+from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
 from moeblaze_ops.lowering.match.operands.find_operands import dependencies
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -44,6 +46,8 @@ def prove_region(
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     _prove_saved(view, root, operands)
+    for node in nodes:
+        prove(not _acts(view, node), Reason.EFFECT, node.name, node)
     prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
@@ -55,6 +59,16 @@ def prove_region(
         prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
     ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
     return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
+
+
+def _acts(view: GraphView, node: fx.Node) -> bool:
+    """Whether an operator of which the value is not known, since nothing depends on it, does more than to give it.
+
+        F.silu(g) * u + 0 * torch.rand_like(g)      draws numbers all the same
+        F.silu(F.dropout(g, 0.0)) * u               is known to give g
+    """
+    values = tree_leaves(view.value(node))
+    return acts_beside_tensors(node) and any(isinstance(value, Value) and value.node is node for value in values)
 
 
 def _prove_gradients(view: GraphView, root: fx.Node, nodes: set[fx.Node], inputs: set[fx.Node]) -> None:

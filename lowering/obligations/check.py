@@ -85,19 +85,9 @@ def is_in_range(assertion: fx.Node, most: float) -> bool:
     return isinstance(number, int) and (number <= 0 if name == "ge" else name in ("le", "lt") and number >= most + (name == "lt"))
 
 
-def asserts_more(assertion: fx.Node) -> bool:
-    """Whether an assertion says more of how many elements of a mask are true than that they are elements of it.
-
-        assert token.numel() < 3, "no room"         raises where an expert has three tokens
-        expert(x[token]) * weights[mask, None]      says that two masks select as many: to pair their rows a match proves it
-    """
-    rows = assertion.args[0]
-    if isinstance(rows, fx.Node) and target_name(rows) == "eq" and isinstance(rows.args[1], fx.Node):
-        return False
-    while isinstance(rows, fx.Node) and rows.args and most_true(rows) is None:
-        rows = rows.args[0]
-    most = most_true(rows) if isinstance(rows, fx.Node) and target_name(rows) not in ("item", "bincount") else None
-    return most is not None and not is_in_range(assertion, most)
+def has_assertions(gm: fx.GraphModule) -> bool:
+    """Whether a graph asserts anything."""
+    return any(target_name(node) in ASSERTS for node in all_nodes(gm))
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:

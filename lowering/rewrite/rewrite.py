@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
-from moeblaze_ops.lowering.graph.effects import ASSERTS
+from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
@@ -22,7 +24,7 @@ from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.obligations.check import asserts_more
+from moeblaze_ops.lowering.obligations.assertions import proven_assertions
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
@@ -267,13 +269,19 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
 
 
 def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
-    """The regions as far as nobody else uses them, with the assertions about their data-dependent sizes."""
+    """The regions as far as nobody else uses them, and assertions that cannot fail, of numbers that nobody else uses."""
     own = set().union(*(match.region.nodes for match in replaced))
-    dead = set(own)
+    proven = proven_assertions(graph) if replaced else set()
+    dead = own | proven
+    read = {operand for node in proven for operand in node.all_input_nodes}
+    for node in reversed(graph.nodes):
+        if node in read and node.op in ("call_function", "call_method") and dead.issuperset(node.users) and not has_effect(node):
+            dead.add(node)
+            read.update(node.all_input_nodes)
     for node in graph.nodes:
         if node not in dead and _is_plumbing(node) and any(n in dead for n in node.all_input_nodes):
             dead.add(node)
-    while kept := {n for n in dead if any(u not in dead for u in n.users) or _lost_its_input(n, dead, own)}:
+    while kept := {n for n in dead if not dead.issuperset(n.users) or (n not in own and _reads_other_sizes(n, dead))}:
         dead -= kept
     return [node for node in graph.nodes if node in dead]
 
@@ -286,16 +294,16 @@ def _erase(gm: fx.GraphModule, dead: list[fx.Node]) -> None:
         gm.recompile()
 
 
-def _lost_its_input(node: fx.Node, dead: set[fx.Node], own: set[fx.Node]) -> bool:
-    return node not in own and not any(n in dead for n in node.all_input_nodes)
+def _reads_other_sizes(node: fx.Node, dead: set[fx.Node]) -> bool:
+    """Whether a node reads a number, or a tensor of a size, that only the data tell and that stays."""
+    fakes = (fake for operand in node.all_input_nodes if operand not in dead for fake in tree_leaves(fake_of(operand)))
+    return any(isinstance(fake, (torch.Tensor, torch.SymInt, torch.SymBool)) and free_unbacked_symbols(fake) for fake in fakes)
 
 
 def _is_plumbing(node: fx.Node) -> bool:
-    """Reads a size or a part of a result, or asserts something about one."""
+    """Reads a size or a part of a result."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = target_name(node)
     tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    if name in ASSERTS:
-        return name != "_assert_scalar" or not asserts_more(node)
     return name == "getitem" or (not tensor and fake_of(node) is not None)

@@ -336,6 +336,15 @@ def alias_read_afterwards(self, x, weights, ids):
     return out, first_row * 2
 
 
+@_lookalike("EFFECT")
+def random_numbers_times_zero(self, x, weights, ids):
+    def expert(e, x):
+        mlp = self.experts[e]
+        return mlp.w2(F.silu(mlp.w1(x)) * mlp.w3(x) + 0.0 * torch.rand(zoo.FF))
+
+    return _masked(self, x, weights, ids, expert)
+
+
 @_lookalike("EXTRA_USER")
 def partial_sum_read(self, x, weights, ids):
     out = torch.zeros_like(x)

@@ -1,0 +1,263 @@
+"""Which assertions of a graph on numbers of the host hold whatever the data are: they may go with a layer, any other stays.
+
+    rows[: counts[0]]                           Dynamo asserts that a slice has no more rows than there are
+    assert sum(counts) == ids.numel()           so does the program, of counts of all ids
+    assert counts[0] <= capacity                stays: it fails where an expert has more
+
+Nothing is believed that Dynamo learnt of a symbol, since it learns from assertions. A size is what its operator gives: a mask
+selects from none to all of its elements. A number that a tensor holds is known where it is a count.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.effects import ASSERTS
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_count
+
+Atom = Expr | sympy.Symbol
+
+_OF_NUMBERS = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "eq": sympy.Eq, "ne": sympy.Ne,
+    "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge, "and_": sympy.And,
+}  # fmt: skip
+_SUMS = ("sym_sum", "sum")
+
+
+def proven_assertions(graph: fx.Graph) -> set[fx.Node]:
+    """The assertions of a graph that hold whatever the data are."""
+    assertions = [node for node in graph.nodes if target_name(node) in ASSERTS]
+    if not assertions:
+        return set()
+    known = _Known(graph)
+    return {node for node in assertions if all(map(known.holds, known.claims(node)))}
+
+
+class _Known:
+    """What is known of the numbers of a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.view, self.evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
+        self.read: dict[sympy.Symbol, fx.Node] = {}  # numbers that are elements of tensors
+        self.masks: dict[Atom, Value | None] = {}  # sizes, as the number of true elements of masks where that is known
+        self.environment: Any = None
+        for node in graph.nodes:
+            if isinstance(fake := fake_of(node), torch.SymInt):
+                self.environment = fake.node.shape_env
+            if target_name(node) in ("item", "wrapped_item") and isinstance(fake, torch.SymInt):
+                self.read.setdefault(_made_as(fake), node)
+            elif node.op != "output":
+                self._find_masks(node)
+        self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
+
+    def _find_masks(self, node: fx.Node) -> None:
+        """The sizes that a node makes, with what it selects by, and where in memory it starts."""
+        values = tree_leaves(self.view.value(node))
+        for fake, value in zip(tree_leaves(fake_of(node)), values, strict=False):
+            if not isinstance(fake, torch.Tensor) or not isinstance(value, Value) or fake.layout is not torch.strided:
+                continue
+            for axis, size in enumerate((*fake.shape, fake.storage_offset())):
+                symbol = _made_as(size)
+                if isinstance(symbol, sympy.Symbol) and free_unbacked_symbols(symbol):
+                    self.masks.setdefault(symbol, _selecting(value, axis) if axis < fake.dim() else None)
+
+    # What is said.
+
+    def claims(self, assertion: fx.Node) -> Iterator[sympy.Basic | None]:
+        """What an assertion says, as relations of symbols; None where that is not known."""
+        name, says = target_name(assertion), assertion.kwargs
+        first = next(iter(assertion.args), says.get("cond"))
+        if name in ("_assert_scalar", "_check"):
+            yield self._number(first)
+        elif name in ("_check_is_size", "sym_constrain_range", "sym_constrain_range_for_size"):
+            number = self._number(first)
+            least = says.get("min", None if name == "sym_constrain_range" else 0)
+            for relation, bound in ((sympy.Ge, least), (sympy.Le, says.get("max"))):
+                if bound is not None:
+                    yield None if number is None else relation(number, bound)
+        else:
+            yield None
+
+    def _number(self, of: Any) -> sympy.Basic | None:
+        """A number or a flag of the graph in terms of the symbols that its operators made, whatever they were replaced by."""
+        if not isinstance(of, fx.Node):
+            return sympy.sympify(of) if isinstance(of, int) else None
+        name, fake = target_name(of), fake_of(of)
+        operands = [fake_of(operand) for operand in of.all_input_nodes]
+        if not operands or not all(isinstance(operand, (int, torch.SymInt, torch.SymBool)) for operand in operands):
+            return _made_as(fake) if isinstance(fake, torch.SymInt) else None  # of a tensor, or an input
+        numbers = [self._number(arg) for arg in (of.args[0] if name in _SUMS else of.args)]
+        if None in numbers or of.kwargs or not (name in _OF_NUMBERS or name in _SUMS):
+            return None
+        return sum(numbers, sympy.Integer(0)) if name in _SUMS else _OF_NUMBERS[name](*numbers)
+
+    # Whether it is so.
+
+    def holds(self, claim: sympy.Basic | None) -> bool:
+        if isinstance(claim, sympy.And):
+            return all(map(self.holds, claim.args))
+        if not isinstance(claim, sympy.core.relational.Relational):
+            return claim == sympy.true
+        difference = claim.lhs - claim.rhs
+        if isinstance(claim, sympy.Eq):
+            return any(form == (0, {}) for form in self._forms(difference))
+        if isinstance(claim, sympy.Ne):
+            return self._is_at_least(1, difference) or self._is_at_least(1, -difference)
+        larger = difference if isinstance(claim, (sympy.Ge, sympy.Gt)) else -difference
+        return self._is_at_least(int(isinstance(claim, (sympy.Gt, sympy.Lt))), larger)
+
+    def _is_at_least(self, least: int, number: sympy.Expr) -> bool:
+        return any(bool(self._least(*form) >= least) for form in self._forms(number))
+
+    def _forms(self, number: sympy.Expr) -> Iterator[tuple[sympy.Expr, dict[Atom, int]]]:
+        """A number as one that does not depend on data, and how often sizes are added to it, or counts.
+
+        The last has the number of ids in place of counts of all numbers that they may be.
+        """
+        rest, sizes = sympy.expand(number), Counter[Atom]()
+        for symbol, factor in rest.as_coefficients_dict().items():
+            if free_unbacked_symbols(symbol):
+                sizes[symbol] = factor
+                rest -= factor * symbol
+        yield rest, {size: times for size, times in sizes.items() if times}
+        counted = Counter[Atom]()
+        for size, times in sizes.items():
+            counts = self._count(size)
+            for atom in [size] if counts is None else counts:
+                if isinstance(atom, Expr) and atom.kind == "const":
+                    rest += times * atom.args[0]
+                else:
+                    counted[atom] += times
+        yield rest, {atom: times for atom, times in counted.items() if times}
+        yield self._added_up(rest, counted)
+
+    def _added_up(self, rest: sympy.Expr, times: dict[Atom, int]) -> tuple[sympy.Expr, dict[Atom, int]]:
+        algebra, left = self.evaluator.algebra, Counter(times)
+        runs: dict[tuple, dict[int, Expr]] = {}
+        for atom in times:
+            if isinstance(atom, Expr) and (run := self.evaluator.numbered(atom)) is not None:
+                runs.setdefault((run.var, run.counts), {})[run.number] = atom
+        for (var, counts), found in runs.items():
+            groups = var.args[1]
+            total = sum_of_counts(algebra, var, counts, groups) if isinstance(groups, int) else None
+            if total is not None and found.keys() <= set(range(groups)):
+                each = min(times[found[e]] if e in found else 0 for e in range(groups))
+                for e in range(groups) if each else ():
+                    left[found.get(e) or algebra.substitute(counts, {var: algebra.const(e)})] -= each
+                rest += each * total
+        return sympy.expand(rest), {atom: n for atom, n in left.items() if n}
+
+    def _least(self, rest: sympy.Expr, times: dict[Atom, int]) -> float | sympy.Expr:
+        """The smallest that a sum of counts and sizes may be, as far as is known."""
+        for atom, factor in times.items():
+            bound = self._least_of(atom) if factor > 0 else self._most_of(atom)
+            if bound is None:
+                return -sympy.oo
+            rest += factor * bound
+        rest = sympy.expand(rest)
+        return rest if rest.is_number or self.environment is None else self.environment.bound_sympy(rest).lower
+
+    def _least_of(self, atom: Atom) -> int | None:
+        """Nothing is known of an element of a tensor that is no count; sizes and offsets are not negative."""
+        return 0 if isinstance(atom, Expr) or (atom in self.masks and atom not in self.read) else None
+
+    def _most_of(self, atom: Atom) -> sympy.Expr | None:
+        if isinstance(atom, Expr):
+            return self._largest(atom)
+        mask = self.masks.get(atom)
+        return None if mask is None else sympy.prod(map(sympy.sympify, mask.shape))
+
+    def _count(self, symbol: Atom) -> list[Expr] | None:
+        """The counts that a number is the sum of, None where it is something else."""
+        if not isinstance(symbol, sympy.Symbol):
+            return None
+        if symbol not in self._counts:
+            terms = self._counted(symbol)
+            terms = None if terms is None else list(map(self._added, terms))
+            known = terms is not None and all(is_count(term) or _is_whole(term) for term in terms)
+            self._counts[symbol] = terms if known else None
+        return self._counts[symbol]
+
+    def _counted(self, symbol: sympy.Symbol) -> list[Expr] | None:
+        evaluator, view = self.evaluator, self.view
+        if (read := self.read.get(symbol)) is not None:
+            held = view.value_at(read.args[0], view.position[read])
+            element = evaluator.try_element(held) if isinstance(held, Value) else None
+            return None if element is None else self._summands(element)
+        if (mask := self.masks.get(symbol)) is None:
+            return None
+        if mask.op == "between":
+            count = evaluator.selected(mask)
+        elif (count := evaluator.try_element(mask)) is not None:
+            for variable in reversed([i for i in evaluator.variables(mask) if i.kind == "var"]):
+                count = evaluator.algebra.sum(variable, count)
+        return None if count is None else [count]
+
+
+    def _added(self, count: Expr) -> Expr:
+        """A count of tokens as that of their slots, where no token chooses an expert twice.
+
+            any_k [ids[t, k] = e]       sum_k [ids[t, k] = e], of ids of a topk
+        """
+        algebra = self.evaluator.algebra
+        if count.kind not in ("sum", "any"):
+            return count
+        slot, body = algebra.open(count)
+        if count.kind == "sum":
+            return algebra.sum(slot, self._added(body))
+        return algebra.sum(slot, body) if self._is_once(slot, body) else count
+
+    def _is_once(self, slot: Expr, hit: Expr) -> bool:
+        """Whether a token's ids equal a number in one slot at most."""
+        keys = [side for side in hit.args if slot in side.free] if hit.kind == "eq" else []
+        return len(keys) == 1 and are_distinct(self.evaluator.algebra, keys[0], slot)
+
+    def _largest(self, count: Expr) -> sympy.Expr:
+        """As many as what a count is the sum over."""
+        if count.kind in ("sum", "prefix"):
+            var, body = count.args[:2]
+            return self._largest(body) * (1 if self._is_once(var, body) else sympy.sympify(var.args[1]))
+        return sympy.prod(map(self._largest, count.args)) if count.kind == "mul" else sympy.Integer(1)
+
+    def _summands(self, e: Expr) -> list[Expr]:
+        """The terms of a sum of counts, those of one over all numbers one by one.
+
+            counts.sum()        sum_e sum_n [ids[n] = e]
+        """
+        if e.kind == "sum":
+            number, body = self.evaluator.algebra.open(e)
+            compared = any(number in hit.args for hit in subexpressions(body, lambda inner: inner.kind == "eq"))
+            if compared and isinstance(size := number.args[1], int):
+                return [self.evaluator.algebra.substitute(body, {number: self.evaluator.algebra.const(i)}) for i in range(size)]
+        return self.evaluator.written_out(e)
+
+
+def _selecting(value: Value, axis: int) -> Value | None:
+    """The mask of whose true elements an axis has as many: of places, of what they select, or of places side by side."""
+    made_of = [value] if value.op == "nonzero" else tree_leaves(value.args)
+    if value.op == "index":
+        made_of = value.args[1][axis : axis + 1]
+    masks = {part.args[0] for part in made_of if isinstance(part, Value) and part.op == "nonzero"}
+    return next(iter(masks)) if len(masks) == 1 else None
+
+
+def _is_whole(e: Expr) -> bool:
+    return e.kind == "const" and e.args[0] % 1 == 0
+
+
+def _made_as(number: Any) -> sympy.Basic:
+    """What Dynamo called a number when it was made, before anything was learnt of it."""
+    return number.node._expr if isinstance(number, torch.SymInt) else sympy.sympify(number)

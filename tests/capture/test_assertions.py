@@ -1,0 +1,45 @@
+"""What a program asserts of numbers on the host is still asserted, or is known to hold, once its layer is rewritten."""
+
+import pytest
+import torch
+
+from moeblaze_ops.compile import GraphRecord, recording
+from tests.capture.test_branches import D, Layer, T, scratch  # noqa: F401
+from tests.corpus.loops.asserted import ASSERTED, KNOWN, at_most, infer
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+
+def crowded(layer):
+    """All tokens choose experts 0 and 1, each half of the rows."""
+    layer.penalty[:2] = 100.0
+    return layer
+
+
+@pytest.mark.parametrize("says", ASSERTED, ids=lambda says: says.__name__)
+def test_what_the_program_asserts_is_asserted(says):
+    """``says`` fails where one expert has all tokens."""
+    torch.manual_seed(0)
+    layer = crowded(Layer(infer(says)))
+    x = torch.randn(T, D)
+    with pytest.raises(Exception):  # noqa: B017
+        layer(x)
+    with rewriting_backend() as backend, pytest.raises(Exception):  # noqa: B017
+        torch.compile(layer, backend=backend)(x)
+
+
+def test_the_reason_is_given():
+    with rewriting_backend() as backend, recording() as records:
+        torch.compile(Layer(infer(at_most)), backend=backend)(torch.randn(T, D))
+    dropped = [record.dropped or "" for record in records if isinstance(record, GraphRecord)]
+    assert any("what is asserted of it may fail" in reason for reason in dropped)
+
+
+@pytest.mark.parametrize("says", KNOWN, ids=lambda says: says.__name__)
+def test_what_is_known_to_hold_keeps_no_layer(says):
+    torch.manual_seed(0)
+    layer = Layer(infer(says))
+    x = torch.randn(T, D)
+    with rewriting_backend() as backend, recording() as records:
+        out = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(out, layer(x))
+    assert len(rewritten_in(records)) == 1
