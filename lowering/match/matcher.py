@@ -83,6 +83,7 @@ class Matcher:
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
+        self._combining = [node for node in graph.nodes if _may_combine(node)]
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
         self._choices: dict[tuple[Expr, Expr], Chosen] = {}
@@ -93,8 +94,8 @@ class Matcher:
         declined: list[Decline] = []
         taken: set[fx.Node] = set()
         parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
-        for node in reversed(list(self.view.graph.nodes)):
-            if node in taken or node in parts or not _may_combine(node):
+        for node in reversed(self._combining):
+            if node in taken or node in parts:
                 continue
             if self.view.is_gradient_off(node) is not self.view.numbers_only:
                 continue
@@ -121,7 +122,7 @@ class Matcher:
         behind = dependencies(self.view, outer.root) - {outer.root}
         inner = [result for result in results if result.root in behind]
         if outer.rows:
-            nodes = set().union(*(dependencies(self.view, result.root) for result in inner))
+            nodes = dependencies(self.view, *(result.root for result in inner))
             return all(row.node in nodes for row in outer.rows)
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
@@ -141,8 +142,8 @@ class Matcher:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
         total = self._result(whole.root)
         of_data = set() if total is None else free_unbacked_symbols(total.shape)
-        for node in dependencies(self.view, whole.root):
-            if not _may_combine(node) or (value := self._result(node)) is None:
+        for node in dependencies(self.view, whole.root).intersection(self._combining):
+            if (value := self._result(node)) is None:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert

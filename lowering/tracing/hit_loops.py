@@ -187,21 +187,30 @@ def iterator_over(tx: Any, variable: VariableTracker, *, numbered: bool = False)
     if isinstance(variable, HitIterator):
         return None if numbered else variable
     if isinstance(variable, Hits):
-        numbers = [ConstantVariable.create(e) for e in variable.experts]
-        return None if variable.is_set else _over(variable, numbers, numbered)  # a set has an order of its own
+        return None if variable.is_set else _over(variable, _number, numbered)  # a set has an order of its own
     hits = _hits_in(variable)
     if hits is None:
         if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
             raise Declined("a loop goes over numbers that may be those of no experts")
         return None
-    return _over(hits, [_element(tx, hits, e) for e in hits.experts], numbered)
+    return _over(hits, _element, numbered)
 
 
-def _over(hits: Hits, items: list[VariableTracker], numbered: bool) -> HitIterator:
+def _over(hits: Hits, item: Callable[[Any, Hits, int], VariableTracker], numbered: bool) -> HitIterator:
+    items: list[VariableTracker] = [Unknown() for _ in hits.experts]
+
     def asks(tx: Any, number: int) -> list[Condition]:
-        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)] if number < len(items) else []
+        if number >= len(items):
+            return []
+        made = item(tx, hits, hits.experts[number])  # in its round, so that little of the graph is behind it
+        items[number] = TupleVariable([Unknown(), made]) if numbered else made
+        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)]
 
-    return HitIterator([TupleVariable([Unknown(), item]) for item in items] if numbered else items, asks)
+    return HitIterator(items, asks)
+
+
+def _number(tx: Any, hits: Hits, expert: int) -> ConstantVariable:
+    return ConstantVariable.create(expert)
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
