@@ -11,6 +11,7 @@ the time that they were taken, it does nothing.
 
 import operator
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -123,12 +124,6 @@ class Counts(Numbers):
     def length(self, tx: Any) -> VariableTracker:
         raise Declined("the highest id says how many counts there are; say `minlength`")
 
-    def running_sums(self, tx: Any) -> "Counts":
-        sums = self.items[:1]
-        for item in self.items[1:]:
-            sums.append(BuiltinVariable(operator.add).call_function(tx, [sums[-1], item], {}))
-        return Counts(self.tensor, sums)
-
     def item(self, index: VariableTracker) -> VariableTracker:
         """One of them that is surely there: a loop over them has come to it."""
         known = isinstance(index, ConstantVariable) and type(index.value) is int and 0 <= index.value < self._begun
@@ -150,9 +145,19 @@ class Counts(Numbers):
 
     def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
         asked = [*args, *kwargs.values()]
-        if name == "cumsum" and all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in asked):
-            return self.running_sums(tx)
+        if name == "cumsum" and is_along_first(asked):
+            return Counts(self.tensor, running_sums(tx, self.items))
         return self if name == "tolist" and not asked else super().call_method(tx, name, args, kwargs)
+
+
+def running_sums(tx: Any, numbers: list[VariableTracker]) -> list[VariableTracker]:
+    """What the cumulative sums of numbers are, each of them in the graph."""
+    return list(accumulate(numbers, lambda total, number: BuiltinVariable(operator.add).call_function(tx, [total, number], {})))
+
+
+def is_along_first(axes: list[VariableTracker]) -> bool:
+    """Whether what an operator is told of axes is the first one, or nothing."""
+    return all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in axes)
 
 
 def _hits_in(variable: VariableTracker) -> Hits | None:
