@@ -8,8 +8,10 @@ between and absence of aliases then need no search of their own.
 
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -188,7 +190,8 @@ class GraphView:
     _now: dict[fx.Node, Any] = field(default_factory=dict)
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
-    _written_beside: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # where there are several, and by keyword
+    _all_writes: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
+    _places: dict[fx.Node, tuple[Size, ...]] = field(default_factory=dict)
     _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
@@ -209,19 +212,25 @@ class GraphView:
 
     def value_at(self, node: fx.Node, position: int) -> Any:
         """What ``node`` holds right after the node at ``position`` ran."""
-        held = None
-        for when, value in self._history[node]:
-            if when <= position:
-                held = value
-        return held
+        history = self._history[node]
+        after = bisect_right(history, position, key=operator.itemgetter(0))
+        return history[after - 1][1] if after else None
 
     def value(self, node: fx.Node) -> Any:
         """What ``node`` holds when it is first computed (for a writing node: what it wrote)."""
         return self._history[node][0][1]
 
     def all_writes(self) -> list[tuple[fx.Node, fx.Node]]:
-        """Every writing node with each of the nodes that it writes."""
-        return list(dict.fromkeys((*self.writes.items(), *self._written_beside)))
+        """Every writing node with each of the nodes that it writes, in graph order."""
+        return list(self._all_writes)
+
+    @cached_property
+    def writers(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes that write to a tensor, by whatever alias, in graph order."""
+        writers: dict[fx.Node, dict[fx.Node, None]] = {}
+        for writer, written in self._all_writes:
+            writers.setdefault(self.aliases(written)[0], {})[writer] = None
+        return {alias: list(found) for first, found in writers.items() for alias in self.aliases(first)}
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         storage = storage_of(node)
@@ -273,12 +282,13 @@ class GraphView:
         self._record(node, value)
         if target is not None:
             self.writes[node] = target
+            self._all_writes[node, target] = None
             if not isinstance(value, Value):  # setitem returns None, and has no value of its own where it stays opaque
                 value = self.opaque(target, node)
             self._write(target, value, node)
         for other in written_nodes(node):
             if other is not target:
-                self._written_beside.append((node, other))
+                self._all_writes[node, other] = None
                 self.writes.setdefault(node, other)
                 self._write(other, self.opaque(other, node), node)
         storage = storage_of(node)
@@ -337,9 +347,9 @@ class GraphView:
         same_buffer = self._aliases.get(storage, []) if storage is not None else [target]
         for alias in same_buffer:
             held = self._now[alias]
-            if held is before and _is_same_place(alias, target):
+            if held is before and self._is_same_place(alias, target):
                 self._record(alias, value)
-            elif before.op == "index" and before.args[0] is held and _are_rows(target, alias):
+            elif before.op == "index" and before.args[0] is held and self._are_rows(target, alias):
                 rows = self.make("put", held, before.args[1], 0, value, False, shape=held.shape, dtype=held.dtype)
                 self._record(alias, rows)
             elif _is_reshape(alias, target) and (alias in self._detached) == (target in self._detached):
@@ -355,17 +365,21 @@ class GraphView:
                 if node.op == "placeholder" and node not in same_buffer and isinstance(fake_of(node), torch.Tensor):
                     self._record(node, self.opaque(node, at))
 
+    def _is_same_place(self, a: fx.Node, b: fx.Node) -> bool:
+        """Both are the same part of their storage: two rows of a buffer that hold zeros are not."""
+        one, other = self._place(a), self._place(b)
+        return one == other or (len(one) == len(other) and all(map(same_size, one, other)))
 
-def _is_same_place(a: fx.Node, b: fx.Node) -> bool:
-    """Both are the same part of their storage: two rows of a buffer that hold zeros are not."""
-    fakes = fake_of(a), fake_of(b)
-    places = [(*fake.shape, *fake.stride(), fake.storage_offset()) for fake in fakes]
-    return len(places[0]) == len(places[1]) and all(same_size(size_of(m), size_of(n)) for m, n in zip(*places, strict=True))
+    def _place(self, node: fx.Node) -> tuple[Size, ...]:
+        place = self._places.get(node)
+        if place is None:
+            fake = fake_of(node)
+            place = self._places[node] = tuple(map(size_of, (*fake.shape, *fake.stride(), fake.storage_offset())))
+        return place
 
-
-def _are_rows(part: fx.Node, whole: fx.Node) -> bool:
-    """``part`` is a slice of ``whole``, with bounds that only the data tell."""
-    return isinstance(part.args[0], fx.Node) and _is_same_place(part.args[0], whole)
+    def _are_rows(self, part: fx.Node, whole: fx.Node) -> bool:
+        """``part`` is a slice of ``whole``, with bounds that only the data tell."""
+        return isinstance(part.args[0], fx.Node) and self._is_same_place(part.args[0], whole)
 
 
 def _is_reshape(a: fx.Node, b: fx.Node) -> bool:

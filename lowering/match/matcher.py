@@ -83,6 +83,8 @@ class Matcher:
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
         self._formulas = Formulas(self._algebra)
+        self._behind: dict[fx.Node, set[fx.Node]] = {}
+        self._combining = [node for node in graph.nodes if _may_combine(node)]
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
         self._choices: dict[tuple[Expr, Expr], Chosen] = {}
@@ -93,8 +95,8 @@ class Matcher:
         declined: list[Decline] = []
         taken: set[fx.Node] = set()
         parts: set[fx.Node] = set()  # sums of some of the experts of a layer that was declined
-        for node in reversed(list(self.view.graph.nodes)):
-            if node in taken or node in parts or not _may_combine(node):
+        for node in reversed(self._combining):
+            if node in taken or node in parts:
                 continue
             if self.view.is_gradient_off(node) is not self.view.numbers_only:
                 continue
@@ -118,10 +120,10 @@ class Matcher:
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        behind = dependencies(self.view, outer.root) - {outer.root}
-        inner = [result for result in results if result.root in behind]
+        behind = self._dependencies(outer.root)
+        inner = [result for result in results if result.root in behind and result.root is not outer.root]
         if outer.rows:
-            nodes = set().union(*(dependencies(self.view, result.root) for result in inner))
+            nodes = dependencies(self.view, *(result.root for result in inner))
             return all(row.node in nodes for row in outer.rows)
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
@@ -129,26 +131,31 @@ class Matcher:
 
     def _is_added_to_base(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
         """Whether a layer onto a base is one that was found without it."""
-        behind = dependencies(self.view, outer.root) - {outer.root}
-        return any(inner.chosen == outer.chosen for inner in found if inner.root in behind)
+        behind = self._dependencies(outer.root)
+        return any(inner.chosen == outer.chosen for inner in found if inner.root in behind and inner.root is not outer.root)
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
         fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
-        return fewer and part.root in dependencies(self.view, whole.root)
+        return fewer and part.root in self._dependencies(whole.root)
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
         total = self._result(whole.root)
         of_data = set() if total is None else free_unbacked_symbols(total.shape)
-        for node in dependencies(self.view, whole.root):
-            if not _may_combine(node) or (value := self._result(node)) is None:
+        for node in self._dependencies(whole.root).intersection(self._combining):
+            if (value := self._result(node)) is None:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert
             experts = self._experts_of(value)
             if experts and is_part(experts, whole.chosen):
                 yield node
+
+    def _dependencies(self, root: fx.Node) -> set[fx.Node]:
+        if root not in self._behind:
+            self._behind[root] = dependencies(self.view, root)
+        return self._behind[root]
 
     def _experts_of(self, value: Value) -> Counter:
         known = self._counted.get(value)

@@ -35,9 +35,9 @@ def prove_region(
     """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
     filled = _writes_to(view, operands - buffer, root)
-    above = set().union(*(dependencies(view, n) for n in (*operands, *filled, *([base] if base else []))))
+    above = dependencies(view, *operands, *filled, *([base] if base else []))
     # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
-    behind = dependencies(view, root, frozenset(above - buffer)) - above
+    behind = dependencies(view, root, stop=frozenset(above - buffer)) - above
     inputs = {n for n in behind if n.op in ("placeholder", "get_attr")}
     nodes = behind - inputs
     _prove_gradients(view, root, nodes, inputs)
@@ -52,7 +52,7 @@ def prove_region(
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
-    kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, [])}
+    kept = {n for n in nodes - computed if n in view.writes and _used_outside(view, n, nodes, frozenset())}
     if base in buffer:
         between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
         staying = [w for w, to in between if to in buffer and w not in nodes - kept]
@@ -103,7 +103,7 @@ def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
         made = target_name(node) in _PROJECTIONS
         if node.op != "output" and (made or any(n in computed or n in buffers for n in node.all_input_nodes)):
             computed.add(node)
-            if (target := view.writes.get(node)) is not None:
+            if (target := view.writes.get(node)) is not None and target not in buffers:
                 buffers.update(view.aliases(target))
     return computed
 
@@ -143,7 +143,9 @@ def _prove_users(
     view: GraphView, root: fx.Node, nodes: set[fx.Node], computed: set[fx.Node], carriers: tuple[fx.Node, ...]
 ) -> None:
     position = view.position[root]
-    buffer = view.aliases(view.writes[root]) if root in view.writes else []
+    buffer = frozenset(view.aliases(view.writes[root])) if root in view.writes else frozenset()
+    writers = [view.position[node] for node in nodes if view.writes.get(node) in buffer]
+    first_write = min(writers, default=position)
     for node in sorted(computed, key=view.position.__getitem__):
         if node is root or node in carriers:
             continue
@@ -151,17 +153,15 @@ def _prove_users(
             detail, user = used
             raise Declined(Reason.EXTRA_USER, detail, user)
     for carrier in carriers if root in view.writes else ():
-        writers = [n for n in nodes if n in view.writes and carrier in view.aliases(view.writes[n])]
-        first_write = min(map(view.position.__getitem__, writers), default=position)
         for user in carrier.users:
             between = first_write <= view.position[user] <= position
             prove(user in nodes or not between, Reason.EXTRA_USER, "a partial sum is read", user)
 
 
-def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: list[fx.Node]) -> tuple[str, fx.Node] | None:
+def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: frozenset[fx.Node]) -> tuple[str, fx.Node] | None:
     """Who reads, outside of the region, what a node holds or what it wrote into another buffer than the result's."""
     target = view.writes.get(node)
-    written = [alias for alias in view.aliases(target) if alias not in buffer] if target is not None else []
+    written = view.aliases(target) if target is not None and target not in buffer else []
     for holder in (node, *written):
         for user in holder.users:
             late = holder is node or view.position[user] > view.position[node]

@@ -11,6 +11,7 @@ of all that is another tensor afterwards, are what they were before, once everyt
 
 import copy
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,12 +70,18 @@ def discharge(gm: fx.GraphModule) -> Discharged:
             if reason is not None:
                 return Discharged(f"{_line(begin)}: {reason}")
             (end,) = begin.users
-            inside = range(view.position[begin], view.position[end])
-            result.work.update(node for node, at in view.position.items() if at in inside and node not in begins)
+            result.work.update(node for node in _from(begin, end) if node.target is not branch_begins)
     for graph in graphs:
         _erase(graph)
     result.work = {node for node in result.work if not node._erased}
     return result
+
+
+def _from(node: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+    """A node and those behind it, up to the one before ``end``."""
+    while node is not end:
+        yield node
+        node = node.next
 
 
 def _write_to_hits(view: GraphView) -> fx.Node | None:
@@ -104,10 +111,7 @@ def _erase(graph: fx.Graph) -> None:
     markers = (branch_forks, branch_begins, branch_ends, some_rows)
     other: set[fx.Node] = set()
     for begin in [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]:
-        node = begin.args[2]
-        while node is not begin:
-            other.add(node)
-            node = node.next
+        other.update(_from(begin.args[2], begin))
     read: set[fx.Node] = set()
     for node in [node for node in reversed(graph.nodes) if node.target in markers]:
         read.update(other for other in node.all_input_nodes if other.target not in markers)
@@ -119,10 +123,11 @@ def _erase(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node._erased:
             continue
-        _drop_range_assertions(node)
+        if (most := most_true(node)) is not None:
+            _drop_range_assertions(node, most)
         is_call = node.op in ("call_function", "call_method")
         for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
-        unread = node in other or most_true(node) is not None or for_nothing
+        unread = node in other or most is not None or for_nothing
         if unread and not node.users:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
@@ -133,11 +138,8 @@ _READS = frozenset(("getitem", "sym_ite", "sym_size", "size", "shape", "numel", 
 """Operators that tell a number on the host, and assert in which range it is."""
 
 
-def _drop_range_assertions(node: fx.Node) -> None:
-    """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is in its range."""
-    most = most_true(node)
-    if most is None:
-        return
+def _drop_range_assertions(node: fx.Node, most: float) -> None:
+    """Drop what asserts of a flag on the host, or of the number of a mask's true elements, that it is no more than ``most``."""
     found: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -157,6 +159,7 @@ class _Known:
 
     def __init__(self, view: GraphView) -> None:
         self.view, self.evaluator, self.writes = view, Evaluator(), view.all_writes()
+        self.written_at = [view.position[write] for write, _ in self.writes]
         self.masks: dict[Size, dict[Value, None]] = {}  # of whose true elements there are so many
         for value in view._pool.values():
             if value.op == "nonzero":
@@ -194,7 +197,7 @@ class _Proof:
 
     def __init__(self, known: _Known, begin: fx.Node, end: fx.Node, fork: fx.Node | None):
         view = self.view = known.view
-        self.begin, self.end, self.writes = begin, end, known.writes
+        self.begin, self.end, self.writes, self.written_at = begin, end, known.writes, known.written_at
         self.first, self.last = view.position[begin], view.position[end]
         self.fork = self.first if fork is None else view.position[fork]
         self.evaluator, self.masks = known.evaluator, known.masks
@@ -303,15 +306,15 @@ class _Proof:
 
     def other_effect(self) -> str | None:
         """What the side without the work does beside writing to tensors: it will not run."""
-        for node, at in self.view.position.items():
-            if self.fork < at < self.first and has_effect(node) and not any(node is write for write, _ in self.writes):
+        for node in _from(self.begin.args[2].next, self.begin):
+            if has_effect(node) and node not in self.view.writes:
                 return f"{name_of(node)} at {_line(node)} would not run"
         return None
 
     def changed_buffer(self, first: int, last: int) -> str | None:
         """What is written to between two positions and is read later, and may not be what it was."""
-        for write, target in self.writes:
-            if not first < self.view.position[write] < last or self._writes_nothing(write):
+        for write, target in self.writes[bisect_right(self.written_at, first) : bisect_left(self.written_at, last)]:
+            if self._writes_nothing(write):
                 continue
             if not has_storage(target):
                 return f"it is not known what {name_of(write)} writes to"

@@ -55,10 +55,18 @@ def have_rows(graph: fx.Graph, parts: tuple[fx.Node, ...]) -> bool:
 def _may_depend_on_data(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or target_name(node) not in _PARTS:
         return False
+    if target_name(node) == "getitem" and not _has_bounds(node.args[1]):
+        return False
     parts = fake_of(node)
     if isinstance(parts, torch.SymInt):
         return True
     return any(free_unbacked_symbols(part) for part in (parts if isinstance(parts, (tuple, list)) else [parts]))
+
+
+def _has_bounds(key: Any) -> bool:
+    """Whether a subscript is a slice with bounds that the graph computes: ``x[start:stop]``, not ``x[mask]`` or ``x[:2]``."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(bound, fx.Node) for part in parts if isinstance(part, slice) for bound in (part.start, part.stop))
 
 
 def _zeros(view: GraphView) -> Iterator[Size]:

@@ -16,7 +16,7 @@ must not have been moved. What is not so gives the attempt up (`Declined`), and 
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -80,7 +80,7 @@ class _Branch:
     result: Variable | None = None  # what the frame returns without the work, if it joins at its end
     attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
     world: tuple = ()
-    known: dict[sympy.Symbol, tuple] = field(default_factory=dict)  # what is known of sizes
+    known: tuple = ()  # what is known of sizes
     lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
     skipped: dict[Variable, list[Variable]] = field(default_factory=dict)  # and as they are at the join without the work
 
@@ -266,7 +266,6 @@ class Branches:
         names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
         fork = tx.output.create_proxy("call_function", branch_forks, (), {})
         branch.world = _world(tx)
-        branch.known = _known_of_sizes(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
         while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
@@ -300,7 +299,7 @@ class Branches:
 
         if branch.world != _world(tx):
             self.decline(branch, "random numbers, prints or modes of torch would be others")
-        if branch.known != _known_of_sizes(tx, branch.known):
+        if _says_more(tx, branch.known):
             self.decline(branch, "what the work says of sizes would not hold")
         if branch.join == EXIT:
             result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
@@ -405,13 +404,18 @@ def _world(tx: Any) -> tuple:
 _OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
 
-def _known_of_sizes(tx: Any, symbols: Iterable[sympy.Symbol] | None = None) -> dict:
-    """What is known of ``symbols``, or of all of them, that are sizes or numbers which only the data tell."""
+def _known_of_sizes(tx: Any) -> tuple[dict, dict, dict]:
+    """What is known of sizes: their ranges, what they are by others, and how much is to be asserted of them."""
     env = tx.output.shape_env
-    if symbols is None:
-        symbols = [s for s in env.var_to_range if symbol_is_type(s, _OF_DATA)]
-    asserts = env.deferred_runtime_asserts
-    return {s: (env.var_to_range.get(s), env.replacements.get(s), len(asserts.get(s, ()))) for s in symbols}
+    asserts = {symbol: len(asserted) for symbol, asserted in env.deferred_runtime_asserts.items()}
+    return dict(env.var_to_range), dict(env.replacements), asserts
+
+
+def _says_more(tx: Any, before: tuple[dict, dict, dict]) -> bool:
+    """Whether more is known by now of a size, or a number, that only the data tell and that was there before."""
+    known = list(zip(before, _known_of_sizes(tx), strict=True))
+    changed = (s for s in before[0] if any(one.get(s) is not now.get(s) and one.get(s) != now.get(s) for one, now in known))
+    return any(symbol_is_type(symbol, _OF_DATA) for symbol in changed)
 
 
 def _kind(variable: Variable) -> str:

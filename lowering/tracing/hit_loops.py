@@ -11,6 +11,7 @@ the time that they were taken, it does nothing.
 
 import operator
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -123,12 +124,6 @@ class Counts(Numbers):
     def length(self, tx: Any) -> VariableTracker:
         raise Declined("the highest id says how many counts there are; say `minlength`")
 
-    def running_sums(self, tx: Any) -> "Counts":
-        sums = self.items[:1]
-        for item in self.items[1:]:
-            sums.append(BuiltinVariable(operator.add).call_function(tx, [sums[-1], item], {}))
-        return Counts(self.tensor, sums)
-
     def item(self, index: VariableTracker) -> VariableTracker:
         """One of them that is surely there: a loop over them has come to it."""
         known = isinstance(index, ConstantVariable) and type(index.value) is int and 0 <= index.value < self._begun
@@ -150,9 +145,19 @@ class Counts(Numbers):
 
     def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
         asked = [*args, *kwargs.values()]
-        if name == "cumsum" and all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in asked):
-            return self.running_sums(tx)
+        if name == "cumsum" and is_along_first(asked):
+            return Counts(self.tensor, running_sums(tx, self.items))
         return self if name == "tolist" and not asked else super().call_method(tx, name, args, kwargs)
+
+
+def running_sums(tx: Any, numbers: list[VariableTracker]) -> list[VariableTracker]:
+    """What the cumulative sums of numbers are, each of them in the graph."""
+    return list(accumulate(numbers, lambda total, number: BuiltinVariable(operator.add).call_function(tx, [total, number], {})))
+
+
+def is_along_first(axes: list[VariableTracker]) -> bool:
+    """Whether what an operator is told of axes is the first one, or nothing."""
+    return all(isinstance(axis, ConstantVariable) and axis.value in (0, None) for axis in axes)
 
 
 def _hits_in(variable: VariableTracker) -> Hits | None:
@@ -187,21 +192,30 @@ def iterator_over(tx: Any, variable: VariableTracker, *, numbered: bool = False)
     if isinstance(variable, HitIterator):
         return None if numbered else variable
     if isinstance(variable, Hits):
-        numbers = [ConstantVariable.create(e) for e in variable.experts]
-        return None if variable.is_set else _over(variable, numbers, numbered)  # a set has an order of its own
+        return None if variable.is_set else _over(variable, _number, numbered)  # a set has an order of its own
     hits = _hits_in(variable)
     if hits is None:
         if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
             raise Declined("a loop goes over numbers that may be those of no experts")
         return None
-    return _over(hits, [_element(tx, hits, e) for e in hits.experts], numbered)
+    return _over(hits, _element, numbered)
 
 
-def _over(hits: Hits, items: list[VariableTracker], numbered: bool) -> HitIterator:
+def _over(hits: Hits, item: Callable[[Any, Hits, int], VariableTracker], numbered: bool) -> HitIterator:
+    items: list[VariableTracker] = [Unknown() for _ in hits.experts]
+
     def asks(tx: Any, number: int) -> list[Condition]:
-        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)] if number < len(items) else []
+        if number >= len(items):
+            return []
+        made = item(tx, hits, hits.experts[number])  # in its round, so that little of the graph is behind it
+        items[number] = TupleVariable([Unknown(), made]) if numbered else made
+        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)]
 
-    return HitIterator([TupleVariable([Unknown(), item]) for item in items] if numbered else items, asks)
+    return HitIterator(items, asks)
+
+
+def _number(tx: Any, hits: Hits, expert: int) -> ConstantVariable:
+    return ConstantVariable.create(expert)
 
 
 def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:

@@ -17,7 +17,6 @@ import sympy
 import torch
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import (
-    BuiltinVariable,
     ConstantVariable,
     ListIteratorVariable,
     ListVariable,
@@ -36,7 +35,7 @@ from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_elements import is_written
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
-from moeblaze_ops.lowering.tracing.hit_loops import Counts
+from moeblaze_ops.lowering.tracing.hit_loops import Counts, is_along_first, running_sums
 
 _MOST_NUMBERS = 512
 """Elements of a list that are traced one by one, each of them a symbol."""
@@ -67,8 +66,8 @@ class HostArray(VariableTracker):
     def call_method(self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
         if name == "tolist" and not args and not kwargs:
             return ListVariable(list(self.items), mutation_type=ValueMutationNew())
-        if name == "cumsum" and _along_first([*args, *kwargs.values()]):
-            return HostArray(_running_sums(tx, self.items))
+        if name == "cumsum" and is_along_first([*args, *kwargs.values()]):
+            return HostArray(running_sums(tx, self.items))
         if name == "__iter__":
             return self.tp_iter_impl(tx)
         return super().call_method(tx, name, args, kwargs)
@@ -89,7 +88,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             return counts
         return None
     along_rows = (function is np.cumsum or function in _JOINS) and kwargs.keys() <= {"axis", "dim"}
-    if not args or (kwargs and not (along_rows and _along_first(list(kwargs.values())))):
+    if not args or (kwargs and not (along_rows and is_along_first(list(kwargs.values())))):
         return None
     if function is operator.getitem and isinstance(args[0], HostArray) and isinstance(args[1], ConstantVariable):
         index = args[1].value
@@ -100,9 +99,9 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
         return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
         return ConstantVariable.create(len(args[0].items))
-    if function is np.cumsum and _along_first(args[1:]):
+    if function is np.cumsum and is_along_first(args[1:]):
         items = args[0].items if isinstance(args[0], HostArray | ListVariable) else []
-        return HostArray(_running_sums(tx, items)) if any(isinstance(n, SymNodeVariable) for n in items) else None
+        return HostArray(running_sums(tx, items)) if any(isinstance(n, SymNodeVariable) for n in items) else None
     return None
 
 
@@ -130,7 +129,7 @@ _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
 def _known_rows(tx: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """How many rows parts have in all, where the data tell how many each of them has, and not how many these are."""
     parts = getattr(args[0], "items", [])
-    along_rows = len(args) == 1 or _along_first(args[1:])
+    along_rows = len(args) == 1 or is_along_first(args[1:])
     tensors = [fake_value(part) for part in parts if isinstance(part, TensorVariable) and fake_value(part).dim() > 1]
     if not along_rows or len(tensors) != len(parts) or not any(free_unbacked_symbols(part.shape[0]) for part in tensors):
         return None
@@ -181,17 +180,6 @@ def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> Variab
 def _traced(tx: Any, function: Callable, arguments: list[VariableTracker]) -> VariableTracker:
     """A call of ``function`` in the graph, and what Dynamo knows of its result."""
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", function, *proxy_args_kwargs(arguments, {})))
-
-
-def _running_sums(tx: Any, items: list[VariableTracker]) -> list[VariableTracker]:
-    sums = items[:1]
-    for item in items[1:]:
-        sums.append(BuiltinVariable(operator.add).call_function(tx, [sums[-1], item], {}))
-    return sums
-
-
-def _along_first(arguments: list[VariableTracker]) -> bool:
-    return all(isinstance(argument, ConstantVariable) and argument.value in (0, None) for argument in arguments)
 
 
 def _counted(args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> list[VariableTracker] | None:

@@ -243,21 +243,19 @@ def _or_what_is_cast(search: Callable[[tuple[Expr, ...]], Operand | None], targe
     return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
 
 
-def dependencies(view: GraphView, root: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:
-    """Nodes that ``root`` depends on, writes into shared buffers included, not past ``stop``."""
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for writer, written in view.all_writes():
-        for alias in view.aliases(written):
-            writers.setdefault(alias, []).append(writer)
+def dependencies(view: GraphView, *roots: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:
+    """Nodes that any of the roots depends on, what is written to shared buffers up to that root included, not past ``stop``."""
     seen: set[fx.Node] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in stop and node is not root:
-            continue
-        stack.extend(node.all_input_nodes)
-        stack.extend(w for w in writers.get(node, ()) if view.position[w] <= view.position[root])
+    for root in sorted(roots, key=view.position.__getitem__, reverse=True):  # a later one reads all that an earlier one does
+        last = view.position[root]
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in stop and node not in roots:
+                continue
+            stack.extend(node.all_input_nodes)
+            stack.extend(w for w in view.writers.get(node, ()) if view.position[w] <= last)
     return seen
