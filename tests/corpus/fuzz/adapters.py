@@ -10,11 +10,11 @@ same layer in eager mode in fp64, no worse than rounding can make it in its own 
 nothing is compiled: it takes the factors, as the twin reads them.
 
 The rule. Eager mode in the case's dtype is one way to round, and it may be lucky. A pre-activation that is exactly -1.1e-3, of
-terms that sum to 3.4 in absolute value, is behind relu's kink in one order of bf16 sums and before it in another one. A gradient of
-rank one whose factor is a sum of 0.0014, of terms that sum to 0.117, is off by half of it. So where the error is more than twice
-that of eager mode, rounding is drawn (``Rounded``): the layer in fp64 with each result off by at most half a unit in the last place
-of the case's dtype. A case is wrong if its error is more than twice that of eager mode and of each of 64 draws. Another function
-is wrong by this rule: the draws are of the one that is wanted.
+terms that sum to 3.4 in absolute value, is behind relu's kink in one order of bf16 sums and before it in another one. A gradient
+of rank one whose factor is a sum of 0.0014, of terms that sum to 0.117, is off by half of it. So where the error is more than
+twice that of eager mode, rounding is drawn (``Rounded``): the layer in fp64 with each result off by at most half a unit in the
+last place of the case's dtype. A case is wrong if its error is more than twice that of eager mode and of each of 64 draws.
+Another function is wrong by this rule: the draws are of the one that is wanted.
 """
 
 import argparse
