@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops
 from tests.corpus.codecs import NF4, Int8
@@ -104,3 +105,19 @@ def test_factors_on_unpacked_weights_allocate_what_unpacking_does(how, codec):
         assert more > 0 and more_at_once >= SMALLER_WEIGHT
     else:
         assert more == 0 and more_at_once < SMALLER_WEIGHT
+
+
+@pytest.mark.parametrize("codec", [None, Int8])
+def test_a_checkpoint_around_the_layer_keeps_its_input_alone(codec):
+    """The hooks that hold what is unpacked pass the rest on to those of the checkpoint."""
+    layer = Layer(codec)
+    x = torch.randn(T, D, requires_grad=True)
+    kept = []
+    layer.through_moe(x)  # what is allocated once for all
+    kept_in_h = T * K * 2 * H * x.element_size()
+    for run in (layer.through_moe, lambda x: checkpoint(layer.through_moe, x, use_reentrant=False)):
+        sizes, _ = allocations(lambda run=run: kept.append(run(x)))
+        assert (sum(sizes) < kept_in_h) == (run != layer.through_moe)
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    for ours, theirs in zip(*(torch.autograd.grad(out.sum(), leaves) for out in kept), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
