@@ -34,6 +34,8 @@ except ImportError:
 SEED = 0
 WARMUP_STEPS = 3
 """Steps at the start that are not timed: compilation, and the first allocations."""
+LOAD_COUNTS = 20
+"""Steps of the eager way at which the experts' loads are counted, spread evenly."""
 DEFAULT_MINUTES = 6.0
 
 
@@ -127,6 +129,13 @@ def progress(name: str, batches: list) -> Iterator[tuple[tuple[torch.Tensor, tor
             yield batch, lambda loss: bar.set_postfix_str(f"loss {loss:.3f}")
 
 
+def count_loads(model: MoELanguageModel, *batch: torch.Tensor) -> dict[str, list[float]]:
+    """Returns the share of the tokens' slots that each expert has, by layer."""
+    with moeblaze_ops.routing_stats(model) as stats, torch.no_grad():
+        model(*batch)
+    return {name: stats[name].load_E.tolist() for name in stats}
+
+
 def train(way: str, preset: Preset, batches: list, device: str, deadline: float) -> Result:
     """Returns the losses, times and memory of training one fresh model on `batches`, one step each.
 
@@ -137,7 +146,7 @@ def train(way: str, preset: Preset, batches: list, device: str, deadline: float)
     model = MoELanguageModel(preset.shape).to(device, preset.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95), fused=True)
     loss_function = model if way == "eager" else torch.compile(model)
-    losses, seconds = [], []
+    losses, seconds, loads = [], [], {}
     with moeblaze_ops.enabled() if way == "moeblaze" else contextlib.nullcontext():
         for (tokens_BL, targets_BL), show in progress(WAYS[way], batches):
             if device == "cuda" and len(losses) == WARMUP_STEPS:
@@ -150,6 +159,8 @@ def train(way: str, preset: Preset, batches: list, device: str, deadline: float)
             losses.append(loss.item())  # waits for the device
             seconds.append(time.perf_counter() - start)
             show(losses[-1])
+            if way == "eager" and len(losses) % -(-len(batches) // LOAD_COUNTS) == 0:
+                loads[len(losses)] = count_loads(model, tokens_BL, targets_BL)
             if start >= deadline and len(losses) >= WARMUP_STEPS + 2:
                 break
         peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
@@ -169,6 +180,7 @@ def train(way: str, preset: Preset, batches: list, device: str, deadline: float)
         kept_bytes=kept_bytes,
         peak_bytes=peak_bytes,
         rewritten=rewritten,
+        loads=loads,
     )
 
 

@@ -9,7 +9,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Result:
-    """One way of training: times in seconds, memory in bytes; `peak_bytes` is None on a CPU."""
+    """One way of training: times in seconds, memory in bytes; `peak_bytes` is None on a CPU.
+
+    `loads` has for each step at which it was counted the share of the tokens' slots that each expert had, by layer; only the
+    eager way counts, which changes neither its time nor its memory.
+    """
 
     way: str
     label: str
@@ -19,6 +23,7 @@ class Result:
     kept_bytes: int
     peak_bytes: int | None
     rewritten: str
+    loads: dict[int, dict[str, list[float]]]
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:
@@ -57,8 +62,21 @@ def save_numbers(results: list[Result], title: str, folder: Path) -> Path:
     return path
 
 
+def draw_loads(axes, loads: dict[int, dict[str, list[float]]]) -> None:
+    """Draws a heat map: a row for each expert of each layer, a column for each step, 1 where the load is even."""
+    layers = next(iter(loads.values()))
+    shares = [[share * len(shares) for shares in layers.values() for share in shares] for layers in loads.values()]
+    image = axes.imshow(list(zip(*shares, strict=True)), aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
+    axes.set_xticks(range(len(loads)), labels=[str(step) for step in loads])
+    starts = [sum(len(shares) for shares in list(layers.values())[:number]) for number in range(len(layers))]
+    axes.set_yticks(starts, labels=[f"{name}, expert 0" for name in layers])
+    axes.set(xlabel="step")
+    axes.set_title("load of each expert over the mean", fontsize=10)
+    axes.figure.colorbar(image, ax=axes, extend="max", fraction=0.02, pad=0.01)
+
+
 def save_plot(results: list[Result], title: str, folder: Path) -> Path | str:
-    """Draws the loss curves and the memory, and returns the path of the PNG, or why there is none."""
+    """Draws loss curves, times, memory and the experts' loads, and returns the path of the PNG, or why there is none."""
     try:
         import matplotlib
     except ImportError:
@@ -66,7 +84,12 @@ def save_plot(results: list[Result], title: str, folder: Path) -> Path | str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (loss_axes, time_axes, memory_axes) = pyplot.subplots(1, 3, figsize=(14, 4.5), width_ratios=(3, 2, 2))
+    loads = next((result.loads for result in results if result.loads), None)
+    rows = [["loss", "time", "memory"], *([["load"] * 3] if loads else [])]
+    figure, panels = pyplot.subplot_mosaic(rows, figsize=(14, 4.5 * len(rows)), width_ratios=(3, 2, 2))
+    loss_axes, time_axes, memory_axes = (panels[name] for name in rows[0])
+    if loads:
+        draw_loads(panels["load"], loads)
     for i, result in enumerate(results):
         # The curves coincide: the later ones are thinner, so that each can be seen.
         loss_axes.plot(result.losses, label=result.label, linewidth=7 / (1 + 2 * i), alpha=0.8)

@@ -196,7 +196,7 @@ class GroupRules:
         key = self.element(keys, (self.algebra.linear(0, position),))
         once = self.algebra.distinct(key, axes[-1])
         hit = self.algebra.eq(key, number)
-        return counts is hit or (counts is self.algebra.mul(hit, once) and are_distinct(key))
+        return counts is hit or (counts is self.algebra.mul(hit, once) and are_distinct(self.algebra, key, axes[-1]))
 
     def _only_group(self, group: Expr) -> Expr:
         """The expert of the first row, where there is one row in all."""
@@ -231,7 +231,7 @@ def sum_of_counts(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size
     if len(hits) != 1 or len(keys) != 1 or not axes:
         return None
     once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
-    exact = counts is hits[0] or (counts is once and are_distinct(keys[0]))
+    exact = counts is hits[0] or (counts is once and are_distinct(algebra, keys[0], axes[-1]))
     if num_groups is not None:
         bound = algebra.extent(keys[0])
         exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups

@@ -157,12 +157,12 @@ class IndexingRules:
     def _most_of_one_key(self, row: Expr, key: Expr) -> Size:
         """An upper bound of how many rows have the same key: one of each token, where its slots differ."""
         slot = next(iter(subexpressions(key, lambda e: e.kind in ("div", "mod") and e.args[0] is row)), None)
-        if slot is None or key.kind != "leaf" or (per_token := _ratio(row.args[1], slot.args[1])) is None:
+        if slot is None or (tokens := _ratio(row.args[1], slot.args[1])) is None:
             return row.args[1]
-        axes = [(e.kind, e.args[1]) if e.kind in ("div", "mod") else e for e in key.args[1]]
-        token, of_token = (self.algebra.var(i, 2, "r") for i in range(2))
-        told_apart = axes == [("div", slot.args[1]), ("mod", slot.args[1])]
-        return per_token if told_apart and are_distinct(self.algebra.leaf(key.args[0], (token, of_token))) else row.args[1]
+        token = self.algebra.fresh((key,), tokens)
+        of_token = self.algebra.fresh((key, token), slot.args[1])
+        own = self.algebra.substitute(key, {row: self.algebra.linear(0, [(slot.args[1], token), (1, of_token)])})
+        return tokens if are_distinct(self.algebra, own, of_token) else row.args[1]
 
     def _land_true_elements(self, row: Expr, keys: list[Expr], at: "Indices", body: Expr, depth: int) -> "_Landed":
         """Keys are coordinates of a mask's true elements: go through the mask itself instead."""

@@ -1,33 +1,79 @@
-"""Ids of which no token has one twice."""
+"""Ids of which no token has one twice.
+
+    ids = scores.topk(K, -1).indices                                    along its last axis no id is there twice
+    ids = scores.topk(K, -1).indices.t()                                no: along its last axis lie the choices of several tokens
+    ids = (rows[:, :, None] * n + columns[:, None]).flatten(1)          pairs that differ, if every column is below n
+    ids = (rows[:, :, None] + columns[:, None]).flatten(1)              no: 1 + 2 is 2 + 1
+"""
+
+from collections.abc import Iterable
 
 from torch import fx
 
+from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
-def are_distinct(ids: Expr) -> bool:
-    """Whether the elements of ``ids`` along its slot differ: they are indices of a top-k or a sort along their last axis."""
-    if ids.kind != "leaf" or ids.args[0].op not in ("output", "opaque"):
-        return False
-    made_by, which = ids.args[0].args[:2]
-    name = target_name(made_by)
-    if (name, which) not in _POSITIONS:
-        return False
-    return _dim(made_by, name) in (-1, len(ids.args[1]) - 1) and _slot_is_last(ids.args[1])
+def are_distinct(algebra: Algebra, ids: Expr, slot: Expr | None) -> bool:
+    """Whether ``ids`` differ for different values of the variable ``slot``, whatever the other variables are.
+
+    They do if they tell the slot: as an index of a top-k tells its place in it, and this place whatever it is made of.
+    """
+    told: set[Expr] = set()
+    new = [ids]
+    while new and slot not in told:
+        number = new.pop()
+        if slot in number.free and number not in told:
+            told.add(number)
+            new += _told_by(algebra, number, slot)
+            new += _dividends(told)
+    return slot in told
+
+
+def _told_by(algebra: Algebra, number: Expr, slot: Expr) -> Iterable[Expr]:
+    """What depends on ``slot`` and is known when ``number`` and all other variables are."""
+    if number.kind == "leaf" and not any(slot in index.free for index in number.args[1][:-1]):
+        return number.args[1][-1:] if _is_choice(number) else ()
+    if number.kind == "linear":
+        return _digits(algebra, [(c, atom) for c, atom in number.args[1] if slot in atom.free])
+    return ()
+
+
+def _digits(algebra: Algebra, terms: list[tuple[int, Expr]]) -> Iterable[Expr]:
+    """The atoms of ``sum(coefficient * atom)``, if it has another value for all other values of them."""
+    if not all(isinstance(coefficient, int) for coefficient, _ in terms):
+        return ()
+    terms.sort(key=lambda term: abs(term[0]))
+    most = 0  # of the terms that come before
+    for coefficient, atom in terms:
+        if abs(coefficient) <= most or (len(terms) > 1 and not never_negative(atom)):
+            return ()
+        bound = algebra.extent(atom)
+        most = most + abs(coefficient) * (bound - 1) if isinstance(bound, int) else float("inf")
+    return [atom for _, atom in terms]
+
+
+def _dividends(told: set[Expr]) -> Iterable[Expr]:
+    """Numbers of which quotient and remainder by one size are known."""
+    quotients, remainders = ({part.args for part in told if part.kind == kind} for kind in ("div", "mod"))
+    return [number for number, _ in quotients & remainders]
 
 
 _POSITIONS = {("topk", 1): 2, ("sort", 1): 1, ("argsort", None): 1}
 """What gives places of the elements of an axis, no place twice, by the number of its output; and where its ``dim`` stands."""
 
 
+def _is_choice(ids: Expr) -> bool:
+    """Whether ``ids`` is an element of what a top-k or a sort along its last axis has chosen."""
+    if ids.args[0].op not in ("output", "opaque"):
+        return False
+    made_by, which = ids.args[0].args[:2]
+    name = target_name(made_by)
+    return (name, which) in _POSITIONS and _dim(made_by, name) in (-1, len(ids.args[1]) - 1)
+
+
 def _dim(made_by: fx.Node, name: str) -> int:
     at = next(at for (known, _), at in _POSITIONS.items() if known == name)
     return made_by.args[at] if len(made_by.args) > at else made_by.kwargs.get("dim", -1)
-
-
-def _slot_is_last(indices: tuple[Expr, ...]) -> bool:
-    """The slot variable is the last index (or an offset of it), and in no other."""
-    *others, last = indices
-    plain = last.kind == "var" or (last.kind == "linear" and len(last.args[1]) == 1)
-    return plain and not any(v in other.free for v in last.free for other in others)

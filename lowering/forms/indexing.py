@@ -53,7 +53,7 @@ def _rows_of_mask(view: GraphView, mask: Value) -> Size:
 
 def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tuple[Value | None, ...]]:
     """Apply slices, None and lone ints of a subscript; return the view, and its index tensor per axis."""
-    items = list(key) if isinstance(key, (tuple, list)) else [key]
+    items = list(key) if isinstance(key, tuple) else [key]
     consumed = sum(len(i.shape) if isinstance(i, Value) and i.dtype == torch.bool else i is not None for i in items)
     if any(item is Ellipsis for item in items):
         at = next(i for i, item in enumerate(items) if item is Ellipsis)
@@ -76,6 +76,8 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
         elif isinstance(item, slice):
             x = _slice(view, x, dim, item)
             item = None
+        elif isinstance(item, list):
+            item = _of_list(view, item, x.shape[dim])
         else:
             require(not isinstance(item, bool), "an integer")
             x = selected(view, x, dim, item)
@@ -84,6 +86,18 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
         dim += 1
     tensors += [None] * (len(x.shape) - len(tensors))
     return x, tuple(tensors)
+
+
+def _of_list(view: GraphView, numbers: list, extent: Size) -> Value:
+    """The tensor that a list stands for in a subscript: ``x[:, [1, 0]]``, not a list of truth values, ``x[[True, False]]``."""
+    known = isinstance(extent, int) and all(type(n) is int and -extent <= n < extent for n in numbers)
+    require(known and len(numbers) > 0, "whole numbers in a list")
+    numbers = [n % extent for n in numbers]
+    start, step = numbers[0], (numbers[1] - numbers[0] if len(numbers) > 1 else 1)
+    if numbers == [start + i * step for i in range(len(numbers))]:
+        return view.make("arange", start, step, shape=(len(numbers),), dtype=torch.int64)
+    elements = tuple(full(view, n, (), torch.int64) for n in numbers)
+    return view.make("stack", elements, 0, shape=(len(numbers),), dtype=torch.int64)
 
 
 def _slice(view: GraphView, x: Value, dim: int, item: slice) -> Value:

@@ -56,7 +56,7 @@ def prove_passed(
         prove(routing.kept is None, Reason.SLOT_WEIGHTS, "tokens that are passed on are dropped")
         own = find_routing(algebra, finder, [routing], MAX_PROJECTIONS)
         prove(own == routed, Reason.SLOT_WEIGHTS, "tokens that are passed on are routed in another way")
-        prove_distinct([routing], of_all=False)
+        prove_distinct(algebra, [routing], of_all=False)
         numbers.append(routing.expert.args[0])
     expected = list(range(first, first + len(later)))
     prove(sorted(numbers) == expected, Reason.EXPERT_COVERAGE, f"tokens are passed on for the numbers {sorted(numbers)}")

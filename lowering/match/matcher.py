@@ -373,7 +373,7 @@ class Matcher:
         prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
         prove(not (on_input and dense) or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
         gathered = weights is not None and weights.gathered
-        prove_distinct(routings, of_all=gathered and top_k > 1)
+        prove_distinct(self._algebra, routings, of_all=gathered and top_k > 1)
         prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
         bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
         prove(all(isinstance(bound, int) and bound <= E for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
@@ -418,12 +418,12 @@ class Matcher:
             return prove_region(self.view, root, operands | sums, dtype, base)
 
     def _scored_routing(self, expert: ExpertTerm, feature: Expr, token: Expr) -> tuple[ExpertTerm, Routing] | None:
-        index = expert_index(expert, feature)
+        index = expert_index(self._algebra, expert, feature)
         by_number = index is None or index in expert.binders
         return read_scored(self._algebra, expert, index, token) if by_number else None
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
-        index = expert_index(expert, feature)
+        index = expert_index(self._algebra, expert, feature)
         factors = (*expert.routing, *expert.scale)
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         if index is None or index in expert.binders:

@@ -35,7 +35,10 @@ def prove_region(
     filled = _writes_to(view, operands - buffer, root)
     above = set().union(*(dependencies(view, n) for n in (*operands, *filled, *([base] if base else []))))
     # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
-    nodes = {n for n in dependencies(view, root, frozenset(above - buffer)) - above if n.op not in ("placeholder", "get_attr")}
+    behind = dependencies(view, root, frozenset(above - buffer)) - above
+    inputs = {n for n in behind if n.op in ("placeholder", "get_attr")}
+    nodes = behind - inputs
+    _prove_gradients(view, root, nodes, inputs)
     computed = _computed(view, nodes)
     carriers = _carriers(view, root, nodes)
     _prove_writes(view, root, nodes, carriers)
@@ -52,6 +55,21 @@ def prove_region(
         prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
     ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
     return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
+
+
+def _prove_gradients(view: GraphView, root: fx.Node, nodes: set[fx.Node], inputs: set[fx.Node]) -> None:
+    """No input would be without a gradient that has one of zeros as written.
+
+        for e in range(8): out += share(ids, e) * experts[e](x)         ids = scores.topk(2).indices, of 8 scores
+        for e in range(9): out += share(ids, e) * experts[e](x)         nobody chooses the last one: not taken
+    """
+    for node in inputs if _needs_gradient(view, root) else ():
+        lost = _needs_gradient(view, node) and all(user in nodes for user in node.users)
+        prove(not lost, Reason.EXPERT_COVERAGE, f"no token can choose what '{node.name}' belongs to", node)
+
+
+def _needs_gradient(view: GraphView, node: fx.Node) -> bool:
+    return getattr(fake_of(view.writes.get(node, node)), "requires_grad", False)
 
 
 def _writes_to(view: GraphView, operands: frozenset[fx.Node], root: fx.Node) -> list[fx.Node]:
@@ -140,7 +158,7 @@ def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: l
 
 def _prove_saved(view: GraphView, root: fx.Node, operands: frozenset[fx.Node]) -> None:
     """The ops save their operands for the backward, where eager may have saved copies that a later write leaves alone."""
-    if not fake_of(view.writes.get(root, root)).requires_grad:
+    if not _needs_gradient(view, root):
         return
     saved = {alias for n in operands if fake_of(n).is_floating_point() for alias in view.aliases(n)}
     for node, target in view.all_writes():

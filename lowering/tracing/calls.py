@@ -34,8 +34,8 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
         found = host_numbers.handled_method(tx, self, name, args, kwargs)
         if found is None:
             found = hit_loops.handled_method(tx, self, name, args)
-        if found is None and name in ("__getitem__", "__setitem__"):
-            args = [as_key(args[0]), *args[1:]]
+        if found is None and name == "__getitem__":
+            args = [as_key(args[0])]
         return tensor_method(self, tx, name, args, kwargs) if found is None else found
 
     @functools.wraps(constant_method)
@@ -46,6 +46,13 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
         return constant_method(self, tx, name, args, kwargs)
 
     TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
+    set_item = TensorVariable.method___setitem__
+
+    @functools.wraps(set_item)
+    def of_subscripts(self, tx, key, value):
+        return set_item(self, tx, as_key(key) if is_on() else key, value)
+
+    TensorVariable.method___setitem__ = of_subscripts
 
 
 def _watch_functions(cls: type, function_of: Callable[[Any], Any], is_on: Callable[[], bool]) -> None:

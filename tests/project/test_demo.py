@@ -76,6 +76,9 @@ def test_demo_says_what_is_missing(tmp_path):
     assert "tqdm is not installed" in output
     assert "matplotlib is not installed" in output
     assert len(results["eager"]["losses"]) == 5
+    assert list(results["eager"]["loads"]) == ["1", "2", "3", "4", "5"]
+    for layers in results["eager"]["loads"].values():
+        assert len(layers) == 1 and all(sum(shares) == pytest.approx(1) for shares in layers.values())
 
 
 def test_demo_says_that_there_is_no_compiler(tmp_path):

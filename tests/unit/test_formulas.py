@@ -151,7 +151,7 @@ def _with_parameter():
         (lambda g, u: F.dropout(g, 0.5) * u, "it calls aten"),
         (lambda h: h + torch.rand_like(h), "rand"),
         (lambda h: h.mul_(2), "copy_"),
-        (lambda h: h.detach() * h, "detach"),
+        (lambda h: h.detach() * h, "detach|alias"),
         (lambda h: h if h.sum() > 0 else -h, "value out of a tracing tensor"),
         (lambda h: h.round(), "round"),
         (lambda h: h.int() * h, "casts to torch.int32"),

@@ -28,7 +28,7 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale, usable_weights
 from moeblaze_ops.lowering.match.reasons import Reason, prove
-from moeblaze_ops.lowering.match.terms.routing_term import Routing
+from moeblaze_ops.lowering.match.terms.routing_term import Distinct, Routing
 
 _EVERY = -7
 """The level of the variable that stands for the ids of a token that may go to every expert."""
@@ -68,9 +68,9 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
     return numbered, scored
 
 
-def _markers(score: Expr) -> tuple[Expr, ...]:
+def _markers(score: Expr) -> tuple[Distinct, ...]:
     """What has to differ inside of a score."""
-    return tuple(marker.args[0] for marker in subexpressions(score, lambda e: e.kind == "distinct"))
+    return tuple(marker.args for marker in subexpressions(score, lambda e: e.kind == "distinct"))
 
 
 @dataclass(frozen=True)

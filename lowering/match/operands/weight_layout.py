@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -133,12 +134,22 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
         constant, terms = position.args[0], {atom: c for c, atom in position.args[1]}
     else:
         constant, terms = 0, {position: 1}
-    known = {*features, index}
-    prove(all(atom in known for atom in terms), Reason.PROJECTION_WEIGHTS, "indexed by something else than the expert")
     static = all(isinstance(number, int) for number in (constant, *terms.values()))
     prove(static, Reason.WEIGHT_LAYOUT, "a symbolic position")
+    if index is not None and index.kind == "linear":
+        terms = _with_one_id(terms, index)
+    known = {*features, index}
+    prove(all(atom in known for atom in terms), Reason.PROJECTION_WEIGHTS, "indexed by something else than the expert")
     subscripted = next((size for size, own in zip(value.shape, indices, strict=True) if own is index), None)
     return _Element(value, dtype or value.dtype, constant, tuple(terms.get(v, 0) for v in (index, *features)), subscripted)
+
+
+def _with_one_id(terms: dict[Expr, int], ids: Expr) -> dict[Expr, int]:
+    """A position in which the digits of an id stand for the id."""
+    digits = {atom: c for c, atom in ids.args[1]}
+    (stride, *others) = {Fraction(terms.get(atom, 0), c) for atom, c in digits.items()}
+    prove(not others and stride.denominator == 1, Reason.PROJECTION_WEIGHTS, "indexed by something else than the expert")
+    return {ids: int(stride)} | {atom: c for atom, c in terms.items() if atom not in digits}
 
 
 def _view(

@@ -62,7 +62,8 @@ def extent(expert: Expr | None, count: int) -> int | None:
     return count
 
 
-def prove_distinct(routings: Sequence[Routing], *, of_all: bool) -> None:
-    """Ids of one token differ: they are the indices of a top-k along their last axis, or there is one."""
-    for ids in dict.fromkeys(ids for routing in routings for ids in (*routing.distinct, *([routing.ids] if of_all else []))):
-        prove(are_distinct(ids), Reason.DISTINCT_EXPERTS)
+def prove_distinct(algebra: Algebra, routings: Sequence[Routing], *, of_all: bool) -> None:
+    """Ids of one token differ, as the indices of a top-k along their last axis do, or there is one."""
+    pairs = [pair for r in routings for pair in (*r.distinct, *([(r.ids, r.slot)] if of_all else []))]
+    for ids, slot in dict.fromkeys(pairs):
+        prove(are_distinct(algebra, ids, slot), Reason.DISTINCT_EXPERTS)

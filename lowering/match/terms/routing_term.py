@@ -1,16 +1,21 @@
 """From the factors beside an expert to its routing: which ids choose it, and with which weights."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
+from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
+
+Distinct = tuple[Expr, Expr | None]
+"""Ids that must differ for different values of a variable, the slot."""
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
 
@@ -23,20 +28,20 @@ class Routing:
     ids: Expr | None  # None where the score alone says who takes a token
     slot: Expr | None  # the variable over K, or None for one fixed slot
     weights: tuple[Expr, ...]
-    distinct: tuple[Expr, ...] = ()  # ids that must differ within a token
+    distinct: tuple[Distinct, ...] = ()  # ids that must differ within a token
     kept: Expr | None = None  # 1 where ``expert`` takes a token that chose it, 0 where it drops it; None where it takes all
     score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
 
 
-def expert_index(expert: ExpertTerm, feature: Expr) -> Expr | None:
+def expert_index(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> Expr | None:
     """The expert id that all weights are indexed by, None where each expert has tensors of its own."""
     leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
-    indices = _indices(leaves, (expert.width, expert.feature_in, feature))
+    indices = _indices(algebra, leaves, (expert.width, expert.feature_in, feature))
     prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
     return next(iter(indices), None)
 
 
-def _indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
+def _indices(algebra: Algebra, weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
     """What weights are indexed by that is no feature variable."""
     found: set[Expr] = set()
     for weight in weights:
@@ -44,9 +49,19 @@ def _indices(weights: Iterable[Expr], features: tuple[Expr, ...]) -> set[Expr]:
             weight = weight.args[1]
         prove(weight.kind == "leaf", Reason.PROJECTION_WEIGHTS, f"'{weight.kind}' of tensors")
         for index in weight.args[1]:
-            atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]
-            found.update(atom for atom in atoms if atom.kind != "const" and atom not in features)
+            terms = index.args[1] if index.kind == "linear" else ((1, index),)
+            terms = [(c, atom) for c, atom in terms if atom.kind != "const" and atom not in features]
+            if terms:
+                found.add(_without_common_factor(algebra, terms))
     return found
+
+
+def _without_common_factor(algebra: Algebra, terms: list[tuple[Size, Expr]]) -> Expr:
+    """One atom, or what several add up to: an id of two digits is one id."""
+    if len(terms) == 1:
+        return terms[0][1]
+    common = math.gcd(*(c for c, _ in terms)) if all(isinstance(c, int) for c, _ in terms) else 1
+    return algebra.linear(0, [(c // common, atom) for c, atom in terms])
 
 
 def read_indexed(algebra: Algebra, ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Routing:
@@ -79,9 +94,9 @@ def read_compared(
         prove(same, Reason.SLOT_WEIGHTS, "masks of different ids")
         distinct |= dict.fromkeys(other.distinct)
         if other is not chosen and not other.once:
-            distinct[other.ids] = None
+            distinct[other.ids, other.slot] = None
     if chosen.once and chosen.slot is not None:
-        distinct[chosen.ids] = None
+        distinct[chosen.ids, chosen.slot] = None
     factors, markers = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
@@ -124,7 +139,7 @@ def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> E
     Or where the output is, as that of an expert without biases is for a token of zeros; a mask has no other numbers than 0
     and 1 there, while elsewhere its ids are proven to differ.
     """
-    index = expert_index(expert, feature) if expert.routing and expert.scale else None
+    index = expert_index(algebra, expert, feature) if expert.routing and expert.scale else None
     if not expert.routing or not expert.scale or index not in (None, *expert.binders):
         return expert
     mask = read_compared(algebra, index, expert.binders, expert.scale)
@@ -142,7 +157,7 @@ class _Selection:
     slot: Expr | None
     weights: tuple[Expr, ...]
     once: bool  # counts a token once however many of its ids match
-    distinct: tuple[Expr, ...] = ()
+    distinct: tuple[Distinct, ...] = ()
 
 
 def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selection | None:
@@ -211,6 +226,6 @@ def _same_ids(algebra: Algebra, a: _Selection, b: _Selection) -> bool:
     return algebra.substitute(a.ids, {a.slot: b.slot}) is b.ids
 
 
-def _without_markers(factors: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
-    markers = tuple(f.args[0] for f in factors if f.kind == "distinct")
+def _without_markers(factors: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], tuple[Distinct, ...]]:
+    markers = tuple(f.args for f in factors if f.kind == "distinct")
     return tuple(f for f in factors if f.kind != "distinct"), markers
