@@ -207,7 +207,7 @@ Args:
     v_NR: with a low-rank addition to the weight, ``W + A^T B`` of [E, F, D]: ``a[r] @ A[e]^T`` in expert order, what is computed
         with and not differentiated. None for none. ``ops.low_rank`` makes it.
     lora_a_ERF, lora_b_ERD: the factors A [E, R, F] and B [E, R, D], dtype of h, any strides. Given exactly when v is.
-        ``a @ W + v @ B`` is one fp32 sum; nothing of the size of W is written.
+        ``a @ W + v @ B`` is one fp32 sum (on CPU ``a @ W`` is rounded first); nothing of the size of W is written.
     params_EP: those of ``expert_up``; differentiable here.
 
 Returns:
