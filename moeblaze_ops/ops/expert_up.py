@@ -213,5 +213,6 @@ Raises:
     ValueError, TypeError: an argument breaks one of the rules above.
 
 Numerics: accumulates in fp32 (fp64 for fp64); on CPU the product with W is rounded before that of a low-rank addition is added
-to it. Two runs agree bit for bit; on CPU eager and compiled code, whose activation is Inductor's, may differ in the last bits of a.
+to it. Two runs agree bit for bit; on CPU eager and compiled code, whose activation is Inductor's, may differ in the last bits
+of a.
 """
