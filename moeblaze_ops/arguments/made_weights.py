@@ -3,7 +3,8 @@
     moe(x, weights, experts, lambda: unpack(codes, scales), w_down)
 
 In eager mode, what autograd would keep of such a weight is replaced by how to get it again. In compiled code the graph has what
-the function does, and Inductor's partitioner is told to repeat it.
+the function does, and Inductor's partitioner is told to repeat it. Hooks on saved tensors hide those outside of them: what is no
+such weight is given to the ones that were there, so that ``torch.utils.checkpoint`` around the layer keeps its input alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +27,10 @@ class _Made(NamedTuple):
     strides: tuple[int, ...]
     offset: int | torch.SymInt
 
+    def again(self) -> Tensor:
+        with torch.no_grad():
+            return self.make().as_strided(self.shape, self.strides, self.offset)
+
 
 def is_maker(weight: Any) -> bool:
     """Whether a weight is given as what makes it: a function, or a module with a forward, which lists of modules lack."""
@@ -46,12 +51,16 @@ def with_made_weights(function: Callable[..., Tensor], op: str, weights: Mapping
         return function(**given, **{name: make() for name, make in makers.items()})
     made = {name: checkpoint(make, use_reentrant=False) for name, make in makers.items()}
     owners = {tensor.untyped_storage().data_ptr(): makers[name] for name, tensor in made.items() if tensor.numel()}
+    pack_rest, unpack_rest = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_same, _same)
 
-    def pack(tensor: Tensor) -> Tensor | _Made:
+    def pack(tensor: Tensor) -> Any:
         make = owners.get(tensor.untyped_storage().data_ptr())
-        return tensor if make is None else _Made(make, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return pack_rest(tensor) if make is None else _Made(make, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    with saved_tensors_hooks(pack, _unpack):
+    def unpack(saved: Any) -> Tensor:
+        return saved.again() if isinstance(saved, _Made) else unpack_rest(saved)
+
+    with saved_tensors_hooks(pack, unpack):
         return function(**given, **made)
 
 
@@ -63,8 +72,5 @@ def _made(op: str, name: str, make: Callable[[], Any], dtype: torch.dtype | None
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def _unpack(saved: Tensor | _Made) -> Tensor:
-    if not isinstance(saved, _Made):
-        return saved
-    with torch.no_grad():
-        return saved.make().as_strided(saved.shape, saved.strides, saved.offset)
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

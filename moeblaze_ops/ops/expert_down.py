@@ -13,8 +13,8 @@ from moeblaze_ops.arguments.validation import check_expert_down, check_expert_do
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
-from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_forward_mode, routing_gradient_like
-from moeblaze_ops.ops.low_rank.expert_rows import row_products_grad
+from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_tangents_with_parameters, routing_gradient_like
+from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, weight_gradients
 
@@ -69,23 +69,32 @@ def _expert_down_gradient(ctx, dout_TD):
 
 
 def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) -> Tensor:
-    """The output is linear in a, in the weights with their biases, and in the routing weights: three products at most."""
-    *routing, activation, v_NR, lora_a, lora_b, params_EP = rest
-    refuse_forward_mode("expert_down", v_NR, lora_a, lora_b, params_EP)
-    a_and_tangent = activate(h_NGF, activation)
-    primals, tangents = parted((h_NGF, a_NF, w_down, b_down, weights_TK))
-    h_NGF, a_NF, w_down, b_down, weights_TK = primals
-    _, _, dw_down, db_down, dweights_TK = tangents
-    out_TD = expert_down(*primals, *rest)
+    """The output is linear in a, in the weights with their biases, in the routing weights and in each factor: five products at
+    most."""
+    a_and_tangent = activate(h_NGF, rest[4])
+    primals, tangents = parted((h_NGF, a_NF, w_down, b_down, weights_TK, *rest))
+    _, _, w_down, b_down, weights_TK, *routing, activation, v_NR, lora_a, lora_b, params_EP = primals
+    _, _, dw_down, db_down, dweights_TK, *_, dlora_a, dlora_b, _ = tangents
+    refuse_tangents_with_parameters("expert_down", params_EP)
+    out_TD = expert_down(*primals)
     (a_rows,), (da_rows,) = parted([a_and_tangent])
+
+    def ranks(a: Tensor, lora_a: Tensor) -> Tensor:
+        return expert_rows(a.unsqueeze(1), lora_a.transpose(1, 2).unsqueeze(1), routing[1], routing[3])
+
     terms: list[tuple] = []
     if da_rows is not None:
-        terms.append((da_rows, w_down, [], weights_TK))
+        low_rank = () if v_NR is None else (ranks(da_rows, lora_a), lora_a, lora_b)
+        terms.append((da_rows, w_down, [], weights_TK, *low_rank))
     if any(tangent is not None for tangent in (*dw_down, *db_down)):
         terms.append((a_rows, or_zeros(dw_down, w_down), or_zeros(db_down, b_down), weights_TK))
     if dweights_TK is not None:
-        terms.append((a_rows, w_down, b_down, dweights_TK))
-    products = [expert_down(a.unsqueeze(1), None, w, b, s, *routing, IDENTITY) for a, w, b, s in terms]
+        terms.append((a_rows, w_down, b_down, dweights_TK, v_NR, lora_a, lora_b))
+    if dlora_a is not None:
+        terms.append((ranks(a_rows, dlora_a), [lora_b], [], weights_TK))
+    if dlora_b is not None:
+        terms.append((v_NR, [dlora_b], [], weights_TK))
+    products = [expert_down(a.unsqueeze(1), None, w, b, s, *routing, IDENTITY, *own) for a, w, b, s, *own in terms]
     return carrying(out_TD, sum(products)) if products else out_TD
 
 
@@ -198,7 +207,7 @@ Args:
     v_NR: with a low-rank addition to the weight, ``W + A^T B`` of [E, F, D]: ``a[r] @ A[e]^T`` in expert order, what is computed
         with and not differentiated. None for none. ``ops.low_rank`` makes it.
     lora_a_ERF, lora_b_ERD: the factors A [E, R, F] and B [E, R, D], dtype of h, any strides. Given exactly when v is.
-        ``a @ W + v @ B`` is one fp32 sum; nothing of the size of W is written.
+        ``a @ W + v @ B`` is one fp32 sum (on CPU ``a @ W`` is rounded first); nothing of the size of W is written.
     params_EP: those of ``expert_up``; differentiable here.
 
 Returns:

@@ -77,21 +77,40 @@ def _weights_of_rows(weights_TK: Tensor | None, slots_N: Tensor) -> Tensor | Non
 
 
 def _expert_up_forward_mode(*args) -> tuple[Tensor, Tensor]:
-    """h is linear in x, in the weights with their biases, and in the routing weights: three products at most."""
+    """h is linear in x, in the weights with their biases, in the routing weights and in each factor: five products at most."""
     primals, tangents = parted(args)
-    refuse_forward_mode("expert_up", *primals[-4:])
-    primals, tangents = primals[:-4], tangents[:-4]
-    (x_TD, w_up, b_up, weights_TK, *routing, _), (dx_TD, dw_up, db_up, dweights_TK, *_) = primals, tangents
+    *given, u_NR, lora_a, lora_b, params_EP = primals
+    refuse_tangents_with_parameters("expert_up", params_EP)
+    x_TD, w_up, b_up, weights_TK, *routing, _ = given
+    dx_TD, dw_up, db_up, dweights_TK, *_, dlora_a, dlora_b, _ = tangents
     h_NGF, a_NF = expert_up(*primals)
+
+    def ranks(x: Tensor, lora_a: Tensor) -> Tensor:
+        return expert_up(x, [lora_a.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
+
     terms: list[tuple] = []
     if dx_TD is not None:
-        terms.append((dx_TD, w_up, [], weights_TK))
+        low_rank = () if u_NR is None else (ranks(dx_TD, lora_a), lora_a, lora_b)
+        terms.append((dx_TD, w_up, [], weights_TK, *routing, IDENTITY, *low_rank))
     if any(tangent is not None for tangent in (*dw_up, *db_up)):
-        terms.append((x_TD, or_zeros(dw_up, w_up), or_zeros(db_up, b_up), weights_TK))
+        terms.append((x_TD, or_zeros(dw_up, w_up), or_zeros(db_up, b_up), weights_TK, *routing, IDENTITY))
     if dweights_TK is not None:
-        terms.append((x_TD, w_up, [], dweights_TK))
-    products = [expert_up(*term, *routing, IDENTITY)[0] for term in terms]
+        terms.append((x_TD, w_up, [], dweights_TK, *routing, IDENTITY, u_NR, lora_a, lora_b))
+    products = [expert_up(*term)[0] for term in terms]
+    if dlora_a is not None:
+        products.append(_of_ranks(ranks(x_TD, dlora_a), lora_b, weights_TK, routing))
+    if dlora_b is not None:
+        products.append(_of_ranks(u_NR, dlora_b, weights_TK, routing))
     return (carrying(h_NGF, sum(products)) if products else h_NGF), a_NF
+
+
+def _of_ranks(u_NR: Tensor, lora_b_EGFR: Tensor, weights_TK: Tensor | None, routing: Sequence[Tensor]) -> Tensor:
+    """``s[r] * u[r] @ B[e]^T``, [N, G, F]: what a low-rank addition adds to h."""
+    slots_N, offsets_E1, _, blocks_B2 = routing
+    _, G, F, _ = lora_b_EGFR.shape
+    h_NX = expert_rows(u_NR.unsqueeze(1), lora_b_EGFR.flatten(1, 2).transpose(1, 2).unsqueeze(1), offsets_E1, blocks_B2)
+    s_N1 = _weights_of_rows(weights_TK, slots_N)
+    return (h_NX if s_N1 is None else h_NX * s_N1).unflatten(1, (G, F))
 
 
 def _expert_up_backward_fake(
@@ -100,13 +119,8 @@ def _expert_up_backward_fake(
     return dh_NGF.new_empty((positions_TK.shape[0], up_shape(w_up).D)), routing_gradient_like(weights_TK, positions_TK)
 
 
-def refuse_forward_mode(
-    op: str, rows_NR: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, params_EP: Tensor | None
-) -> None:
-    """Refuse tangents of forward mode where a weight has a low-rank addition, or the activation parameters."""
-    if rows_NR is not None:
-        way_round = "take the gradient in reverse mode, or give W + B A as the weight"
-        raise NotImplementedError(f"{op}: forward-mode AD is not available with low-rank factors, {way_round}")
+def refuse_tangents_with_parameters(op: str, params_EP: Tensor | None) -> None:
+    """Refuse tangents of forward mode where the activation has parameters."""
     if params_EP is not None:
         way_round = "take the gradient in reverse mode, or write their numbers in the formula"
         raise NotImplementedError(f"{op}: forward-mode AD is not available with an activation's parameters, {way_round}")
@@ -198,6 +212,7 @@ Returns:
 Raises:
     ValueError, TypeError: an argument breaks one of the rules above.
 
-Numerics: accumulates in fp32 (fp64 for fp64). Two runs agree bit for bit; on CPU eager and compiled code, whose activation is
-Inductor's, may differ in the last bits of a.
+Numerics: accumulates in fp32 (fp64 for fp64); on CPU the product with W is rounded before that of a low-rank addition is added
+to it. Two runs agree bit for bit; on CPU eager and compiled code, whose activation is Inductor's, may differ in the last bits
+of a.
 """

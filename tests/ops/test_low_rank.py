@@ -1,8 +1,11 @@
 """Low-rank additions to the weights (LoRA): values and gradients against W + s B A, the ops, and what is not allocated."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.func import jvp
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -327,12 +330,32 @@ def test_ops_reject_factors_of_another_rank():
         ops.expert_up(*arguments)
 
 
-def test_forward_mode_raises():
-    x, weights, experts, w_up, w_down, up, _ = (detach(part) for part in make_case())
-    message = "forward-mode AD is not available with low-rank factors"
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
-        dual = forward_ad.make_dual(x, torch.ones_like(x))
-        moeblaze_ops.moe(dual, weights, experts, w_up, w_down, lora_up=(*up, 1.0))
+@pytest.mark.parametrize("weight_on", ["output", "input"])
+def test_forward_mode(weight_on):
+    """Along each of the arguments and along all of them, with slots that no expert has."""
+    torch.manual_seed(22)
+    x, weights, experts, w_up, w_down, up, down = make_case("unused_slots")
+    primals = tuple(tensor.detach() for tensor in (x, weights, w_up, w_down, *up, *down))
+
+    def run(x, weights, w_up, w_down, up_a, up_b, down_a, down_b, merge=False):
+        up, down = (up_a, up_b), (down_a, down_b)
+        if merge:
+            w_up, w_down, lora = merged(w_up, up, 0.5), merged(w_down, down, 0.5), {}
+        else:
+            lora = {"lora_up": (*up, 0.5), "lora_down": (*down, 0.5)}
+        return moeblaze_ops.moe(x, weights, experts, w_up, w_down, weight_on=weight_on, **lora)
+
+    directions = [torch.randn_like(p) for p in primals]
+    along_one = [tuple(d if i == j else torch.zeros_like(d) for j, d in enumerate(directions)) for i in range(len(primals))]
+    for tangents in (*along_one, tuple(directions)):
+        got, wanted = (jvp(partial(run, merge=merge), primals, tangents) for merge in (False, True))
+        for ours, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    for i, direction in enumerate(directions):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(p, direction) if i == j else p for j, p in enumerate(primals)]
+            got = forward_ad.unpack_dual(run(*duals)).tangent
+        torch.testing.assert_close(got, jvp(partial(run, merge=True), primals, along_one[i])[1])
 
 
 @pytest.mark.parametrize("rank", [1, 8, 11])

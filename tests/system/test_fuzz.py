@@ -1,5 +1,7 @@
 """A short run of `fuzz.run`: random layers behave as eager does, and the unchanged ones are rewritten."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.corpus.fuzz import adapters
@@ -32,3 +34,19 @@ def test_random_adapters(through_moe):
         assert not failure, f"seed {seed}: {failure} ({became}), {case}"
         if case.twin == "none":
             assert "rank" in became, (seed, case)
+
+
+@pytest.mark.parametrize("seed", [902, 1324, 1610, 1644, 2512])
+def test_adapters_whose_error_only_drawn_rounding_explains(seed):
+    """One pre-activation of a relu that is next to zero, and in 1644 a product of rank one that cancels to a hundredth."""
+    failure, became = adapters.failure_of(adapters.case_of(seed), seed, True)
+    assert not failure and became.endswith(" by rounding")
+
+
+@pytest.mark.parametrize("twin", [name for name in adapters.TWINS if name != "none"])
+def test_rounding_explains_no_other_function(twin):
+    """In bf16, where it explains most. What runs reads the factors as the twin does, and the plain layer is asked for."""
+    sizes = {"E": 4, "T": 17, "K": 2, "rank": 3, "scale": 2.0, "adapters": 1}
+    case = replace(adapters.case_of(1), **sizes, activation="relu", dtype="bf16")
+    assert not adapters.failure_of(case, 1, True)[0]
+    assert adapters.failure_of(replace(case, twin=twin), 1, True, wanted="none")[0]

@@ -58,7 +58,7 @@ for line in sys.stdin:
 """
 
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "OMP_NUM_THREADS": "1",
     # A graph out of a cache was not compiled, and the page may be about what was.
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",

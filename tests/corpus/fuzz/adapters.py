@@ -6,22 +6,28 @@
 A seed draws sizes (E, T, K, r), how the sum is written, in which order factors are packed, scales, activation, biases and dtype
 (fp32, bf16, or fp32 under autocast). Half of the seeds change the layer in one place: factors of another expert, a factor read in
 another order, the scale twice, dropped ranks. Either way the layer is compiled with rewriting and must have the numbers of the
-same layer in eager mode in fp64, no worse than eager mode in its own dtype, whatever became of it. Through ``moe`` nothing is
-compiled: it takes the factors, as the twin reads them.
+same layer in eager mode in fp64, no worse than rounding can make it in its own dtype, whatever became of it. Through ``moe``
+nothing is compiled: it takes the factors, as the twin reads them.
 
-Another function differs for every draw of numbers. One draw may differ by rounding alone, where a relu is at its kink or a sum of
-few numbers cancels. So a case is wrong if three draws are, and one that is not is drawn once.
+The rule. Eager mode in the case's dtype is one way to round, and it may be lucky. A pre-activation that is exactly -1.1e-3, of
+terms that sum to 3.4 in absolute value, is behind relu's kink in one order of bf16 sums and before it in another one. A gradient
+of rank one whose factor is a sum of 0.0014, of terms that sum to 0.117, is off by half of it. So where the error is more than
+twice that of eager mode, rounding is drawn (``Rounded``): the layer in fp64 with each result off by at most half a unit in the
+last place of the case's dtype. A case is wrong if its error is more than twice that of eager mode and of each of 64 draws.
+Another function is wrong by this rule: the draws are of the one that is wanted.
 """
 
 import argparse
 import random
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import moeblaze_ops
 from tests.tools.rewrite_harness import compiled
@@ -184,16 +190,36 @@ def _step(layer: Layer, run, x: Tensor, dout: Tensor, chosen_dtype: torch.dtype 
     return [tensor.detach().double() for tensor in (out, x.grad, *gradients)]
 
 
-def failure_of(case: Case, seed: int, through_moe: bool = False) -> tuple[str, str]:
-    """What is wrong with the numbers, "" where nothing is; and what the layer became."""
-    for draw in range(3):
-        failure, became = _difference(case, seed + draw * 10**6, through_moe)
-        if not failure:
-            break
-    return failure, became
+class Rounded(TorchDispatchMode):
+    """Results of operators off by a random part of half a unit in the last place, from the first topk on: ids stay what they are.
+
+    So are the operands of products of matrices, which stand for what is rounded within their sums.
+    """
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps, self.is_routed = eps, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.is_routed and func.overloadpacket in PRODUCTS:
+            args = tree_map_only(Tensor, lambda t: self._off(t.clone()), args)
+        result = func(*args, **(kwargs or {}))
+        self.is_routed = self.is_routed or func is torch.ops.aten.topk.default
+        if not self.is_routed or func.is_view or func is torch.ops.aten.detach.default:
+            return result
+        return tree_map_only(Tensor, self._off, result)
+
+    def _off(self, t: Tensor) -> Tensor:
+        return t.mul_(1 + self.eps * (torch.rand_like(t) - 0.5)) if t.is_floating_point() else t
 
 
-def _difference(case: Case, seed: int, through_moe: bool) -> tuple[str, str]:
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+DRAWS = 64
+
+
+def failure_of(case: Case, seed: int, through_moe: bool = False, wanted: str | None = None) -> tuple[str, str]:
+    """What is wrong with the numbers, "" where nothing is, and what the layer became, with " by rounding" where eager mode alone
+    does not explain them. ``wanted`` is the twin whose numbers are asked for, if not the case's own."""
     torch.manual_seed(seed)
     layer = Layer(case)
     low = torch.bfloat16 if case.dtype == "bf16" else torch.float32
@@ -206,17 +232,32 @@ def _difference(case: Case, seed: int, through_moe: bool) -> tuple[str, str]:
     run, backend = (layer.through_moe, None) if through_moe else compiled(layer)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         got = _step(layer, run, x.to(low), dout.to(low), autocast)
+    if wanted is not None:
+        layer.case = replace(case, twin=wanted)
     eager = _step(layer, layer, x.to(low), dout.to(low), autocast)
-    exact = _step(layer.double(), layer, x.double(), dout.double(), None)
-    became = ", ".join(candidate.became for candidate in backend.rewritten) if backend else "moe with rank"
+    layer.double()
+    exact = _step(layer, layer, x.double(), dout.double(), None)
+    became = (", ".join(candidate.became for candidate in backend.rewritten) if backend else "moe with rank") or "left alone"
     eps = torch.finfo(torch.float32 if case.dtype == "fp32" else torch.bfloat16).eps
-    for place, (mine, theirs, want) in enumerate(zip(got, eager, exact, strict=True)):
-        size = want.norm() + 1e-3
-        error, allowed = float((mine - want).norm() / size), float((theirs - want).norm() / size)
-        # Eager mode may be lucky in a tensor of few numbers: four roundings on top of twice its error.
-        if error > 2 * allowed + 4 * eps:
-            return f"tensor {place}: {error:.3g}, eager mode {allowed:.3g}", became or "left alone"
-    return "", became or "left alone"
+    errors, allowed = _errors(got, exact), _errors(eager, exact)
+    draws = 0
+    while (worst := _beyond(errors, allowed)) is not None and draws < DRAWS:
+        with Rounded(eps):
+            rounded = _step(layer, layer, x.double(), dout.double(), None)
+        allowed = [max(pair) for pair in zip(allowed, _errors(rounded, exact), strict=True)]
+        draws += 1
+    if worst is not None:
+        return f"tensor {worst}: {errors[worst]:.3g}, {allowed[worst]:.3g} by rounding", became
+    return "", became + " by rounding" * (draws > 0)
+
+
+def _errors(tensors: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [float((t - want).norm() / (want.norm() + 1e-3)) for t, want in zip(tensors, exact, strict=True)]
+
+
+def _beyond(errors: list[float], allowed: list[float]) -> int | None:
+    """The first tensor whose error rounding does not explain."""
+    return next((i for i, (e, a) in enumerate(zip(errors, allowed, strict=True)) if e > 2 * a), None)
 
 
 def main() -> None:
@@ -230,6 +271,7 @@ def main() -> None:
         case = case_of(seed)
         failure, became = failure_of(case, seed, arguments.through == "moe")
         counts["factors" if "rank" in became else "left alone" if became == "left alone" else "computed weights"] += 1
+        counts["explained by rounding that is drawn"] += became.endswith(" by rounding")
         if failure:
             counts["wrong"] += 1
             print(f"seed {seed}: {failure} ({became})\n  {case}", flush=True)
