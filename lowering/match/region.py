@@ -67,8 +67,9 @@ def _acts(view: GraphView, node: fx.Node) -> bool:
         F.silu(g) * u + 0 * torch.rand_like(g)      draws numbers all the same
         F.silu(F.dropout(g, 0.0)) * u               is known to give g
     """
-    values = tree_leaves(view.value(node))
-    return acts_beside_tensors(node) and any(isinstance(value, Value) and value.node is node for value in values)
+    if not acts_beside_tensors(node):
+        return False
+    return any(isinstance(value, Value) and value.node is node for value in tree_leaves(view.value(node)))
 
 
 def _prove_gradients(view: GraphView, root: fx.Node, nodes: set[fx.Node], inputs: set[fx.Node]) -> None:

@@ -11,7 +11,7 @@ selects from none to all of its elements. A number that a tensor holds is known 
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -28,7 +28,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_o
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 
-Atom = Expr | sympy.Symbol
+Atom: TypeAlias = Expr | sympy.Symbol
 
 _OF_NUMBERS = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "eq": sympy.Eq, "ne": sympy.Ne,
