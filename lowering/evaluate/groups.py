@@ -228,10 +228,12 @@ def sum_of_counts(algebra: Algebra, number: Expr, counts: Expr, num_groups: Size
         axes.append(axis)
     hits = [e for e in factors_of(counts) if e.kind == "eq"]
     keys = [side for hit in hits for side in hit.args if side is not number]
-    if len(hits) != 1 or len(keys) != 1 or not axes:
+    if len(hits) != 1 or len(keys) != 1:
         return None
-    once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
-    exact = counts is hits[0] or (counts is once and are_distinct(algebra, keys[0], axes[-1]))
+    exact = counts is hits[0]
+    if axes and not exact:
+        once = algebra.mul(hits[0], algebra.distinct(keys[0], axes[-1]))
+        exact = counts is once and are_distinct(algebra, keys[0], axes[-1])
     if num_groups is not None:
         bound = algebra.extent(keys[0])
         exact &= isinstance(bound, int) and isinstance(num_groups, int) and bound <= num_groups

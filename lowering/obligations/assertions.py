@@ -1,6 +1,7 @@
 """Which assertions of a graph on numbers of the host hold whatever the data are: they may go with a layer, any other stays.
 
     rows[: counts[0]]                           Dynamo asserts that a slice has no more rows than there are
+    torch.bincount(ids, minlength=E)            and that there are E counts at least
     assert sum(counts) == ids.numel()           so does the program, of counts of all ids
     assert counts[0] <= capacity                stays: it fails where an expert has more
 
@@ -53,6 +54,7 @@ class _Known:
         self.view, self.evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
         self.read: dict[sympy.Symbol, fx.Node] = {}  # numbers that are elements of tensors
         self.masks: dict[Atom, Value | None] = {}  # sizes, as the number of true elements of masks where that is known
+        self.shortest: dict[Atom, int] = {}  # sizes that are never less
         self.environment: Any = None
         for node in graph.nodes:
             if isinstance(fake := fake_of(node), torch.SymInt):
@@ -61,6 +63,8 @@ class _Known:
                 self.read.setdefault(_made_as(fake), node)
             elif node.op != "output":
                 self._find_masks(node)
+            if target_name(node) == "bincount" and isinstance(fake, torch.Tensor):
+                self.shortest[_made_as(fake.shape[0])] = _fewest_counts(node)
         self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
 
     def _find_masks(self, node: fx.Node) -> None:
@@ -172,7 +176,8 @@ class _Known:
 
     def _least_of(self, atom: Atom) -> int | None:
         """Nothing is known of an element of a tensor that is no count; sizes and offsets are not negative."""
-        return 0 if isinstance(atom, Expr) or (atom in self.masks and atom not in self.read) else None
+        known = isinstance(atom, Expr) or (atom in self.masks and atom not in self.read)
+        return self.shortest.get(atom, 0) if known else None
 
     def _most_of(self, atom: Atom) -> sympy.Expr | None:
         if isinstance(atom, Expr):
@@ -252,6 +257,12 @@ def _selecting(value: Value, axis: int) -> Value | None:
         made_of = value.args[1][axis : axis + 1]
     masks = {part.args[0] for part in made_of if isinstance(part, Value) and part.op == "nonzero"}
     return next(iter(masks)) if len(masks) == 1 else None
+
+
+def _fewest_counts(bincount: fx.Node) -> int:
+    """``torch.bincount(ids, minlength=E)`` gives E counts at least."""
+    given = bincount.args[2] if len(bincount.args) > 2 else bincount.kwargs.get("minlength", 0)
+    return given if isinstance(given, int) else 0
 
 
 def _is_whole(e: Expr) -> bool:
