@@ -1,7 +1,7 @@
 """Which assertions of a graph on numbers of the host hold whatever the data are: they may go with a layer, any other stays.
 
     rows[: counts[0]]                           Dynamo asserts that a slice has no more rows than there are
-    torch.bincount(ids, minlength=E)            and that there are E counts at least
+    torch.bincount(ids, minlength=E)            and that there are E counts, of ids of experts
     assert sum(counts) == ids.numel()           so does the program, of counts of all ids
     assert counts[0] <= capacity                stays: it fails where an expert has more
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
+from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import ASSERTS
@@ -54,7 +55,7 @@ class _Known:
         self.view, self.evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
         self.read: dict[sympy.Symbol, fx.Node] = {}  # numbers that are elements of tensors
         self.masks: dict[Atom, Value | None] = {}  # sizes, as the number of true elements of masks where that is known
-        self.shortest: dict[Atom, int] = {}  # sizes that are never less
+        self.lengths: dict[Atom, tuple[int, int | None]] = {}  # sizes that are never less, or more where that is known
         self.environment: Any = None
         for node in graph.nodes:
             if isinstance(fake := fake_of(node), torch.SymInt):
@@ -64,7 +65,7 @@ class _Known:
             elif node.op != "output":
                 self._find_masks(node)
             if target_name(node) == "bincount" and isinstance(fake, torch.Tensor):
-                self.shortest[_made_as(fake.shape[0])] = _fewest_counts(node)
+                self.lengths[_made_as(fake.shape[0])] = self._numbers_counted(node)
         self._counts: dict[sympy.Symbol, list[Expr] | None] = {}
 
     def _find_masks(self, node: fx.Node) -> None:
@@ -77,6 +78,22 @@ class _Known:
                 symbol = _made_as(size)
                 if isinstance(symbol, sympy.Symbol) and free_unbacked_symbols(symbol):
                     self.masks.setdefault(symbol, _selecting(value, axis) if axis < fake.dim() else None)
+
+    def _numbers_counted(self, bincount: fx.Node) -> tuple[int, int | None]:
+        """``torch.bincount(ids, minlength=E)`` gives E counts at least, and no more if ids are numbers of experts.
+
+        Those that a graph is given are, as for a match.
+        """
+        given = bincount.args[2] if len(bincount.args) > 2 else bincount.kwargs.get("minlength", 0)
+        fewest = given if isinstance(given, int) else 0
+        ids = self.view.value_at(bincount.args[0], self.view.position[bincount]) if bincount.args else None
+        element = self.evaluator.try_element(ids) if isinstance(ids, Value) else None
+        if element is None or not never_negative(element):
+            return fewest, None
+        most = self.evaluator.algebra.extent(element)
+        if most is None:
+            return fewest, fewest if element.kind == "leaf" else None
+        return fewest, max(fewest, most) if isinstance(most, int) else None
 
     # What is said.
 
@@ -117,7 +134,8 @@ class _Known:
             return claim == sympy.true
         difference = claim.lhs - claim.rhs
         if isinstance(claim, sympy.Eq):
-            return any(form == (0, {}) for form in self._forms(difference))
+            equal = any(form == (0, {}) for form in self._forms(difference))
+            return equal or (self._is_at_least(0, difference) and self._is_at_least(0, -difference))
         if isinstance(claim, sympy.Ne):
             return self._is_at_least(1, difference) or self._is_at_least(1, -difference)
         larger = difference if isinstance(claim, (sympy.Ge, sympy.Gt)) else -difference
@@ -177,11 +195,13 @@ class _Known:
     def _least_of(self, atom: Atom) -> int | None:
         """Nothing is known of an element of a tensor that is no count; sizes and offsets are not negative."""
         known = isinstance(atom, Expr) or (atom in self.masks and atom not in self.read)
-        return self.shortest.get(atom, 0) if known else None
+        return self.lengths.get(atom, (0, None))[0] if known else None
 
     def _most_of(self, atom: Atom) -> sympy.Expr | None:
         if isinstance(atom, Expr):
             return self._largest(atom)
+        if atom in self.lengths:
+            return self.lengths[atom][1]
         mask = self.masks.get(atom)
         return None if mask is None else sympy.prod(map(sympy.sympify, mask.shape))
 
@@ -257,12 +277,6 @@ def _selecting(value: Value, axis: int) -> Value | None:
         made_of = value.args[1][axis : axis + 1]
     masks = {part.args[0] for part in made_of if isinstance(part, Value) and part.op == "nonzero"}
     return next(iter(masks)) if len(masks) == 1 else None
-
-
-def _fewest_counts(bincount: fx.Node) -> int:
-    """``torch.bincount(ids, minlength=E)`` gives E counts at least."""
-    given = bincount.args[2] if len(bincount.args) > 2 else bincount.kwargs.get("minlength", 0)
-    return given if isinstance(given, int) else 0
 
 
 def _is_whole(e: Expr) -> bool:
