@@ -197,7 +197,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return self.element(xs[at.args[0]], rest, depth)
         self._unroll(at)
         extent = self.algebra.extent(at)
-        chosen = at.kind == "leaf" and isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
+        digits = [atom for _, atom in at.args[1]] if at.kind == "linear" else [at]
+        chosen = all(digit.kind == "leaf" for digit in digits) and isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
         if not chosen or depth or all(is_weight(x, gathered=False) for x in xs):
             return self.algebra.leaf(value, indices)
         hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))

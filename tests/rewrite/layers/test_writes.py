@@ -362,3 +362,22 @@ def written_by_an_alias(write):
 def test_what_writes_to_operands_stays(write):
     layer = zoo.StackedMoE(written_by_an_alias(write), "split")
     assert len(check_against_eager(layer, torch.randn(10, zoo.D), aot=True).rewritten) == 1
+
+
+def sum_as_large_as_a_copy(self, x, weights, ids):
+    """The sum starts from zeros in the shape of a tensor that others read, and that is made of one that was written to."""
+    first = x.clone()
+    first.add_(1.0)
+    second = first.clone()
+    second.mul_(2.0)
+    out = torch.zeros_like(second)
+    for e in range(self.E):
+        token, slot = torch.where(ids == e)
+        h = F.silu(x[token] @ self.w1[e]) * (x[token] @ self.w3[e])
+        out.index_add_(0, token, h @ self.w2[e] * weights[token, slot, None])
+    return out + second
+
+
+def test_writes_to_what_a_reader_is_made_of(fp64):
+    backend = check_against_eager(zoo.StackedMoE(sum_as_large_as_a_copy), torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and backend.operators().count("add_") == 1

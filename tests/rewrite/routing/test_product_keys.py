@@ -88,8 +88,14 @@ def gathered_from_flat_weights(layer, x, weights, ids):
     return torch.einsum("tkf,tkfd,tk->td", h, layer.w_down[ids], weights)
 
 
+def read_from_a_stack(layer, x, weights, ids):
+    """All experts on all tokens, of which each token reads its own."""
+    outputs = torch.stack([layer.expert(e, x) for e in range(E)], 1)
+    return torch.einsum("tkd,tk->td", outputs[torch.arange(x.shape[0])[:, None], ids], weights)
+
+
 ONCE = [stored, scattered, masked]
-ALL = [loop, *ONCE, gathered, gathered_from_flat_weights]
+ALL = [loop, *ONCE, gathered, gathered_from_flat_weights, read_from_a_stack]
 
 
 @pytest.mark.parametrize("tokens", [10, K, 1])
