@@ -198,8 +198,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         self._unroll(at)
         extent = self.algebra.extent(at)
         digits = [atom for _, atom in at.args[1]] if at.kind == "linear" else [at]
-        chosen = all(digit.kind == "leaf" for digit in digits) and isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
-        if not chosen or depth or all(is_weight(x, gathered=False) for x in xs):
+        known = isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
+        if not known or any(digit.kind != "leaf" for digit in digits) or depth or all(is_weight(x, gathered=False) for x in xs):
             return self.algebra.leaf(value, indices)
         hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
         return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
