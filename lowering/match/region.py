@@ -94,8 +94,7 @@ def _kept(view: GraphView, own: set[fx.Node], nodes: set[fx.Node], carriers: tup
     """
     kept = {n for n in own if n in view.writes and _used_outside(view, n, nodes, frozenset())}
     read = {n for n in own.difference(carriers) if any(user not in nodes and not reads_size(user) for user in n.users)}
-    staying = dependencies(view, *kept, *read) if kept or read else set()
-    return {n for n in own & staying if n in view.writes}
+    return {n for n in own & dependencies(view, *kept, *read) if n in view.writes}
 
 
 def _writes_to(view: GraphView, operands: frozenset[fx.Node], root: fx.Node) -> list[fx.Node]:

@@ -231,7 +231,6 @@ class _Known:
                 count = evaluator.algebra.sum(variable, count)
         return None if count is None else [count]
 
-
     def _added(self, count: Expr) -> Expr:
         """A count of tokens as that of their slots, where no token chooses an expert twice.
 
