@@ -140,7 +140,8 @@ def _tensordot(view: GraphView, a: Any, b: Any, dims: Any = 2, out: Any = None) 
 @form("linear")
 def _linear(view: GraphView, x: Any, weight: Any, bias: Any = None) -> Value:
     batch = "ijklmn"[: len(tensor(x).shape) - 1]
-    product = contract(view, (x, weight), (batch + "y", "zy"), batch + "z")
+    units = "z"[: len(tensor(weight).shape) - 1]
+    product = contract(view, (x, weight), (batch + "y", units + "y"), batch + units)
     return product if bias is None else pointwise(view, "add", product, cast(view, bias, product.dtype))
 
 

@@ -35,14 +35,14 @@ def prove_region(
     """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
     filled = _writes_to(view, operands - buffer, root)
-    above = dependencies(view, *operands, *filled, *([base] if base else []))
+    read = {*operands, *filled} | ({base} if base else set())
+    above = dependencies(view, *read)
     # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
     behind = dependencies(view, root, stop=frozenset(above - buffer)) - above
-    inputs = {n for n in behind if n.op in ("placeholder", "get_attr")}
-    nodes = behind - inputs
-    _prove_gradients(view, root, nodes, inputs)
+    nodes = {n for n in behind if n.op not in ("placeholder", "get_attr")}
     computed = _computed(view, nodes)
     carriers = _carriers(view, root, nodes)
+    _prove_gradients(view, root, frozenset(carriers), read)
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     _prove_saved(view, root, operands)
@@ -72,19 +72,37 @@ def _acts(view: GraphView, node: fx.Node) -> bool:
     return any(isinstance(value, Value) and value.node is node for value in tree_leaves(view.value(node)))
 
 
-def _prove_gradients(view: GraphView, root: fx.Node, nodes: set[fx.Node], inputs: set[fx.Node]) -> None:
-    """No input would be without a gradient that has one of zeros as written.
+def _prove_gradients(view: GraphView, root: fx.Node, carriers: frozenset[fx.Node], read: set[fx.Node]) -> None:
+    """No input would be without a gradient that has one of zeros as written, where the layer reads ``read`` in its place.
 
         for e in range(8): out += share(ids, e) * experts[e](x)         ids = scores.topk(2).indices, of 8 scores
         for e in range(9): out += share(ids, e) * experts[e](x)         nobody chooses the last one: not taken
+        weights.fill_(1)                                                nor this: the router has gradients of zeros
     """
-    for node in inputs if _needs_gradient(view, root) else ():
-        lost = _needs_gradient(view, node) and all(user in nodes for user in node.users)
-        prove(not lost, Reason.EXPERT_COVERAGE, f"no token can choose what '{node.name}' belongs to", node)
+    constant = frozenset(node for node in view.position if not _needs_gradient(view, node))
+    if root in constant:
+        return
+    lost = dependencies(view, root, stop=constant) - dependencies(view, *read - constant, stop=constant)
+    for node in sorted(lost, key=view.position.__getitem__):
+        if node.op in ("placeholder", "get_attr") and node not in constant and not _is_used(node, constant | carriers | {root}):
+            raise Declined(Reason.GRADIENTS, f"nothing that the layer reads depends on '{node.name}'", node)
+
+
+def _is_used(node: fx.Node, without: frozenset[fx.Node]) -> bool:
+    """Whether the output is computed from ``node`` on a way that goes past the nodes in ``without``."""
+    ways, seen = [node], set()
+    while ways:
+        for user in ways.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and user not in without:
+                seen.add(user)
+                ways.append(user)
+    return False
 
 
 def _needs_gradient(view: GraphView, node: fx.Node) -> bool:
-    return getattr(fake_of(view.writes.get(node, node)), "requires_grad", False)
+    return any(getattr(fake, "requires_grad", False) for fake in tree_leaves(fake_of(view.writes.get(node, node))))
 
 
 def _kept(view: GraphView, own: set[fx.Node], nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> set[fx.Node]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.corpus.zoo import catalogue as zoo
@@ -187,3 +188,14 @@ def test_ids_read_off_a_mask(fp64):
         return zoo.masked_sum(self, x, weights, torch.nn.functional.one_hot(ids, len(self.experts)).argmax(-1))
 
     assert len(check_against_eager(zoo.ModuleListMoE(read_off), torch.randn(10, zoo.D)).rewritten) == 1
+
+
+def test_product_with_a_vector(fp64):
+    """F.linear takes a vector in place of its matrix."""
+
+    def scaled(self, x, weights, ids):
+        weights = weights * F.linear(x, x[0])[:, None]
+        masks = F.one_hot(ids, len(self.experts)).to(x.dtype)
+        return sum(expert(x) * (masks[..., e] * weights).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+    assert check_against_eager(zoo.ModuleListMoE(scaled), torch.randn(5, zoo.D)).rewritten
