@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.corpus.fuzz import adapters
+from tests.corpus.fuzz import adapters, graphs
 from tests.corpus.fuzz.run import case_of, outcome_of
 
 SEEDS, CHUNK = 60, 20
@@ -24,6 +24,13 @@ def test_random_layers(first):
 
 def test_a_seed_gives_one_program():
     assert all(case_of(seed).reproducer == case_of(seed).reproducer for seed in range(0, 100, 7))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_changes_to_graphs():
+    results = [graphs.check(seed) for seed in range(4 * graphs.GROUP)]
+    assert not [result for result in results if result[0].startswith("wrong")]
+    assert {"rewritten", "left alone"} <= {became for became, _ in results}
 
 
 @pytest.mark.parametrize("through_moe", [False, True])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.corpus.zoo.modules import ModuleListMoE, D
+from tests.corpus.zoo.modules import D, ModuleListMoE
 from tests.tools.rewrite_harness import check_against_eager
 
 T = 6
