@@ -92,6 +92,17 @@ def test_the_first_tensor_is_there_before_the_second():
         assert torch.equal(second[other], tokens(1 - rank, 1, 2)) and not torch.equal(late[other], second[other])
 
 
+def test_what_arrived_is_taken_once():
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows
+    from tests.tools.slow_copies import rank_of
+
+    with rank_of(2):
+        (started,) = gather_rows([tokens(0, 0, 2)], 2, 2, "", False)
+        arrived(started)
+        with pytest.raises(RuntimeError, match="must be taken once"):
+            arrived(started)
+
+
 def test_more_rows_than_a_rank_may_have():
     from moeblaze_ops.ops.sharded.collectives import gather_rows
 

@@ -126,14 +126,18 @@ class _Transfer:
     __slots__ = ("_event", "_parts", "_result", "_window")
 
     def __init__(self, window: "_Window", event: torch.cuda.Event, result: Tensor, parts: Tensor | None) -> None:
-        self._window, self._event, self._result, self._parts = window, event, result, parts
+        self._window, self._event = window, event
+        self._result: Tensor | None = result
+        self._parts = parts
 
     def finish(self) -> Tensor:
-        window, result, parts = self._window, self._result, self._parts
-        window.wait(self._event)
-        window.under_way.discard(self)
+        # What was started may live on, and is not to keep the memory.
+        result, parts, self._result, self._parts = self._result, self._parts, None, None
+        if result is None:
+            raise RuntimeError("sharded experts: what arrived must be taken once, got a second time")
+        self._window.wait(self._event)
+        self._window.under_way.discard(self)
         if parts is not None:
-            self._parts = None
             _add(result, parts)
         return result
 
