@@ -137,8 +137,8 @@ def _routing_of_all(
     ids = experts_TK.to(torch.int32)
     if weights_TK is None or copies:
         sent = [ids] if weights_TK is None else [ids, weights_TK]
-        ids, *weights = [wait(each, copies) for each in start_gathers(sent, rows, ranks, group, copies, routing=True)]
-        return ids, weights[0] if weights else None
+        arrived = [wait(each, copies) for each in start_gathers(sent, rows, ranks, group, copies, routing=True)]
+        return arrived[0], arrived[1] if len(arrived) == 2 else None
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
     (both,) = start_gathers([torch.cat([ids.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies)
     ids, weights = wait(both, copies).chunk(2, dim=1)
