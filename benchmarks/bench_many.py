@@ -278,13 +278,14 @@ def main() -> None:
     for T in arguments.tokens:
         for ep in arguments.ep:
             bench = Bench(arguments, ep, T, rows)
-            reference = None
+            reference: tuple[str, dict[str, Tensor]] | None = None
             for name in arguments.sides:
                 try:
                     results = bench.measure(name)
                     if name != "local":
-                        compare(bench, f"{name} with ours", results, reference or results)
-                        reference = reference or results
+                        if reference is not None:
+                            compare(bench, f"{name} with {reference[0]}", results, reference[1])
+                        reference = reference or (name, results)
                 except Exception as error:
                     traceback.print_exc()
                     bench.add({"ep": ep, "T": T, "side": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})

@@ -4,7 +4,8 @@ Autograd gives ``expert_up_backward(...)[0] + dlogits @ W``. On CUDA the product
 dx once more, after a copy of it. Handed to the op, the product is part of the sum over a token's rows instead.
 
 A layer that goes by ranges of rows or of tokens gives dx and the gradient of the routing weights at once, so there the product
-can only follow: it is added in place, since a second dx would not fit into what such a layer is limited to.
+can only follow: it is added in place, since a second dx would not fit into what such a layer is limited to. So it is where
+experts are spread over ranks: dx is the sum of what they computed.
 """
 
 import operator
@@ -14,11 +15,16 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
+from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _ROUTER = slice(8, 10)
 """Where ``expert_up_backward`` takes the factors of the product."""
-_IN_PARTS = (torch.ops.moeblaze.expert_mlp_ranged_backward.default, torch.ops.moeblaze.expert_mlp_chunked_backward.default)
+_IN_PARTS = (
+    torch.ops.moeblaze.expert_mlp_ranged_backward.default,
+    torch.ops.moeblaze.expert_mlp_chunked_backward.default,
+    experts_over_ranks_backward,
+)
 """What gives dx first, and is done with the routing weights at the same time."""
 _LARGEST_ROUTER = 1024
 """Experts up to which the product is small beside what the sum reads."""

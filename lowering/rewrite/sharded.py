@@ -110,7 +110,9 @@ def insert_moved_tokens(
     first = insert.at(_behind_inputs(match.x.node)) if early else insert
     early_TD = first.rows(match.x, match.D) if early else x_TD
     with x.fake_mode:
-        everyone, value = x.new_empty(ranks * x.shape[0], x.shape[1]), x.new_empty(x.shape)
+        # What copies have started holds nothing yet.
+        everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if together[2] else []))
+        value = x.new_empty(x.shape)
     rows = config.tokens_per_rank or _most_tokens(first, early_TD, sharded.group)
     gathered = first.given(everyone, start_gather_of_tokens, early_TD, rows, *together)
     w_up, b_up, w_down, b_down = (

@@ -106,13 +106,13 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx, group: str, ranks: int, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.ranks = group, ranks
         started = [start_gathers([shard], shard.shape[0], ranks, group, copies=False) for shard in shards]
-        return tuple(wait(whole) for (whole,) in started)
+        return tuple(wait(whole, copies=False) for (whole,) in started)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple:
         needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[2:], gradients, strict=True) if needs]
-        sums = map(wait, start_reduce_scatters(needed, ctx.ranks, ctx.group, copies=False))
+        sums = (wait(each, copies=False) for each in start_reduce_scatters(needed, ctx.ranks, ctx.group, copies=False))
         return None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[2:])
 
 

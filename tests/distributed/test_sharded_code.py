@@ -1,14 +1,17 @@
 """The order of the code that Inductor generates for layers whose tokens move. One process plays a rank of two."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moeblaze_ops.ops.sharded.collectives import start_gather_of_tokens
+from moeblaze_ops.ops.sharded import collectives
+from moeblaze_ops.ops.sharded.collectives import most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from tests.tools import fakecuda
+from tests.tools.slow_copies import rank_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
@@ -27,27 +30,48 @@ def group():
     dist.destroy_process_group()
 
 
-def generated(group: str, copies: bool) -> list[str]:
-    """Forward and backward, as far as they can be generated where copies cannot run."""
-    torch._dynamo.allow_in_graph(experts_over_ranks)
-    torch._dynamo.allow_in_graph(start_gather_of_tokens)
+@torch._dynamo.allow_in_graph
+def begins(x):
+    """Stands where tokens leave."""
+    return x.new_empty(RANKS * T, D)
 
-    def layer(x, w_router, w_up, w_down):
-        gathered = start_gather_of_tokens(x, T, RANKS, group, copies)
-        weights, ids = torch.topk(torch.softmax(x @ w_router, -1), K, dim=-1)
-        settings = ("swiglu", False, RANKS, group, copies, False, True)
+
+@torch._dynamo.allow_in_graph
+def ends(x, gathered, weights, ids, w_up, w_down):
+    """Stands where the layer was."""
+    return x.clone()
+
+
+def layer(x, w_router, w_up, w_down):
+    gathered = begins(x)
+    weights, ids = torch.topk(torch.softmax(x @ w_router, -1), K, dim=-1)
+    return ends(x, gathered, weights, ids, w_up, w_down)
+
+
+def generated(group: str, copies: bool, exact: bool = False, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Forward and backward of a layer whose tokens move, in a graph as the rewriter leaves it."""
+
+    def start(x):
+        rows = most_tokens(x, group) if exact else T
+        return start_gather_of_tokens(x, rows, RANKS, group, copies)
+
+    def experts(x, gathered, weights, ids, w_up, w_down):
+        settings = ("swiglu", False, RANKS, group, copies, exact, True)
         return experts_over_ranks(x, gathered, weights, ids, [w_up], [], [w_down], [], *settings)
 
+    def rewritten(graph, inputs):
+        for node in graph.graph.nodes:
+            node.target = {begins: start, ends: experts}.get(node.target, node.target)
+        graph.recompile()
+        return shadow(graph, inputs)
+
     shapes = ((T, D), (D, E), (E // RANKS, 2, F, D), (E // RANKS, F, D))
-    inputs = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    inputs = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
     sources: list[str] = []
+    shadow = fakecuda.shadow_backend(sources)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend=fakecuda.shadow_backend(sources))
-    if copies:
-        with pytest.raises(Exception):  # noqa: B017  whatever a machine without GPUs says to a copy between them
-            compiled(*inputs)
-    else:
-        compiled(*inputs).sum().backward()
+    with rank_of(RANKS), mock.patch.object(collectives, "largest_number", lambda mine, group: mine):
+        torch.compile(layer, backend=rewritten)(*inputs).sum().backward()
     return sources
 
 
@@ -62,7 +86,7 @@ def order(code: str) -> list[str]:
             names[part[1]] = names[part[2]]
         starts = "all_gather_into_tensor|reduce_scatter_tensor|gather_rows|sum_parts"
         started = re.search(rf"(\w+) = torch\.ops\.\w+\.({starts})\b", line)
-        waited = re.search(r"wait_tensor\.default\((\w+)\)", line)
+        waited = re.search(r"(?:wait_tensor|arrived)\.default\((\w+)\)", line)
         launched = re.search(r"(_expert_\w+_kernel|_combine_kernel)_\d+\.run", line)
         if started:
             names[started[1]] = f"{started[2]} {len(names)}"
@@ -93,7 +117,39 @@ def test_collectives_run_beside_products(group):
     ]
 
 
-def test_copies_take_the_place_of_collectives(group):
-    (forward,) = generated(group, copies=True)
-    started = [line for line in order(forward) if line.startswith("start")]
-    assert started == ["start gather_rows 0", "start all_gather_into_tensor 2", "start sum_parts 3"], order(forward)
+@pytest.mark.parametrize("exact", [False, True])
+def test_copies_take_the_place_of_collectives(group, exact):
+    forward, backward = generated(group, copies=True, exact=exact)
+    assert order(forward) == [
+        "start gather_rows 0",
+        "start gather_rows 2",
+        "wait gather_rows 2",
+        "wait gather_rows 2",
+        "wait gather_rows 0",
+        "_expert_up_kernel",
+        "_expert_down_kernel",
+        "_combine_kernel",
+        "start sum_parts 5",
+        "wait sum_parts 5",
+    ]
+    assert order(backward) == [
+        "start gather_rows 0",
+        "wait gather_rows 0",
+        "_expert_down_backward_kernel",
+        "_expert_up_backward_kernel",
+        "_combine_kernel",
+        "start sum_parts 3",
+        "wait gather_rows 0",
+        "_expert_weight_grad_kernel",
+        "_expert_weight_grad_kernel",
+        "wait sum_parts 3",
+        "wait sum_parts 3",
+    ]
+    # A copy of rows that a compiler makes to have them in another layout.
+    assert "as_strided" not in forward + backward
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_routers_product_is_added_in_place(group, copies):
+    _, backward = generated(group, copies, exact=True, dtype=torch.bfloat16)
+    assert backward.count("aten.addmm_.default(") == 1 and "extern_kernels.addmm" not in backward

@@ -8,7 +8,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ops import compile as switch
 from tests.corpus.zoo import catalogue as zoo
@@ -68,6 +69,34 @@ def check_steps(name: str, steps=None, first_only: bool = False, backend: str = 
     names = names_in(graphs)
     assert names.count("experts_over_ranks") == len(graphs) > 1, reports
     assert not [called for called in names if "redistribute" in called], names
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
+
+
+def check_checkpointed(within_graph: bool) -> None:
+    """A layer that is run again in backward, by the compiled graph or from outside, on ranks without tokens as well."""
+    from tests.tools import sharded_layers as harness
+
+    model = sharded("stacked_loop")
+    if within_graph:
+        run, graphs, reports = compiled(Checkpointed(model))
+    else:
+        once, graphs, reports = compiled(model)
+        run = Checkpointed(once)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for number, counts in enumerate(FEW_STEPS):
+            inputs = [harness.tokens_of(10 * number + r, zoo.D, count) for r, count in enumerate(counts)]
+            got = without_router(harness.train(model, run, inputs[dist.get_rank()]))
+            harness.assert_close(got, without_router(wanted("stacked_loop", inputs)))
+    everywhere = [inner.graph for graph in graphs for inner in graph.owning_module.modules() if isinstance(inner, fx.GraphModule)]
+    assert names_in(everywhere).count("experts_over_ranks") == len(graphs) > 1, reports
 
 
 def check_too_many() -> None:
@@ -174,6 +203,8 @@ CHECKS = {
     "keeps the input": functools.partial(check_steps, "gpt_oss_loop", FEW_STEPS, keep="input"),
     "promised number": functools.partial(check_steps, "stacked_loop", FEW_STEPS, tokens_per_rank=64),
     "through Inductor": functools.partial(check_steps, "masked_sum", FEW_STEPS, backend="inductor"),
+    "checkpointed from outside": functools.partial(check_checkpointed, within_graph=False),
+    "checkpointed in the graph": functools.partial(check_checkpointed, within_graph=True),
     "too many": check_too_many,
     "asks once": check_asks_once,
     "calls": check_calls,

@@ -18,15 +18,17 @@ Size = int | torch.SymInt
 _functional = torch.ops._c10d_functional
 
 
-def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool) -> list[Tensor]:
+def start_gathers(
+    local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, routing: bool = False
+) -> list[Tensor]:
     """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1, or any with copies.
 
-    The results are to be waited for, and have no gradient.
+    The results are for ``wait``, and have no gradient. ``routing``: rows behind are -1 with copies too, or 0 of floating dtypes.
     """
     with torch.no_grad():
         sent = [tensor.detach() for tensor in local]
         if copies:
-            return gather_rows([tensor.contiguous() for tensor in sent], rows, ranks, group)
+            return gather_rows([tensor.contiguous() for tensor in sent], rows, ranks, group, routing)
         sent = [t.contiguous() if _is_same(t.shape[0], rows) else with_rows(t, rows) for t in sent]
         return [_functional.all_gather_into_tensor(tensor, ranks, group) for tensor in sent]
 
@@ -44,22 +46,23 @@ def start_reduce_scatters(whole: list[Tensor], ranks: int, group: str, copies: b
     return [_functional.reduce_scatter_tensor(tensor, "sum", ranks, group) for tensor in sent]
 
 
-def wait(started: Tensor) -> Tensor:
-    return _functional.wait_tensor(started)
+def wait(started: Tensor, copies: bool) -> Tensor:
+    """The result of what was started, with ``copies`` or without."""
+    return arrived(started) if copies else _functional.wait_tensor(started)
 
 
-def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str) -> list[Tensor]:
+def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str, routing: bool) -> list[Tensor]:
     if local[0].shape[0] > rows:
         raise ValueError(_too_many(local[0].shape[0], rows))
-    return peer_copies.gather(local, rows, group)
+    return peer_copies.gather(local, rows, group, routing)
 
 
-def _gather_rows_fake(local: list[Tensor], rows: Size, ranks: int, group: str) -> list[Tensor]:
-    return [tensor.new_empty(ranks * rows, *tensor.shape[1:]) for tensor in local]
+def _gather_rows_fake(local: list[Tensor], rows: Size, ranks: int, group: str, routing: bool) -> list[Tensor]:
+    return [tensor.new_empty(ranks * rows, *tensor.shape[1:], 0) for tensor in local]
 
 
 def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:]) for tensor in whole]
+    return [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:], 0) for tensor in whole]
 
 
 def first_rows(tensor: Tensor, rows: Size) -> Tensor:
@@ -114,9 +117,15 @@ def _with_rows_fake(tensor: Tensor, rows: int) -> Tensor:
 
 
 gather_rows = register_plain_op(
-    "gather_rows", "(Tensor[] local, SymInt rows, int ranks, str group) -> Tensor[]", _gather_rows, _gather_rows_fake
+    "gather_rows",
+    "(Tensor[] local, SymInt rows, int ranks, str group, bool routing) -> Tensor[]",
+    _gather_rows,
+    _gather_rows_fake,
 )
-"""Starts to gather so many rows of each rank by copy engines, of several tensors; it has read them when it returns."""
+"""Starts to gather so many rows of each rank by copy engines, of several tensors; it has read them when it returns.
+
+It returns what ``arrived`` takes: the shapes of the results with an axis of 0 behind.
+"""
 
 sum_parts = register_plain_op(
     "sum_parts",
@@ -124,7 +133,15 @@ sum_parts = register_plain_op(
     lambda whole, ranks, group: peer_copies.sum_parts(whole, group),
     _sum_parts_fake,
 )
-"""Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns."""
+"""Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns, for ``arrived``."""
+
+arrived = register_plain_op(
+    "arrived",
+    "(Tensor started) -> Tensor",
+    peer_copies.arrived,
+    lambda started: started.new_empty(started.shape[:-1]),
+)
+"""The result of what ``gather_rows`` or ``sum_parts`` started, of which each is taken once; the current stream waits for it."""
 
 most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
 """[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other."""

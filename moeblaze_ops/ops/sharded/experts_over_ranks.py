@@ -89,12 +89,12 @@ class _Experts(torch.autograd.Function):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
         together = ranks.size, ranks.group, ranks.copies
-        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, gathered_x.shape[0] // ranks.size, *together[:2])
+        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, gathered_x.shape[0] // ranks.size, *together)
         local = ids - first_of_rank(ranks.group, num_local)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
         routing = (used_slots(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
-        all_x = wait(gathered_x)
+        all_x = wait(gathered_x, ranks.copies)
         on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
         h_NGF = None
         if ranks.keep_h:
@@ -105,7 +105,7 @@ class _Experts(torch.autograd.Function):
         ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
         ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *parameters)
         (sums,) = start_reduce_scatters([out], *together)
-        return first_rows(wait(sums), x_TD.shape[0])
+        return first_rows(wait(sums, ranks.copies), x_TD.shape[0])
 
     @staticmethod
     def backward(ctx, dout_TD):
@@ -127,19 +127,21 @@ class _Experts(torch.autograd.Function):
 
 
 def _routing_of_all(
-    experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str
+    experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str, copies: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Expert ids and routing weights of all ranks, in one collective: fp32 and fp64 hold ids and narrower weights exactly.
+    """Expert ids and routing weights of all ranks, -1 for ids of rows behind a rank's own.
 
-    They are few bytes, and waited for at once: a collective takes less time than copies between two barriers.
+    They travel together: as they are by copies, else in one collective, for which fp32 and fp64 hold ids and narrower weights
+    exactly.
     """
-    if weights_TK is None:
-        (ids,) = start_gathers([experts_TK.to(torch.int32)], rows, ranks, group, copies=False)
-        return wait(ids), None
+    ids = experts_TK.to(torch.int32)
+    if weights_TK is None or copies:
+        sent = [ids] if weights_TK is None else [ids, weights_TK]
+        arrived = [wait(each, copies) for each in start_gathers(sent, rows, ranks, group, copies, routing=True)]
+        return arrived[0], arrived[1] if len(arrived) == 2 else None
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    (both,) = start_gathers([torch.cat([experts_TK.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies=False)
-    both = wait(both)
-    ids, weights = both.chunk(2, dim=1)
+    (both,) = start_gathers([torch.cat([ids.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies)
+    ids, weights = wait(both, copies).chunk(2, dim=1)
     return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()
 
 
@@ -166,8 +168,8 @@ def _gradients(
     T, rows = x_TD.shape[0], positions_TK.shape[0] // ranks
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
     dout, *gathered = start_gathers([dout_TD, x_TD] if needs_all_x else [dout_TD], rows, ranks, group, copies)
-    dout = wait(dout)
-    all_x = wait(gathered[0]) if h_NGF is None or on_input is not None else None
+    dout = wait(dout, copies)
+    all_x = wait(gathered[0], copies) if h_NGF is None or on_input is not None else None
     if h_NGF is None:
         dh_NGF, dscale_TK, wa_NF = expert_mlp_backward(
             dout, all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input
@@ -185,7 +187,7 @@ def _gradients(
     # Beside the sums.
     results: list[Tensor] = []
     if needs_w_up:
-        all_x = wait(gathered[0]) if all_x is None else all_x
+        all_x = wait(gathered[0], copies) if all_x is None else all_x
         results += expert_weight_grad(all_x, dh_NGF, w_up, on_input, slots_N, offsets_E1, top_k)
     if needs_b_up:
         results += up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, len(b_up))
@@ -193,7 +195,7 @@ def _gradients(
         results += expert_weight_grad(dout, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if needs_b_down:
         results.append(expert_bias_grad(dout, on_output, slots_N, offsets_E1, top_k, True))
-    own = map(wait, sums)
+    own = (wait(each, copies) for each in sums)
     reduced = [first_rows(next(own), T) if need else x_TD.new_empty(0) for need in (needs_x, needs_weights)]
     return [*reduced, *results]
 

@@ -9,9 +9,9 @@ the stream of the caller, before the products that are to run beside the fetch.
 
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,33 +52,41 @@ def _are_linked(group: str) -> bool:
     return all(links[a][b] > 0 for a in devices for b in devices if a != b)
 
 
-def gather(local: list[Tensor], rows: int, group: str) -> list[Tensor]:
-    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them any; to be waited for.
+def gather(local: list[Tensor], rows: int, group: str, routing: bool) -> list[Tensor]:
+    """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them any; for ``arrived``.
+
+    Tensors arrive one after the other: the first is there before the second has left. With ``routing`` they arrive at once,
+    beside tokens that are under way, and the rows behind those of ``local`` are -1, or 0 of floating dtypes.
 
     Args:
         local: contiguous, on a GPU; no more than ``rows`` rows.
         rows: the same on every rank.
     """
-    window = _window(group, "tokens")
+    window = _window(group, "routing" if routing else "tokens")
+    rank, others = window.rank, window.others
     whole = [tensor.new_empty(window.ranks * rows, *tensor.shape[1:]) for tensor in local]
     sizes = [tensor.nbytes // window.ranks for tensor in whole]
-    places = window.open(sizes)
-    for tensor, place in zip(local, places, strict=True):
-        window.lay(place, tensor.data_ptr(), tensor.nbytes)
-    window.show()
-    fetches: list[tuple[int, int, int, int]] = []
-    for tensor, out, size, place in zip(local, whole, sizes, places, strict=True):
-        begin = out.data_ptr()
-        window.copy(begin + window.rank * size, tensor.data_ptr(), tensor.nbytes)
-        fetches += [(begin + peer * size, peer, place, size) for peer in window.others]
-    arrived = window.fetch(fetches)
-    for out in whole:
-        _register(out, arrived, None)
-    return whole
+    moved = list(zip(local, whole, sizes, window.open(sizes), strict=True))
+    started = []
+    for together in [moved] if routing else [[each] for each in moved]:
+        for tensor, _, size, place in together:
+            own = tensor.nbytes
+            window.lay(place, tensor.data_ptr(), own)
+            if routing:
+                window.fill(place + own, size - own, 0 if tensor.is_floating_point() else 0xFF)
+        window.show()
+        into = [(out.data_ptr(), size, place) for _, out, size, place in together]
+        fetches = [(begin + peer * size, peer, place, size) for begin, size, place in into for peer in others]
+        event = window.fetch(fetches)
+        # Beside the fetch.
+        for begin, size, place in into:
+            window.take(begin + rank * size, place, size)
+        started += [_under_way(window, event, out, None) for _, out, _, _ in together]
+    return started
 
 
 def sum_parts(whole: list[Tensor], group: str) -> list[Tensor]:
-    """Start to sum tensors over the ranks, of which each gets its part of the first axis; to be waited for.
+    """Start to sum tensors over the ranks, of which each gets its part of the first axis; for ``arrived``.
 
     Sums are computed in fp32 and rounded once; two runs agree bit for bit.
 
@@ -100,12 +108,46 @@ def sum_parts(whole: list[Tensor], group: str) -> list[Tensor]:
         into = arriving[-1].data_ptr()
         fetches += [(into + i * size, peer, place + (rank - (rank > peer)) * size, size) for i, peer in enumerate(others)]
     window.show()
+    event = window.fetch(fetches)
+    # Beside the fetch.
     for tensor, part, size in zip(whole, own, sizes, strict=True):
         window.copy(part.data_ptr(), tensor.data_ptr() + rank * size, size)
-    arrived = window.fetch(fetches)
-    for part, parts in zip(own, arriving, strict=True):
-        _register(part, arrived, functools.partial(_add, part, parts))
-    return own
+    return [_under_way(window, event, part, parts) for part, parts in zip(own, arriving, strict=True)]
+
+
+def arrived(started: Tensor) -> Tensor:
+    """What ``gather`` or ``sum_parts`` started, once the current stream has waited for it."""
+    return started.transfer.finish()
+
+
+class _Transfer:
+    """A result under way. ``parts``: what is added to it in the end."""
+
+    __slots__ = ("_event", "_parts", "_result", "_window")
+
+    def __init__(self, window: "_Window", event: torch.cuda.Event, result: Tensor, parts: Tensor | None) -> None:
+        self._window, self._event = window, event
+        self._result: Tensor | None = result
+        self._parts = parts
+
+    def finish(self) -> Tensor:
+        # What was started may live on, and is not to keep the memory.
+        result, parts, self._result, self._parts = self._result, self._parts, None, None
+        if result is None:
+            raise RuntimeError("sharded experts: what arrived must be taken once, got a second time")
+        self._window.wait(self._event)
+        self._window.under_way.discard(self)
+        if parts is not None:
+            _add(result, parts)
+        return result
+
+
+def _under_way(window: "_Window", event: torch.cuda.Event, result: Tensor, parts: Tensor | None) -> Tensor:
+    """What stands for ``result`` until ``arrived`` gives it: its shape with an axis of 0, and no memory."""
+    started = result.new_empty(*result.shape, 0)
+    started.transfer = _Transfer(window, event, result, parts)
+    window.under_way.add(started.transfer)
+    return started
 
 
 def _add(total: Tensor, parts: Tensor) -> None:
@@ -125,11 +167,18 @@ class _Window:
         self._group = group
         self._device = torch.cuda.current_device()
         self._memory: Tensor | None = None
+        self._room = 0
         self._handle: Any = None
         self._begins: list[int] = []  # of the windows of all ranks
         self._stream = torch.cuda.Stream(priority=-1)
         self._shown = torch.cuda.Event()
+        # A transfer that waits for an event of a later one, on the same stream, waits for its own as well.
+        self._events = itertools.cycle([torch.cuda.Event() for _ in range(4)])
         self._fetched: torch.cuda.Event | None = None
+        self._callers: dict[int, torch.cuda.Stream] = {}
+        self._memcpy, self._memset = _driver()
+        self.under_way: set[_Transfer] = set()
+        """Results that the fetching stream may still write to."""
 
     def open(self, sizes: Iterable[int]) -> list[int]:
         """Have room for so many bytes, one behind the other, that nobody reads any more; their places."""
@@ -137,38 +186,65 @@ class _Window:
         for size in sizes:
             places.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        if self._memory is None or self._memory.nbytes < end:
+        if self._room < end or self._memory is None:
             self._grow(end)
         if self._fetched is not None:
-            torch.cuda.current_stream().wait_event(self._fetched)
+            self.wait(self._fetched)
+            self.under_way.clear()
         self._handle.barrier(0, _TIMEOUT_MS)
         return places
 
     def lay(self, place: int, address: int, size: int) -> None:
         self.copy(self._begins[self.rank] + place, address, size)
 
+    def fill(self, place: int, size: int, byte: int) -> None:
+        """Lay ``size`` bytes of one value."""
+        if size:
+            _check(self._memset(self._begins[self.rank] + place, byte, size, self._raw_stream()))
+
     def show(self) -> None:
         """Let the others see what lies here, and see what they laid."""
         self._handle.barrier(0, _TIMEOUT_MS)
 
+    def take(self, into: int, place: int, size: int) -> None:
+        """Copy what lies here."""
+        self.copy(into, self._begins[self.rank] + place, size)
+
     def copy(self, into: int, address: int, size: int) -> None:
-        _copy(into, address, size, torch._C._cuda_getCurrentRawStream(self._device))
+        """Copy bytes within this GPU; without the tensors that a view of each part would be."""
+        if size:
+            _check(self._memcpy(into, address, size, self._raw_stream()))
 
     def fetch(self, copies: Sequence[tuple[int, int, int, int]]) -> torch.cuda.Event:
         """Copy to an address, from a rank's window, a place there, so many bytes; the event says when all are there."""
-        self._shown.record()
-        self._stream.wait_event(self._shown)
+        self._shown.record(self._caller())
+        self._shown.wait(self._stream)
+        raw = self._stream.cuda_stream
         for into, rank, place, size in copies:
-            _copy(into, self._begins[rank] + place, size, self._stream.cuda_stream)
-        self._fetched = self._stream.record_event()
+            if size:
+                _check(self._memcpy(into, self._begins[rank] + place, size, raw))
+        self._fetched = next(self._events)
+        self._fetched.record(self._stream)
         return self._fetched
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait."""
+        event.wait(self._caller())
+
+    def _raw_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._device)
+
+    def _caller(self) -> torch.cuda.Stream:
+        raw = self._raw_stream()
+        if raw not in self._callers:
+            self._callers[raw] = torch.cuda.current_stream(self._device)
+        return self._callers[raw]
 
     def _grow(self, size: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         if torch.cuda.is_current_stream_capturing():
-            have = 0 if self._memory is None else self._memory.nbytes
-            rule = f"tokens must need at most {have} bytes under CUDA graph capture, got {size}"
+            rule = f"tokens must need at most {self._room} bytes under CUDA graph capture, got {size}"
             raise RuntimeError(f"sharded experts: {rule}; run the layer once before the capture")
         # Nobody reads the memory of before any more once the ranks have met.
         torch.cuda.synchronize()
@@ -179,7 +255,7 @@ class _Window:
             rule = "GPUs must see each other's memory for copies between them; config.transport = 'nccl' does without"
             raise RuntimeError(f"sharded experts: {rule}, got {error}") from error
         self._begins = [self._handle.buffer_ptrs[rank] for rank in range(self.ranks)]
-        self._memory = memory
+        self._memory, self._room = memory, size
 
 
 @functools.cache
@@ -187,34 +263,19 @@ def _window(group: str, name: str) -> _Window:
     return _Window(group)
 
 
+_Call = Callable[[int, int, int, int], int]
+
+
 @functools.cache
-def _memcpy() -> Callable[[int, int, int, int], int]:
-    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    return function
+def _driver() -> tuple[_Call, _Call]:
+    """What copies and what fills bytes on a stream: address, address or byte, size, stream; 0 if it did."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    memcpy, memset = driver.cuMemcpyAsync, driver.cuMemsetD8Async
+    memcpy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    memset.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
+    return memcpy, memset
 
 
-def _copy(into: int, address: int, size: int, stream: int) -> None:
-    """Copy bytes between GPUs, or within one, on a stream; without the tensors that a view of each part would be."""
-    if size:
-        failed = _memcpy()(into, address, size, stream)
-        if failed:
-            raise RuntimeError(f"sharded experts: copies between GPUs must be possible, got error {failed} of the CUDA driver")
-
-
-class _Arrival(torch._C._distributed_c10d.Work if dist.is_available() else object):  # type: ignore[misc]
-    """What ``wait_tensor`` waits for: an event, and what is left to do then."""
-
-    def __init__(self, event: torch.cuda.Event, finish: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._event, self._finish = event, finish
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._event.wait()
-        if self._finish is not None:
-            self._finish()
-        return True
-
-
-def _register(tensor: Tensor, event: torch.cuda.Event, finish: Callable[[], None] | None) -> None:
-    torch._C._distributed_c10d._register_work(tensor, _Arrival(event, finish))
+def _check(failed: int) -> None:
+    if failed:
+        raise RuntimeError(f"sharded experts: copies between GPUs must be possible, got error {failed} of the CUDA driver")

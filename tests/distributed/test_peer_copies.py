@@ -1,0 +1,110 @@
+"""What copies between windows give, however late they come. Ranks are threads of one process, and memory is a CPU's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+D, K, STEPS = 8, 2, 3
+
+
+def tokens(rank: int, step: int, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, D, generator=generator).bfloat16()
+
+
+def routing(rank: int, step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 9, (rows, K), dtype=torch.int32, generator=generator), torch.rand(rows, K, generator=generator)
+
+
+@pytest.mark.parametrize("own", [[4, 4], [4, 1], [0, 3], [2, 0, 4]])
+def test_gathered_rows(own):
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows
+    from tests.tools.slow_copies import run_ranks
+
+    ranks, rows = len(own), max(own)
+
+    def run(rank):
+        found = []
+        for step in range(STEPS):
+            both = [tokens(rank, 2 * step, own[rank]), tokens(rank, 2 * step + 1, own[rank])]
+            started = gather_rows(both, rows, ranks, "", False)
+            for tensor in both:
+                tensor.fill_(7)  # it has read them
+            of_routing = gather_rows([*routing(rank, step, own[rank])], rows, ranks, "", True)
+            assert [tuple(each.shape) for each in started] == 2 * [(ranks * rows, D, 0)]
+            found.append([arrived(each) for each in (*of_routing, *started)])
+        return found
+
+    for found in run_ranks(ranks, run):
+        for step, (ids, weights, *both) in enumerate(found):
+            for rank, count in enumerate(own):
+                part = slice(rank * rows, rank * rows + count)
+                behind = slice(rank * rows + count, (rank + 1) * rows)
+                of_rank = routing(rank, step, count)
+                assert torch.equal(ids[part], of_rank[0]) and (ids[behind] == -1).all()
+                assert torch.equal(weights[part], of_rank[1]) and (weights[behind] == 0).all()
+                for number, gathered in enumerate(both):
+                    assert torch.equal(gathered[part], tokens(rank, 2 * step + number, count))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_summed_parts(ranks):
+    from moeblaze_ops.ops.sharded.collectives import arrived, sum_parts
+    from tests.tools.slow_copies import run_ranks
+
+    rows = 3
+
+    def run(rank):
+        found = []
+        for step in range(STEPS):
+            whole = [tokens(rank, step, ranks * rows), routing(rank, step, ranks * rows)[1]]
+            started = sum_parts(whole, ranks, "")
+            for tensor in whole:
+                tensor.fill_(7)
+            found.append([arrived(each) for each in started])
+        return found
+
+    for rank, found in enumerate(run_ranks(ranks, run)):
+        part = slice(rank * rows, (rank + 1) * rows)
+        for step, (sums, of_weights) in enumerate(found):
+            wide = sum(tokens(r, step, ranks * rows)[part].float() for r in range(ranks))
+            torch.testing.assert_close(sums, wide.bfloat16(), rtol=1e-2, atol=0)
+            everyone = sum(routing(r, step, ranks * rows)[1][part] for r in range(ranks))
+            torch.testing.assert_close(of_weights, everyone)
+
+
+def test_the_first_tensor_is_there_before_the_second():
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows
+    from tests.tools.slow_copies import run_ranks
+
+    def run(rank):
+        first, second = gather_rows([tokens(rank, 0, 2), tokens(rank, 1, 2)], 2, 2, "", False)
+        rows = arrived(first).clone()
+        late = second.transfer._result.clone()
+        return rows, late, arrived(second)
+
+    for rank, (rows, late, second) in enumerate(run_ranks(2, run)):
+        other = slice(2 * (1 - rank), 2 * (2 - rank))
+        assert torch.equal(rows[other], tokens(1 - rank, 0, 2))
+        assert torch.equal(second[other], tokens(1 - rank, 1, 2)) and not torch.equal(late[other], second[other])
+
+
+def test_what_arrived_is_taken_once():
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows
+    from tests.tools.slow_copies import rank_of
+
+    with rank_of(2):
+        (started,) = gather_rows([tokens(0, 0, 2)], 2, 2, "", False)
+        arrived(started)
+        with pytest.raises(RuntimeError, match="must be taken once"):
+            arrived(started)
+
+
+def test_more_rows_than_a_rank_may_have():
+    from moeblaze_ops.ops.sharded.collectives import gather_rows
+
+    with pytest.raises(ValueError, match=r"tokens must be at most config.tokens_per_rank=2 on every rank, got 3"):
+        gather_rows([tokens(0, 0, 3)], 2, 2, "", False)
