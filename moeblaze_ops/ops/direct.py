@@ -48,10 +48,10 @@ def register_direct(op: torch._ops.OpOverload, on_cpu: Callable, on_cuda: Callab
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     """``op(*args)``."""
-    geometry = geometry_of(args)
-    if geometry is None:
+    direct = _direct.get(op)
+    geometry = None if direct is None else geometry_of(args)
+    if direct is None or geometry is None:
         return op(*args)
-    direct = _direct[op]
     implementation = _implementation(direct, args)
     if implementation is None or geometry not in direct.checked:
         results = op(*args)

@@ -198,11 +198,26 @@ def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
 
 
 def _define_on_cpu(name: str, schema: str, op: torch._ops.OpOverload, fake: Callable, cpu: Callable) -> None:
-    """Define the twin of ``op`` for compiled code, where autograd, autocast and the checks of arguments are behind us."""
+    """Define the twin of ``op`` for compiled code, where autograd, autocast and the checks of arguments are behind us.
+
+    Python code calls its ``implementation``, what is not Python calls the twin.
+    """
     _on_cpu.define(f"{name}{schema}", tags=_TAGS)
     torch.library.register_fake(f"{NAMESPACE}_cpu::{name}", with_experts_joined(op, fake, empty_joined), lib=_on_cpu)
-    _on_cpu.impl(name, with_experts_joined(op, cpu, OneByOne, check=False), "CPU")
+    implementation = with_experts_joined(op, cpu, OneByOne, check=False)
+    _on_cpu.impl(name, implementation, "CPU")
     ON_CPU[op] = getattr(torch.ops.moeblaze_cpu, name).default
+    ON_CPU[op].implementation = _with_names(op, implementation)
+
+
+def _with_names(op: torch._ops.OpOverload, function: Callable) -> Callable:
+    """``function`` of the arguments of ``op``, whose last ones may come by name, or not at all where they have a default."""
+    arguments = [(argument.name, argument.default_value) for argument in op._schema.arguments]
+
+    def run(*args, **named):
+        return function(*args, *(named.get(*argument) for argument in arguments[len(args) :]))
+
+    return run
 
 
 def _announced(fake: Callable) -> Callable:
