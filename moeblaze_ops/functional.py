@@ -120,10 +120,9 @@ def moe(
     keep = config.keep if keep is None else keep
     formula: str = resolved_activation("moe", activation, len(activation_parameters))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
-    once(check_moe, x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
     given = {name: _adapters(lora) for name, lora in (("lora_up", lora_up), ("lora_gate", lora_gate), ("lora_down", lora_down))}
-    once(check_lora, x, given, w_up, w_gate, w_down, transposed, keep)
-    once(check_activation_parameters, activation_parameters, formula, x, w_down.shape[0], keep)
+    stored = (w_up, w_down, w_gate, biases, given)
+    once(_check, x, weights, experts, stored, formula, activation_parameters, interleaved, transposed, weight_on, keep)
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, formula, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -148,6 +147,25 @@ def moe(
     h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
     out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
     return out_TD.view(x.shape)
+
+
+def _check(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    stored: tuple,
+    formula: str,
+    activation_parameters: Sequence[Tensor],
+    interleaved: bool,
+    transposed: bool,
+    weight_on: str,
+    keep: str,
+) -> None:
+    """What ``moe`` is called with; ``stored`` are the weights, and by name the biases and the low-rank additions."""
+    w_up, w_down, w_gate, biases, loras = stored
+    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
+    check_lora(x, loras, w_up, w_gate, w_down, transposed, keep)
+    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0], keep)
 
 
 def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:

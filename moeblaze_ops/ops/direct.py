@@ -48,9 +48,9 @@ def register_direct(op: torch._ops.OpOverload, on_cpu: Callable, on_cuda: Callab
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     """``op(*args)``."""
-    direct = _direct.get(op)
-    geometry = None if direct is None else geometry_of(args)
-    if direct is None or geometry is None:
+    geometry = geometry_of(args)
+    direct = None if geometry is None else _direct.get(op)
+    if direct is None:
         return op(*args)
     implementation = _implementation(direct, args)
     if implementation is None or geometry not in direct.checked:
