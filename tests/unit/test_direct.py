@@ -143,7 +143,7 @@ def test_subclasses_and_transforms_see_the_ops(called):
     ):
         called.clear()
         run()
-        assert "dispatch" in called
+        assert called.keys() >= {"expert_up", "expert_down"}
 
 
 def test_a_compiler_sees_the_ops():
@@ -240,7 +240,8 @@ def test_autograd_keeps_what_it_keeps_of_the_ops():
         packed = []
 
         def pack(tensor):
-            packed.append((tensor.data_ptr() if tensor.is_leaf else None, tensor.shape, tensor.dtype))
+            position = [i for i, arg in enumerate(args) if arg.data_ptr() == tensor.data_ptr()]
+            packed.append((position, tensor.shape, tensor.stride(), tensor.dtype))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
