@@ -19,6 +19,7 @@ FLOORS = {
     "kernels": [
         ["configs", "formulas", "multiprocessors", "tracing", "settings"],
         ["activations", "launch", "tiles"],
+        ["repeated"],
         ["hopper", "routing", "rows"],
         ["select"],
         ["experts"],
