@@ -1,8 +1,6 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -55,42 +53,14 @@ def _launch_again(kernel: JITFunction, num_programs: int, args: tuple, keywords:
     key = (id(kernel), torch.cuda.current_device(), *keywords, *keywords.values(), *map(specialization, args))
     compiled, rest = _compiled_kernels.get(key, (None, ()))
     if compiled is not None:
-        run_compiled(compiled, num_programs, (*args, *rest))
+        compiled[(num_programs, 1, 1)](*args, *rest)
         return
     compiled = kernel[(num_programs,)](*args, **keywords)
-    run_compiled(None, num_programs, args)
     parameters, others = kernel.params[: len(args)], kernel.params[len(args) :]
     # The key has the value of what comes by name alone.
     is_whole = all(parameter.name in keywords for parameter in others)
     if is_whole and not any(parameter.is_constexpr for parameter in parameters):
         _compiled_kernels[key] = compiled, tuple(keywords[parameter.name] for parameter in others)
-
-
-def run_compiled(compiled: Any, num_programs: int, args: tuple) -> None:
-    """Run a compiled kernel, or have it run by whom this thread's kernels are shown to; None is one that has run already."""
-    show = getattr(_shown, "to", None)
-    if show is not None:
-        show(compiled, num_programs, args)
-    elif compiled is not None:
-        compiled[(num_programs, 1, 1)](*args)
-
-
-_shown = threading.local()
-
-
-@contextmanager
-def shown_to(show: Callable[[Any, int, tuple], None]) -> Iterator[None]:
-    """A context in which this thread's kernels are run by ``show``; it gets None for one that was compiled, and so has run."""
-    _shown.to = show
-    try:
-        yield
-    finally:
-        _shown.to = None
-
-
-def is_shown() -> bool:
-    """Whether this thread is in such a context."""
-    return getattr(_shown, "to", None) is not None
 
 
 def specialization(argument: Any) -> Hashable:

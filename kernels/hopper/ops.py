@@ -41,7 +41,7 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
 @cache
 def _remembered(function: Callable[..., None]) -> Callable[..., None]:
     """Whoever has no GPU imports this file, and may have no Triton."""
-    from moeblaze_ops.kernels.repeated import remembered
+    from moeblaze_ops.kernels.hopper.repeated import remembered
 
     return remembered(function)
 

@@ -1,7 +1,6 @@
 """The ``moeblaze`` operator namespace: one call that registers everything a first-class op needs."""
 
 import functools
-import operator
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -13,7 +12,6 @@ from torch._library.triton import set_wrap_triton_enabled
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import register_flop_formula
 
-from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import (
     OneByOne,
     copied,
@@ -132,7 +130,7 @@ def register_op(
     _library.impl(name, above, "Autograd", with_keyset=True)
     if check is not None:
         on_cpu = with_experts_joined(op, unchecked_cpu, join_on_cpu, check=False)
-        on_cuda = _cuda_implementation(lambda: with_experts_joined(op, _repeated(unchecked_launcher()), joined, check=False))
+        on_cuda = _cuda_implementation(lambda: with_experts_joined(op, unchecked_launcher(), joined, check=False))
         register_direct(op, on_cpu, on_cuda, differentiate)
     if autocast:
         for device in ("CPU", "CUDA"):
@@ -246,18 +244,6 @@ def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:
             return launcher()(*args)
 
     return launch
-
-
-_knobs = operator.attrgetter(*sorted(config.snapshot()))
-
-
-def _repeated(launcher: Callable) -> Callable:
-    """``launcher``, whose launches are repeated where neither the geometry nor a setting has changed."""
-    if torch.version.hip is not None:
-        return launcher  # its driver is another one
-    from moeblaze_ops.kernels.repeated import remembered
-
-    return remembered(launcher, lambda: (*_knobs(config), torch.backends.cuda.matmul.fp32_precision))
 
 
 def _autocast_implementation(op: torch._ops.OpOverload, device: str, positions: tuple[int, ...]) -> Callable:

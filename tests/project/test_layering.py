@@ -19,7 +19,6 @@ FLOORS = {
     "kernels": [
         ["configs", "formulas", "multiprocessors", "tracing", "settings"],
         ["activations", "launch", "tiles"],
-        ["repeated"],
         ["hopper", "routing", "rows"],
         ["select"],
         ["experts"],

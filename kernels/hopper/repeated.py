@@ -1,15 +1,13 @@
-"""Launches made again: what an op launched, at other addresses.
+"""Launches made again: what an op of the Hopper kernels launched, at other addresses.
 
 To launch a kernel an op chooses a plan, takes views, describes them for TMA, and Triton takes the descriptors apart: some 100 us,
-longer than many a kernel runs. All of it but the addresses follows from the geometry of the arguments, and from settings. So the
-first call of a geometry compiles, the second one notes what reaches the driver, and the others repeat that with addresses of
-their own, into new tensors where it made some.
+longer than many a kernel runs. All of it but the addresses follows from the geometry of the arguments. So the first call of a
+geometry compiles, the second one notes what reaches the driver, and the others repeat that with addresses of their own.
 
     out = op(x[:1024], w)        # noted; repeated for any x and w of these shapes, strides, dtypes and alignments
     out = op(x, x[1:])           # never noted: two arguments are different parts of one memory
 
-Nor is a call noted that computes anything besides views, or that returns what it did not make, or a launcher that is not made
-like those of Triton 3.6 and 3.7.
+Nor is a call noted that computes anything besides views, or a launcher that is not made like those of Triton 3.6 and 3.7.
 """
 
 import threading
@@ -25,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.driver import driver
 
-from moeblaze_ops.kernels import launch
+from moeblaze_ops.kernels.hopper import launch
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ALIGNMENT = 16
@@ -34,9 +32,7 @@ _STREAM, _FUNCTION = 3, 4
 """Where a driver's launcher takes them, behind the sizes of the grid."""
 _aten = torch.ops.aten
 _VIEWS = (
-    _aten.as_strided.default,
     _aten.detach.default,
-    _aten.narrow.default,
     _aten.permute.default,
     _aten.select.int,
     _aten.slice.Tensor,
@@ -44,51 +40,38 @@ _VIEWS = (
     _aten.unsqueeze.default,
     _aten.view.default,
 )
-_NEW = (
-    _aten.empty.memory_format,
-    _aten.empty_like.default,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-)
+_NEW = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 
-Noted = Callable[[list[int], int], Any]
-"""Repeats launches, from the addresses of the arguments' tensors and a stream, and returns what they filled."""
+Noted = Callable[[list[int], int], None]
+"""Repeats launches, from the addresses of the arguments' tensors and a stream."""
 
 
-def remembered(function: Callable, circumstances: Callable[[], tuple] = tuple) -> Callable:
-    """``function``, which launches kernels on the tensors that it is given, and launches them again where it did before.
-
-    Args:
-        function: returns None, or tensors that it makes: one, or a tuple or list of them.
-        circumstances: what the launches depend on besides the arguments.
-    """
+def remembered(function: Callable[..., None]) -> Callable[..., None]:
+    """``function``, which launches kernels on the tensors that it is given, and launches them again where it did before."""
     calls: dict[Hashable, Noted | None] = {}
     seen: set[Hashable] = set()
 
-    def call(*args: Any) -> Any:
-        if launch.is_shown():  # to the recorder of a caller
-            return function(*args)
+    def call(*args: Any) -> None:
         tensors: list[Tensor] = []
         addresses: list[int] = []
         geometry: list[Hashable] = [left_free()]
         _describe(args, tensors, addresses, geometry)
         device = tensors[0].device.index
-        key = (device, *circumstances(), *geometry, *map(addresses.index, addresses))
+        key = (device, *geometry, *map(addresses.index, addresses))
         noted = calls.get(key)
         if noted is not None and not _is_watched():
-            return noted(addresses, _stream(device))
+            noted(addresses, _stream(device))
+            return
         if key in seen and key not in calls:
             with _Recorder(tensors) as recorder, launch.shown_to(recorder.run):
-                results = function(*args)
-            calls[key] = recorder.noted(results)
-            return results
-        results = function(*args)
+                function(*args)
+            calls[key] = recorder.noted()
+            return
+        function(*args)
         if len(seen) >= _MOST_GEOMETRIES:
             seen.clear()
             calls.clear()
         seen.add(key)
-        return results
 
     return call
 
@@ -127,18 +110,17 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._made: list[Tensor] = []
-        self._used: dict[int, int] = {}  # the numbers in the function of those made, by their positions
+        self._temporaries: dict[int, Tensor] = {}  # by address
+        self._used: dict[int, int] = {}  # their numbers by address
         self._launches: list[str] = []
         self._names: dict[str, Any] = {}
         self._is_clear = _are_apart(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NEW or (func not in _VIEWS and isinstance(result, Tensor) and result.numel() == 0):
-            self._made.append(result)
-        elif func not in _VIEWS:
-            self._is_clear = False
+        if func in _NEW:
+            self._temporaries[result.data_ptr()] = result
+        self._is_clear = self._is_clear and func in (*_NEW, *_VIEWS)
         return result
 
     def run(self, compiled: Any, programs: int, args: tuple) -> None:
@@ -165,37 +147,18 @@ class _Recorder(TorchDispatchMode):
         except (_Unclear, ValueError, IndexError):
             self._is_clear = False
 
-    def noted(self, results: Any) -> Noted | None:
+    def noted(self) -> Noted | None:
         """What repeats the launches, or None where that is not clear."""
         if not self._is_clear:
             return None
-        try:
-            returned = self._returned(results)
-        except _Unclear:
-            return None
-        makers = [_maker(self._made[position]) for position in self._used]
-        made = [f"new{i} = {self._named(maker)}()" for i, maker in enumerate(makers)]
-        if made:
-            made.append("at = at + [" + ", ".join(f"new{i}.data_ptr()" for i in range(len(makers))) + "]")
-        source = "\n    ".join(["def again(at, stream):", *made, *self._launches, f"return {returned}"])
+        makers = [_maker(self._temporaries[address]) for address in self._used]
+        temporaries = [f"new{i} = {self._named(maker)}()" for i, maker in enumerate(makers)]
+        if temporaries:
+            temporaries.append("at = at + [" + ", ".join(f"new{i}.data_ptr()" for i in range(len(self._used))) + "]")
+        source = "\n    ".join(["def again(at, stream):", *temporaries, *self._launches, "return None"])
         names = self._names | {"fill": getattr(*_filler())}
         exec(source, names)
         return names["again"]
-
-    def _returned(self, results: Any) -> str:
-        """What was returned, as an expression of what the function made."""
-        if results is None:
-            return "None"
-        if isinstance(results, tuple | list):
-            inner = "".join(f"{self._returned(result)}, " for result in results)
-            return f"({inner})" if isinstance(results, tuple) else f"[{inner}]"
-        for position, tensor in enumerate(self._made):
-            if tensor is results or (tensor.data_ptr() and _layout(tensor) == _layout(results)):
-                return f"new{self._number(position)}"
-        raise _Unclear
-
-    def _number(self, position: int) -> int:
-        return self._used.setdefault(position, len(self._used))
 
     def _written(self, value: Any, maps: list[tuple[Any, tuple]]) -> str:
         """The argument of a launcher, as an expression."""
@@ -221,9 +184,8 @@ class _Recorder(TorchDispatchMode):
         for index, tensor in enumerate(self._tensors):
             if _contains(tensor, address):
                 return f"at[{index}] + {address - tensor.data_ptr()}"
-        for position, tensor in enumerate(self._made):
-            if _contains(tensor, address):
-                return f"at[{len(self._tensors) + self._number(position)}] + {address - tensor.data_ptr()}"
+        if address in self._temporaries:
+            return f"at[{len(self._tensors) + self._used.setdefault(address, len(self._used))}]"
         raise _Unclear
 
 
@@ -243,10 +205,6 @@ def _are_apart(tensors: list[Tensor]) -> bool:
 def _contains(tensor: Tensor, address: int) -> bool:
     memory = tensor.untyped_storage()
     return memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes()
-
-
-def _layout(tensor: Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _maker(tensor: Tensor) -> Callable[[], Tensor]:

@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moeblaze_ops.kernels import repeated
-from moeblaze_ops.kernels.hopper import launch
+from moeblaze_ops.kernels.hopper import launch, repeated
 from moeblaze_ops.kernels.multiprocessors import leaving_free
 
 DEVICE = torch.device("cpu")
@@ -72,7 +71,6 @@ def a_driver(monkeypatch):
     utils = types.SimpleNamespace(fill_tma_descriptor=lambda address, *box: ("map", address, box))
     monkeypatch.setattr(repeated, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=utils)))
     monkeypatch.setattr(repeated, "_stream", lambda device: STREAM)
-    monkeypatch.setattr(launch, "_compiled_kernels", {})
     monkeypatch.setattr(launch, "_specialization", lambda argument: argument.box if isinstance(argument, Described) else None)
 
 
@@ -117,77 +115,6 @@ def test_temporaries_are_made_anew():
     for x, others in [tensors() for _ in range(3)]:
         op(x, others)
     assert len(full) == 2 and isinstance(kernel.reached.calls[2][6], int)
-
-
-def filling(kernel, results, circumstances=tuple):
-    """An op that returns what ``results`` makes of its arguments, and how often it was run in full."""
-    full = []
-
-    @repeated.remembered
-    def inner(x, out):
-        launch.launch_compiled(kernel, 3, DEVICE, (x, out), num_warps=4)
-
-    def op(x):
-        full.append(x)
-        returned = results(x)
-        for out in returned if isinstance(returned, tuple | list) else [returned]:
-            inner(x, out)
-        return returned
-
-    return repeated.remembered(op, circumstances), full
-
-
-RESULTS = {
-    "a tensor": lambda x: x.new_empty(3, 4),
-    "a tuple": lambda x: (torch.empty_like(x), x.new_empty((2,), dtype=torch.int32)),
-    "a list": lambda x: [x.new_empty_strided((2, 3), (1, 2))],
-    "nothing in it": lambda x: (x.new_empty(4), x.new_zeros(0, 2)),
-}
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_what_is_returned_is_made_anew(name):
-    kernel = Kernel()
-    op, full = filling(kernel, RESULTS[name])
-    calls = [(x, op(x)) for x in torch.randn(4, 8, 4).unbind()]
-    assert len(full) == 2
-    assert len({id(x) for x in full}) == 2
-    lists = [[result] if isinstance(result, torch.Tensor) else result for _, result in calls]
-    for given in lists[2:]:
-        assert type(calls[0][1]) is type(calls[3][1]) and len(given) == len(lists[0])
-        for got, expected in zip(given, lists[0], strict=True):
-            assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
-    filled = [list(map(address, reached[5:])) for reached in kernel.reached.calls]
-    assert filled == [[x.data_ptr(), result.data_ptr()] for (x, _), given in zip(calls, lists, strict=True) for result in given]
-    assert all(tensor.data_ptr() for given in lists for tensor in given if tensor.numel())
-
-
-NOT_MADE = {
-    "an argument": lambda x: x,
-    "an argument beside others": lambda x: (x.new_empty(3), x),
-    "zeros": lambda x: x.new_zeros(3),
-    "a part": lambda x: x.new_empty(6)[1:],
-}
-
-
-@pytest.mark.parametrize("name", NOT_MADE)
-def test_what_was_not_made_is_not_repeated(name):
-    op, full = filling(Kernel(), NOT_MADE[name])
-    x = torch.randn(8, 4)
-    for _ in range(4):
-        op(x)
-    assert len(full) == 4
-
-
-def test_other_circumstances_are_launched_in_full():
-    circumstances = ["auto"]
-    op, full = filling(Kernel(), RESULTS["a tensor"], lambda: tuple(circumstances))
-    x = torch.randn(8, 4)
-    for _ in range(3):
-        op(x)
-    circumstances[0] = "off"
-    op(x)
-    assert len(full) == 3
 
 
 OTHERS = {
