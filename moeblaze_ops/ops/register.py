@@ -240,7 +240,7 @@ def _cuda_implementation(launcher: Callable[[], Callable]) -> Callable:
     def launch(*args):
         # Triton launches on the current device, whatever device its arguments are on.
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        with set_wrap_triton_enabled(False), torch.cuda.device(device.index):
+        with set_wrap_triton_enabled(False), torch.cuda.device(device):
             return launcher()(*args)
 
     return launch
