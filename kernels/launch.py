@@ -1,5 +1,6 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ def _nothing():
     pass
 
 
+_ALIGNMENT = 16
+"""Triton compiles for addresses and integers that are multiples of it."""
+
 IS_INTERPRETED = not isinstance(_nothing, JITFunction)
 """Whether kernels run in Triton's interpreter, which is settled when they are decorated."""
 
@@ -32,8 +36,40 @@ def launch(kernel: Any, num_programs: int, *args: Any, **keywords: Any) -> None:
     if isinstance(num_programs, int) and num_programs == 0:
         return
     # To wrap a kernel takes longer than to launch it, and wrap_triton of torch 2.11 refuses interpreted functions.
-    launched = wrap_triton(kernel) if is_traceable() and isinstance(kernel, JITFunction) else kernel
-    launched[(num_programs,)](*args, **keywords)
+    if not isinstance(kernel, JITFunction):
+        kernel[(num_programs,)](*args, **keywords)
+    elif is_traceable():
+        wrap_triton(kernel)[(num_programs,)](*args, **keywords)
+    else:
+        _launch_again(kernel, num_programs, args, keywords)
+
+
+_compiled_kernels: dict[Hashable, tuple[Any, tuple]] = {}
+"""Compiled kernels with their compile-time arguments: to find one takes a ``JITFunction`` longer than to launch it."""
+
+
+def _launch_again(kernel: JITFunction, num_programs: int, args: tuple, keywords: dict[str, Any]) -> None:
+    """``kernel[(num_programs,)](*args, **keywords)``, by what was compiled for arguments like these."""
+    key = (id(kernel), torch.cuda.current_device(), *keywords, *keywords.values(), *map(specialization, args))
+    compiled, rest = _compiled_kernels.get(key, (None, ()))
+    if compiled is not None:
+        compiled[(num_programs, 1, 1)](*args, *rest)
+        return
+    compiled = kernel[(num_programs,)](*args, **keywords)
+    parameters, others = kernel.params[: len(args)], kernel.params[len(args) :]
+    # The key has the value of what comes by name alone.
+    is_whole = all(parameter.name in keywords for parameter in others)
+    if is_whole and not any(parameter.is_constexpr for parameter in parameters):
+        _compiled_kernels[key] = compiled, tuple(keywords[parameter.name] for parameter in others)
+
+
+def specialization(argument: Any) -> Hashable:
+    """What Triton compiles a kernel for in an argument."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    if type(argument) is int:
+        return argument == 1, argument % _ALIGNMENT == 0, argument.bit_length() > 31
+    return argument
 
 
 def static_size(size: int) -> int | None:

@@ -331,10 +331,35 @@ _LAST_REGION = 1 << 30
 
 
 def fallback(op: torch._ops.OpOverload) -> Callable:
-    """The lowering that calls ``op`` itself from the generated code."""
+    """The lowering that calls ``op`` from the generated code, or its ``implementation`` where it has one."""
     from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
 
-    return fallback_handler(op, add_to_fallback_set=False)
+    handler = fallback_handler(op, add_to_fallback_set=False)
+
+    def call(*args, **kwargs):
+        num_before = len(V.graph.operations)
+        results = handler(*args, **kwargs)
+        _call_implementations(V.graph.operations[num_before:])
+        return results
+
+    return call
+
+
+def _call_implementations(operations: list) -> None:
+    """Have what is called in place of ops called by the generated code, as ``op.implementation``: a Python function.
+
+    Where the code is C++, or a graph, the ops are called.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+        return
+    for operation in operations:
+        if isinstance(operation, ir.FallbackKernel) and hasattr(operation.op_overload, "implementation"):
+            operation.set_python_kernel_name(None)
+            operation.set_python_kernel_name(f"{operation.python_kernel_name}.implementation")
 
 
 def is_packaging() -> bool:
@@ -386,6 +411,7 @@ def inline(graph: fx.GraphModule, inputs: list, name: str, in_order: bool = Fals
     boxes = [ir.TensorBox.create(value) if isinstance(value, ir.StorageBox) else value for value in inputs]
     num_before = len(V.graph.operations)
     outputs = inline_subgraph_to_ir_nodes(graph, boxes, name)
+    _call_implementations(V.graph.operations[num_before:])
     if in_order:
         previous: list[str] = []
         for operation in V.graph.operations[num_before:]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from moeblaze_ops import config
 from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.arguments.activations import stacked_parameters
+from moeblaze_ops.arguments.geometry import once
 from moeblaze_ops.arguments.made_weights import is_maker, with_made_weights
 from moeblaze_ops.arguments.traced_activations import resolved_activation
 from moeblaze_ops.arguments.validation_calls import check_activation_parameters, check_lora, check_moe
@@ -17,6 +18,7 @@ from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, joined, padded, up_with_factors
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
@@ -118,10 +120,9 @@ def moe(
     keep = config.keep if keep is None else keep
     formula: str = resolved_activation("moe", activation, len(activation_parameters))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
-    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
     given = {name: _adapters(lora) for name, lora in (("lora_up", lora_up), ("lora_gate", lora_gate), ("lora_down", lora_down))}
-    check_lora(x, given, w_up, w_gate, w_down, transposed, keep)
-    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0], keep)
+    stored = (w_up, w_down, w_gate, biases, given)
+    once(_check, x, weights, experts, stored, formula, activation_parameters, interleaved, transposed, weight_on, keep)
     w_up_list, b_up_list = _up_storage(w_up, w_gate, b_up, b_gate, formula, interleaved, transposed)
     w_down_list = [storage.down(w_down, transposed=transposed)]
     b_down_list = [] if b_down is None else [b_down]
@@ -136,7 +137,7 @@ def moe(
     is_plain = not has_lora and params_EP is None
     if is_plain and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
-    routing = dispatch(experts_TK, num_experts, True)
+    routing = call(dispatch, experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
     up_factors = _up_factors(x, given["lora_gate"], given["lora_up"], w_gate is not None, formula, interleaved)
     down_factors = None
@@ -146,6 +147,25 @@ def moe(
     h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
     out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
     return out_TD.view(x.shape)
+
+
+def _check(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    stored: tuple,
+    formula: str,
+    activation_parameters: Sequence[Tensor],
+    interleaved: bool,
+    transposed: bool,
+    weight_on: str,
+    keep: str,
+) -> None:
+    """What ``moe`` is called with; ``stored`` are the weights, and by name the biases and the low-rank additions."""
+    w_up, w_down, w_gate, biases, loras = stored
+    check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
+    check_lora(x, loras, w_up, w_gate, w_down, transposed, keep)
+    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0], keep)
 
 
 def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:
@@ -190,9 +210,9 @@ def _in_parts(
     T, K = x_TD.shape[0], weights_TK.shape[1]
     parts, size = choose_parts(T, D, F, num_experts, K, x_TD.dtype, G == 2, x_TD.device)
     if parts == "chunks":
-        return expert_mlp_chunked(x_TD, *parameters, weights_TK, experts_TK, num_experts, size, *settings)
-    routed = (x_TD, *parameters, weights_TK, *dispatch(experts_TK, num_experts, True), *settings)
-    return expert_mlp(*routed) if parts == "whole" else expert_mlp_ranged(*routed, size)
+        return call(expert_mlp_chunked, x_TD, *parameters, weights_TK, experts_TK, num_experts, size, *settings)
+    routed = (x_TD, *parameters, weights_TK, *call(dispatch, experts_TK, num_experts, True), *settings)
+    return call(expert_mlp, *routed) if parts == "whole" else call(expert_mlp_ranged, *routed, size)
 
 
 def _up_storage(

@@ -242,5 +242,6 @@ def below(*roots: Node) -> Iterator[Node]:
             stack.extend((arg, False) for arg in reversed(node.args))
 
 
-def symbols_of(root: Node) -> set[str]:
-    return {node.symbol for node in below(root) if node.symbol}
+@cache
+def symbols_of(root: Node) -> frozenset[str]:
+    return frozenset(node.symbol for node in below(root) if node.symbol)

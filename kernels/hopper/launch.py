@@ -15,12 +15,13 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
+from moeblaze_ops.kernels.launch import specialization
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 _POINTER_ALIGNMENT = 16
-"""TMA takes addresses that are a multiple of this, and Triton compiles for addresses and integers that are."""
+"""TMA takes addresses that are a multiple of this."""
 
 _compiled_kernels: dict[Hashable, object] = {}
 
@@ -130,12 +131,8 @@ def shown_to(show: Callable[[Any, int, tuple], None]) -> Iterator[None]:
 
 def _specialization(argument) -> Hashable:
     """What a kernel is compiled for in an argument. The box of a descriptor follows from the plan beside it."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % _POINTER_ALIGNMENT == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % _POINTER_ALIGNMENT == 0, argument.bit_length() > 31
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype
     if isinstance(argument, tuple):
         return tuple(map(_specialization, argument))
-    return argument
+    return specialization(argument)

@@ -30,6 +30,7 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
     _library.impl(name, run, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_library)
     op = getattr(torch.ops.moeblaze_hopper, name).default
+    op.implementation = run  # what generated Python code calls
 
     def call(*args) -> None:
         (op if is_traceable() else run)(*args)

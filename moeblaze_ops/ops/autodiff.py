@@ -14,76 +14,91 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 _LEVEL = 0
 """PyTorch's only level of forward mode; transforms nest by wrapping tensors instead."""
 
+_Counts = list[int | None]
+"""Of arguments or results, how many tensors each list among them has; None for what is no list."""
+
 
 @dataclass
 class _Call:
-    """One call of an op: the dispatch keys it came with, and how its arguments and results hold tensors."""
+    """One call of an op: what computes its results, and how its arguments and results hold tensors."""
 
-    keyset: torch._C.DispatchKeySet
-    arguments: TreeSpec
-    in_transform: bool
-    results: TreeSpec | None = None
+    function: Callable
+    arguments: _Counts
+    results: _Counts | None = None
 
 
-def autograd_kernel(
-    op: torch._ops.OpOverload, gradient: Callable, setup_context: Callable | None, forward_mode: Callable | None
-) -> Callable:
-    """The implementation of ``op`` at the dispatcher's Autograd key; it takes the dispatch keys, then the arguments.
+def differentiated(name: str, gradient: Callable, setup_context: Callable | None) -> Callable:
+    """``run(function, args)``, which is ``function(*args)`` with results that autograd knows the gradient of.
 
     Args:
-        op: an op without arguments by keyword only.
+        name: of the op that ``function`` computes.
         gradient, setup_context: as for ``torch.library.register_autograd``.
-        forward_mode: takes arguments of ``op`` that carry tangents, and returns results that carry theirs; None where
-            forward mode is not available, which raises NotImplementedError.
     """
-    name = op.overloadpacket.__name__
 
     def forward(ctx, call, *flat):
-        args = tuple(tree_unflatten(list(flat), call.arguments))
-        with _outer_levels() if call.in_transform else contextlib.nullcontext():
-            results = _below_autograd(op, call.keyset, args)
+        args = _in_lists(flat, call.arguments)
+        results = call.function(*args)
         if setup_context is not None:
             setup_context(ctx, args, results)
         ctx.call = call
-        flat_results, call.results = tree_flatten(results)
+        flat_results, call.results = _flat(results if isinstance(results, tuple) else (results,))
         return tuple(flat_results)
 
     def backward(ctx, *grads):
         needed = ctx.needs_input_grad
-        ctx.needs_input_grad = tuple(tree_unflatten(list(needed[1:]), ctx.call.arguments))
+        ctx.needs_input_grad = _in_lists(needed[1:], ctx.call.arguments)
         try:
-            grads = tree_unflatten(list(grads), ctx.call.results)
-            results = gradient(ctx, *(grads if isinstance(grads, tuple) else (grads,)))
+            results = gradient(ctx, *_in_lists(grads, ctx.call.results))
         finally:
             ctx.needs_input_grad = needed
-        flat, structure = tree_flatten(list(results) if isinstance(results, tuple) else [results])
-        assert structure == ctx.call.arguments, f"{name}: gradients {structure} of arguments {ctx.call.arguments}"
+        flat, counts = _flat(results if isinstance(results, tuple) else (results,))
+        assert counts == ctx.call.arguments, f"{name}: gradients {counts} of arguments {ctx.call.arguments}"
         return None, *flat
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     of_tensors = type(f"{name}_gradient", (torch.autograd.Function,), methods)
     of_one_level = type(f"{name}_gradient_in_transform", (_SingleLevelFunction,), methods)
 
-    def run(keyset, *args):
-        if carries_tangents(args):
-            if forward_mode is None:
-                raise _no_forward_mode(name)
-            return forward_mode(*_with_defaults(op, args))
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return _below_autograd(op, keyset, args)
-        flat, structure = tree_flatten(list(_with_defaults(op, args)))
-        call = _Call(keyset, structure, torch._C._are_functorch_transforms_active())
-        if call.in_transform:
+    def run(function: Callable, args: Sequence[Any]) -> Any:
+        flat, counts = _flat(args)
+        call = _Call(function, counts)
+        if torch._C._are_functorch_transforms_active():
+            call.function = _in_outer_levels(function)
             with _one_level():
                 results = of_one_level.apply(call, *flat)  # type: ignore[attr-defined]
         else:
             results = of_tensors.apply(call, *flat)  # type: ignore[attr-defined]
-        return tree_unflatten(list(results), call.results)
+        results = _in_lists(results, call.results)
+        return results if len(results) > 1 else results[0]
+
+    return run
+
+
+def autograd_kernel(op: torch._ops.OpOverload, differentiate: Callable, forward_mode: Callable | None) -> Callable:
+    """The implementation of ``op`` at the dispatcher's Autograd key; it takes the dispatch keys, then the arguments.
+
+    Args:
+        op: an op without arguments by keyword only.
+        differentiate: what ``differentiated`` made for it.
+        forward_mode: takes arguments of ``op`` that carry tangents, and returns results that carry theirs; None where
+            forward mode is not available, which raises NotImplementedError.
+    """
+    name = op.overloadpacket.__name__
+    complete = with_defaults(op)
+
+    def run(keyset, *args):
+        if carries_tangents(args):
+            if forward_mode is None:
+                raise _no_forward_mode(name)
+            return forward_mode(*complete(args))
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return _below_autograd(op, keyset, args)
+        return differentiate(lambda *args: _below_autograd(op, keyset, args), complete(args))
 
     return run
 
@@ -145,11 +160,14 @@ def _one_level() -> Iterator[None]:
         functorch.set_single_level_autograd_function_allowed(before)
 
 
-@contextlib.contextmanager
-def _outer_levels() -> Iterator[None]:
-    """A context for what a transform calls at the levels around it: autograd has switched itself off for this level."""
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        yield
+def _in_outer_levels(function: Callable) -> Callable:
+    """``function`` as a transform calls it at the levels around it: autograd has switched itself off for this level."""
+
+    def run(*args: Any) -> Any:
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return function(*args)
+
+    return run
 
 
 def _no_forward_mode(name: str) -> NotImplementedError:
@@ -162,6 +180,30 @@ def _below_autograd(op: torch._ops.OpOverload, keyset: torch._C.DispatchKeySet, 
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _with_defaults(op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
-    """All arguments; the dispatcher drops trailing ones that equal their default."""
-    return *args, *(argument.default_value for argument in op._schema.arguments[len(args) :])
+def with_defaults(op: torch._ops.OpOverload) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that completes arguments; the dispatcher drops trailing ones that equal their default."""
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+    return lambda args: (*args, *defaults[len(args) :])
+
+
+def _flat(values: Sequence[Any]) -> tuple[list[Any], _Counts]:
+    """All values with those in lists, one after another, and the counts that ``_in_lists`` takes."""
+    flat: list[Any] = []
+    counts: _Counts = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            flat += value
+            counts.append(len(value))
+        else:
+            flat.append(value)
+            counts.append(None)
+    return flat, counts
+
+
+def _in_lists(flat: Sequence[Any], counts: _Counts) -> tuple[Any, ...]:
+    values: list[Any] = []
+    start = 0
+    for count in counts:
+        values.append(flat[start] if count is None else list(flat[start : start + count]))
+        start += count or (count is None)
+    return tuple(values)

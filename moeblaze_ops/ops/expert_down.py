@@ -13,6 +13,7 @@ from moeblaze_ops.arguments.validation import check_expert_down, check_expert_do
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_tangents_with_parameters, routing_gradient_like
 from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
 from moeblaze_ops.ops.register import register_op
@@ -46,23 +47,25 @@ def _expert_down_gradient(ctx, dout_TD):
     low_rank: tuple = ()
     q_NR, dlora_a, dlora_b, dparams_EP = None, None, None, None
     if v_NR is not None:
-        q_NR = expert_up(dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
+        q_NR = call(expert_up, dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
         low_rank = (q_NR, lora_a)
     given = (dout_TD, h_NGF, w_down, b_down, weights_TK, *routing, ctx.activation)
     if params_EP is None:
-        dh_NGF, dweights_TK, wa_NF = expert_down_backward(*given, *low_rank)
+        dh_NGF, dweights_TK, wa_NF = call(expert_down_backward, *given, *low_rank)
     else:
-        dh_NGF, dweights_TK, wa_NF, dparams_EP = expert_down_backward_learned(*given, *(low_rank or (None, None)), params_EP)
+        given = (*given, *(low_rank or (None, None)), params_EP)
+        dh_NGF, dweights_TK, wa_NF, dparams_EP = call(expert_down_backward_learned, *given)
     if ctx.needs_input_grad[11]:
         dlora_a = row_products_grad(wa_NF, q_NR.unsqueeze(1), lora_a, None, offsets_E1)
     if ctx.needs_input_grad[12]:
-        (dlora_b,) = expert_weight_grad(dout_TD, v_NR.unsqueeze(1), [lora_b], weights_TK, slots_N, offsets_E1, top_k)
+        gathered_and_grouped = (dout_TD, v_NR.unsqueeze(1))
+        (dlora_b,) = call(expert_weight_grad, *gathered_and_grouped, [lora_b], weights_TK, slots_N, offsets_E1, top_k)
     dw_down: list = [None] * ctx.num_w_down
     db_down: list = b_none
     if any(ctx.needs_input_grad[2]):
         dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if any(ctx.needs_input_grad[3]):
-        db_down = [expert_bias_grad(dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
+        db_down = [call(expert_bias_grad, dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
     dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
     dweights_TK = None if weights_TK is None else dweights_TK
     return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b, dparams_EP

@@ -12,6 +12,7 @@ from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, up_bias_gradients, weight_gradients
@@ -51,15 +52,16 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     db_up: list = [None] * ctx.num_b_up
     needs_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[3]
     if u_NR is not None and (needs_x or ctx.needs_input_grad[10]):
-        du_NR = expert_rows(dh_NGF, lora_b, offsets_E1, blocks_B2)
+        du_NR = call(expert_rows, dh_NGF, lora_b, offsets_E1, blocks_B2)
     if needs_x:
         x_or_none = None if weights_TK is None else x_TD
         low_rank = () if u_NR is None else (None, None, None, du_NR, lora_a)
-        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, weights_TK, *routing, *low_rank)
+        dx_TD, dscale_TK = call(expert_up_backward, dh_NGF, x_or_none, w_up, weights_TK, *routing, *low_rank)
         dweights_TK = None if weights_TK is None else dscale_TK
     if ctx.needs_input_grad[10]:
         like = [lora_a.unsqueeze(1)]
-        dlora_a = expert_weight_grad(x_TD, du_NR.unsqueeze(1), like, weights_TK, slots_N, offsets_E1, top_k)[0].squeeze(1)
+        given = (x_TD, du_NR.unsqueeze(1), like, weights_TK, slots_N, offsets_E1, top_k)
+        dlora_a = call(expert_weight_grad, *given)[0].squeeze(1)
     if ctx.needs_input_grad[11]:
         dlora_b = row_products_grad(u_NR, dh_NGF, lora_b, _weights_of_rows(weights_TK, slots_N), offsets_E1)
     if any(ctx.needs_input_grad[2]):

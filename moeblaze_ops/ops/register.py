@@ -22,7 +22,8 @@ from moeblaze_ops.arguments.separate_experts import (
 )
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.arguments.validation_values import check_tensor
-from moeblaze_ops.ops.autodiff import autograd_kernel, kernel_without_gradient
+from moeblaze_ops.ops.autodiff import autograd_kernel, differentiated, kernel_without_gradient
+from moeblaze_ops.ops.direct import register_direct
 
 NAMESPACE = "moeblaze"
 
@@ -99,7 +100,7 @@ def register_op(
             one that writes a result over it.
     """
     launcher = launcher or _launcher_of(kernel)
-    unchecked_fake, unchecked_cpu = fake, cpu
+    unchecked_fake, unchecked_cpu, unchecked_launcher = fake, cpu, launcher
     if check is not None:
         fake, cpu, launcher = _checked(name, check, fake), _checked(name, check, cpu), _checked_later(name, check, launcher)
     # Without these tags Inductor may hand an op other strides than its fake implementation saw.
@@ -108,7 +109,8 @@ def register_op(
     op = getattr(torch.ops.moeblaze, name).default
     torch.library.register_fake(qualname, _announced(with_experts_joined(op, fake, empty_joined)), lib=_library)
     # What is not inlined is made of ops, and they take tensors.
-    _library.impl(name, with_experts_joined(op, cpu, OneByOne if inline else joined), "CPU")
+    join_on_cpu = OneByOne if inline else joined
+    _library.impl(name, with_experts_joined(op, cpu, join_on_cpu), "CPU")
     _library.impl(name, _cuda_implementation(lambda: with_experts_joined(op, launcher(), joined)), "CUDA")
     for key in _REFUSED:
         _library.impl(name, _refusal(op), key)
@@ -120,13 +122,16 @@ def register_op(
         if check is not None:
             overwriting_launcher = _checked_later(name, check, overwriting_launcher)
         OVERWRITING[op] = position, lambda: with_experts_joined(op, overwriting_launcher(), copied)
+    differentiate = None
     if not op._schema.is_mutable:
         _define_packaged(name, schema, op)
-        gradient = backward or _no_double_backward(name)
-        differentiated = autograd_kernel(op, gradient, setup_context, forward_mode)
-    else:
-        differentiated = kernel_without_gradient(op)
-    _library.impl(name, differentiated, "Autograd", with_keyset=True)
+        differentiate = differentiated(name, backward or _no_double_backward(name), setup_context)
+    above = kernel_without_gradient(op) if differentiate is None else autograd_kernel(op, differentiate, forward_mode)
+    _library.impl(name, above, "Autograd", with_keyset=True)
+    if check is not None:
+        on_cpu = with_experts_joined(op, unchecked_cpu, join_on_cpu, check=False)
+        on_cuda = _cuda_implementation(lambda: with_experts_joined(op, unchecked_launcher(), joined, check=False))
+        register_direct(op, on_cpu, on_cuda, differentiate)
     if autocast:
         for device in ("CPU", "CUDA"):
             _library.impl(name, _autocast_implementation(op, device, autocast), f"Autocast{device}")
@@ -193,11 +198,26 @@ def _define_packaged(name: str, schema: str, op: torch._ops.OpOverload) -> None:
 
 
 def _define_on_cpu(name: str, schema: str, op: torch._ops.OpOverload, fake: Callable, cpu: Callable) -> None:
-    """Define the twin of ``op`` for compiled code, where autograd, autocast and the checks of arguments are behind us."""
+    """Define the twin of ``op`` for compiled code, where autograd, autocast and the checks of arguments are behind us.
+
+    Python code calls its ``implementation``, what is not Python calls the twin.
+    """
     _on_cpu.define(f"{name}{schema}", tags=_TAGS)
     torch.library.register_fake(f"{NAMESPACE}_cpu::{name}", with_experts_joined(op, fake, empty_joined), lib=_on_cpu)
-    _on_cpu.impl(name, with_experts_joined(op, cpu, OneByOne, check=False), "CPU")
+    implementation = with_experts_joined(op, cpu, OneByOne, check=False)
+    _on_cpu.impl(name, implementation, "CPU")
     ON_CPU[op] = getattr(torch.ops.moeblaze_cpu, name).default
+    ON_CPU[op].implementation = _with_names(op, implementation)
+
+
+def _with_names(op: torch._ops.OpOverload, function: Callable) -> Callable:
+    """``function`` of the arguments of ``op``, whose last ones may come by name, or not at all where they have a default."""
+    arguments = [(argument.name, argument.default_value) for argument in op._schema.arguments]
+
+    def run(*args, **named):
+        return function(*args, *(named.get(*argument) for argument in arguments[len(args) :]))
+
+    return run
 
 
 def _announced(fake: Callable) -> Callable:

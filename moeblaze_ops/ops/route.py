@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeblaze_ops.arguments.geometry import once
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, TOP_K_BOUNDS, check_route_call
 from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, not_scriptable
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
 
 WATCHERS: list[Callable[[Tensor, dict[str, Any], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = []
@@ -61,10 +63,10 @@ def route(
         ValueError, TypeError: an argument breaks one of the rules above. Computes in fp32 (fp64 for fp64); two runs
         agree bit for bit.
     """
-    check_route_call(logits, top_k, bias, scoring, renormalize, scale, num_groups, top_groups)
-    weights_TK, experts_TK = _route_op(
-        logits.reshape(-1, logits.shape[-1]), bias, top_k, scoring, renormalize, scale, num_groups, top_groups
-    )
+    once(check_route_call, logits, top_k, bias, scoring, renormalize, scale, num_groups, top_groups)
+    logits_TE = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    options = (top_k, scoring, renormalize, scale, num_groups, top_groups)
+    weights_TK, experts_TK = call(_route_op, logits_TE, bias, *options)
     shape = (*logits.shape[:-1], top_k)
     result = weights_TK.view(shape), experts_TK.view(shape)
     for watch in WATCHERS:
@@ -224,7 +226,7 @@ def _route_setup_context(ctx, inputs, output) -> None:
 def _route_gradient(ctx, dweights_TK, dexperts_TK):
     dlogits_TE = None
     if dweights_TK is not None and ctx.needs_input_grad[0]:
-        dlogits_TE = route_backward(dweights_TK, *ctx.saved_tensors, *ctx.options)
+        dlogits_TE = call(route_backward, dweights_TK, *ctx.saved_tensors, *ctx.options)
     return dlogits_TE, None, None, None, None, None, None, None
 
 

@@ -7,6 +7,7 @@ from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
 from moeblaze_ops.arguments.validation_values import ID_DTYPES
 from moeblaze_ops.ops.autodiff import carrying, parted
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.route import route_backward, weights_of
 
@@ -40,7 +41,8 @@ def _gradient(ctx, dweights_TK):
     if not ctx.needs_input_grad[0]:
         return None, None, None, None, None
     logits_TE, weights_TK, experts_TK = ctx.saved_tensors
-    return route_backward(dweights_TK, logits_TE, weights_TK, experts_TK.contiguous(), *ctx.options), None, None, None, None
+    dlogits_TE = call(route_backward, dweights_TK, logits_TE, weights_TK, experts_TK.contiguous(), *ctx.options)
+    return dlogits_TE, None, None, None, None
 
 
 def _forward_mode(logits_TE, experts_TK, *options) -> Tensor:

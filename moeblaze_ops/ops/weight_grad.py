@@ -15,6 +15,7 @@ from moeblaze_ops.arguments.validation_gradients import (
 )
 from moeblaze_ops.cpu import weight_grad as cpu_gradients
 from moeblaze_ops.ops.accumulation import buffers_of
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
 
 
@@ -132,13 +133,13 @@ def weight_gradients(
     """``expert_weight_grad`` for autograd: None for each weight whose gradient was added where ``accumulate_grad`` says."""
     buffers = buffers_of(weights, offsets_E1.shape[0] - 1)
     if buffers is None:
-        return expert_weight_grad(gathered_TD, grouped_NGF, weights, weights_TK, slots_N, offsets_E1, top_k)
-    expert_weight_grad_add(gathered_TD, grouped_NGF, buffers, weights_TK, slots_N, offsets_E1, top_k)
+        return call(expert_weight_grad, gathered_TD, grouped_NGF, weights, weights_TK, slots_N, offsets_E1, top_k)
+    call(expert_weight_grad_add, gathered_TD, grouped_NGF, buffers, weights_TK, slots_N, offsets_E1, top_k)
     return [None] * len(weights)
 
 
 def up_bias_gradients(dh_NGF: Tensor, slots_N: Tensor, offsets_E1: Tensor, top_k: int, num_b_up: int) -> list[Tensor]:
     """Gradients of the up biases in the form of the biases: one [E, G, F] tensor, or gate and up as [E, 1, F]."""
     N, G, F = dh_NGF.shape
-    db_EC = expert_bias_grad(dh_NGF.view(N, G * F), None, slots_N, offsets_E1, top_k, False)
+    db_EC = call(expert_bias_grad, dh_NGF.view(N, G * F), None, slots_N, offsets_E1, top_k, False)
     return [db.contiguous() for db in db_EC.view(-1, G, F).chunk(num_b_up, dim=1)]

@@ -71,6 +71,7 @@ def a_driver(monkeypatch):
     utils = types.SimpleNamespace(fill_tma_descriptor=lambda address, *box: ("map", address, box))
     monkeypatch.setattr(repeated, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=utils)))
     monkeypatch.setattr(repeated, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(launch, "_compiled_kernels", {})
     monkeypatch.setattr(launch, "_specialization", lambda argument: argument.box if isinstance(argument, Described) else None)
 
 

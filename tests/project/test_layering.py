@@ -45,7 +45,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 28, "lowering": 34, "moeblaze_ops": 50}
+MOST_ARROWS = {"kernels": 29, "lowering": 34, "moeblaze_ops": 50}
 MOST_FILES = 15
 
 # What a package may know of the others. The switch hands graphs to lowering; integrations ask it what a gate computes.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moeblaze_ops.arguments.validation import check_expert_rows
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_weight_grad
 
@@ -58,4 +59,4 @@ def row_products_grad(left_NX: Tensor, right_NGY: Tensor, like: Tensor, weights_
         weights_N1: s, one for each row, or None for 1.
     """
     rows_N = torch.arange(left_NX.shape[0], dtype=torch.int32, device=left_NX.device)
-    return expert_weight_grad(left_NX, right_NGY, [like], weights_N1, rows_N, offsets_E1, 1)[0]
+    return call(expert_weight_grad, left_NX, right_NGY, [like], weights_N1, rows_N, offsets_E1, 1)[0]

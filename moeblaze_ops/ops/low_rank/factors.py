@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ops.kernels.formulas.named import IDENTITY
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.expert_down import expert_down
 from moeblaze_ops.ops.expert_up import expert_up
 from moeblaze_ops.ops.low_rank.expert_rows import expert_rows
 
 Factors = tuple[Tensor, Tensor]
 """A [E, R, inputs], and B with the scale in it: [E, G, F, R] of an up projection, [E, R, D] of a down projection."""
+
+_NO_FACTORS = (None, None, None)
 
 RANK_UNIT = 8
 """Ranks are padded to a multiple of it: rows of 16 bytes, in which GPUs copy."""
@@ -67,10 +70,11 @@ def up_with_factors(
 ) -> tuple[Tensor, Tensor]:
     """``expert_up`` of weights with a low-rank addition, or of plain ones."""
     if factors is None:
-        return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, params_EP=params_EP)
+        return call(expert_up, x_TD, w_up, b_up, weights_TK, *routing, activation, *_NO_FACTORS, params_EP)
     a_ERD, b_EGFR = factors
-    u_N1R, _ = expert_up(x_TD.detach(), [a_ERD.detach().unsqueeze(1)], [], None, *routing, IDENTITY)
-    return expert_up(x_TD, w_up, b_up, weights_TK, *routing, activation, u_N1R.squeeze(1), a_ERD, b_EGFR, params_EP)
+    u_N1R, _ = call(expert_up, x_TD.detach(), [a_ERD.detach().unsqueeze(1)], [], None, *routing, IDENTITY)
+    low_rank = (u_N1R.squeeze(1), a_ERD, b_EGFR)
+    return call(expert_up, x_TD, w_up, b_up, weights_TK, *routing, activation, *low_rank, params_EP)
 
 
 def down_with_factors(
@@ -86,8 +90,10 @@ def down_with_factors(
 ) -> Tensor:
     """``expert_down`` of a weight with a low-rank addition, or of a plain one."""
     if factors is None:
-        return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, params_EP=params_EP)
+        return call(expert_down, h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, *_NO_FACTORS, params_EP)
     a_ERF, b_ERD = factors
     _, offsets_E1, _, blocks_B2 = routing
-    v_NR = expert_rows(a_NF.detach().unsqueeze(1), a_ERF.detach().transpose(1, 2).unsqueeze(1), offsets_E1, blocks_B2)
-    return expert_down(h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, v_NR, a_ERF, b_ERD, params_EP)
+    a_N1F, w_E1FR = a_NF.detach().unsqueeze(1), a_ERF.detach().transpose(1, 2).unsqueeze(1)
+    v_NR = call(expert_rows, a_N1F, w_E1FR, offsets_E1, blocks_B2)
+    low_rank = (v_NR, a_ERF, b_ERD)
+    return call(expert_down, h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, *low_rank, params_EP)

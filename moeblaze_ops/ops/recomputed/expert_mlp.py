@@ -14,6 +14,7 @@ from moeblaze_ops.arguments.validation import check_expert_mlp, check_expert_mlp
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.expert_down import expert_down
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, routing_gradient_like
 from moeblaze_ops.ops.register import register_op
@@ -54,17 +55,16 @@ def expert_mlp_gradient(ctx: Any, dout_TD: Tensor | None, max_bytes: int | None 
     dout_TD = dout_TD.contiguous()
 
     # Each gradient is taken where its operands die, the large ones of the weights after the scratch of the others.
-    dh_NGF, dweights_TK, wa_NF = expert_mlp_backward(
-        dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, ctx.activation, ctx.weight_on_input
-    )
+    given = (x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, ctx.activation, ctx.weight_on_input)
+    dh_NGF, dweights_TK, wa_NF = call(expert_mlp_backward, dout_TD, *given)
     if any(needs_w_down):
         dw_down = weight_gradients(dout_TD, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     del wa_NF
     if any(needs_b_down):
-        db_down = [expert_bias_grad(dout_TD, on_output, slots_N, offsets_E1, top_k, True)]
+        db_down = [call(expert_bias_grad, dout_TD, on_output, slots_N, offsets_E1, top_k, True)]
     if needs_x or (ctx.weight_on_input and needs_weights):
         x_or_none = None if on_input is None else x_TD
-        dx_TD, dscale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing, None, None, max_bytes)
+        dx_TD, dscale_TK = call(expert_up_backward, dh_NGF, x_or_none, w_up, on_input, *routing, None, None, max_bytes)
     if any(needs_b_up):
         db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
     if any(needs_w_up):

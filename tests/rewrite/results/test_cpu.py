@@ -10,7 +10,7 @@ import moeblaze_ops.compile  # noqa: F401  registers the backend where the packa
 from tests.corpus.layers import make_layer
 from tests.tools.op_harness import step
 
-CALLS = re.compile(r"= torch\.ops\.moeblaze_cpu\.(\w+)\.default\(.*?(?:'(\w+)'(?:, \w+=None)*)?\)$", re.MULTILINE)
+CALLS = re.compile(r"= torch\.ops\.moeblaze_cpu\.(\w+)\.default\.implementation\(.*?(?:'(\w+)'(?:, \w+=None)*)?\)$", re.MULTILINE)
 """Ops that are called, with their activation. ``expert_down`` takes what was activated."""
 
 

@@ -120,6 +120,8 @@ def test_kernels_follow_the_device(capability, hopper):
     code = fakecuda.generated_code(layer, inputs, capability=capability)
     assert CALL not in code
     assert ("torch.ops.moeblaze_hopper." in code) == hopper
+    called = re.findall(r"^\s+torch\.ops\.moeblaze_hopper\.\w+\.default(.*?)\(", code, re.MULTILINE)
+    assert set(called) == ({".implementation"} if hopper else set())
     assert ("_expert_up_kernel" in fakecuda.launches(code)) == (not hopper)
     assert "clone" not in code and ".copy_(" not in code
 
