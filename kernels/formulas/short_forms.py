@@ -97,7 +97,7 @@ def _mul(node: Node, made: "_Made") -> Node | None:
 
 def _into_exponent(a: Node, factor: Node, made: "_Made") -> Node | None:
     """``y * exp(q * -0.5) * 0.4`` as ``y * exp2(q * -0.72 - 1.32)``."""
-    if a.op == "mul" and a in made.read_once and factor.number > 0:
+    if a.op == "mul" and a in made.read_once and 1e-6 < factor.number < 1e6:
         for one, other in (a.args, a.args[::-1]):
             if other.op == "exp" and other in made.read_once:
                 exponent = apply("add", _times(made[other.args[0]], _LOG2_E), number(math.log2(factor.number)))

@@ -15,6 +15,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from moeblaze_ops.arguments.traced_activations import trace_activation  # noqa: E402
+from moeblaze_ops.kernels.formulas.expression import ARITY  # noqa: E402
 from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, is_gated, num_parameters  # noqa: E402
 from moeblaze_ops.kernels.hopper import launch as hopper_launch  # noqa: E402
 from moeblaze_ops.kernels.hopper.configs import num_partials  # noqa: E402
@@ -154,6 +155,16 @@ def test_activations_fit(compiled, activation, num_d):
     hopper_down_backward(*given, early=num_d == 2048, **learned)
     assert len(compiled) == 2
     assert_fits(compiled)
+
+
+def test_every_function_compiles(compiled):
+    """What formulas are made of, whatever registers it takes."""
+    unary = (name for name, arity in ARITY.items() if arity == 1 and name != "not")
+    choice = "where((g < 1.0) & ~(g <= u) | (g == 2.0) | (g != u) & (g > 0.5) | (g >= 3.0), g / u, -u)"
+    activation = " + ".join([choice, "maximum(g, u) - minimum(g, 2.0)", *(f"{name}(g)" for name in unary), "mish(g)", "gelu(g)"])
+    table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
+    hopper_expert_up(empty(T, D), up_weights("packed", 2, F, D), [], *table, empty(N, 2, F), empty(N, F))
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(
