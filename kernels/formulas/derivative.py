@@ -43,9 +43,17 @@ def _slope(node: Node, slopes: dict[Node, Node]) -> Node:
         return ZERO
     if node.op == "mul":
         return _product(node, slopes)
+    if node.op == "tanh" and node.args[0].op == "softplus":
+        return _slope_of_tanh_softplus(node, slopes)
     if node.op in _CHAINED:
         return times(_CHAINED[node.op](node, *node.args), inner[0])
     return _JOINED[node.op](node, *node.args, *inner)
+
+
+def _slope_of_tanh_softplus(node: Node, slopes: dict[Node, Node]) -> Node:
+    """The two factors side by side, whose product has a short form."""
+    x = node.args[0].args[0]
+    return times(times(_CHAINED["tanh"](node, node.args[0]), apply("sigmoid", x)), slopes[x])
 
 
 def _product(node: Node, slopes: dict[Node, Node]) -> Node:

@@ -24,6 +24,7 @@ from moeblaze_ops.kernels.formulas.expression import (
     symbols_of,
 )
 from moeblaze_ops.kernels.formulas.named import formula_of, is_gated, num_parameters
+from moeblaze_ops.kernels.formulas.short_forms import shortened
 
 IDENTITY_PROGRAM = "|0"
 """Of no activation."""
@@ -34,22 +35,25 @@ _HALF = number(0.5)
 
 
 @cache
-def value_program(activation: str) -> str:
-    """``a`` of an activation, a name or a formula."""
-    return _program(num_parameters(activation), formula_of(activation))
+def value_program(activation: str, is_short: bool = False) -> str:
+    """``a`` of an activation, a name or a formula; ``is_short``, here and below: in ``short_forms``."""
+    return _program(num_parameters(activation), is_short, formula_of(activation))
 
 
 @cache
-def gradient_program(activation: str) -> str:
+def gradient_program(activation: str, is_short: bool = False) -> str:
     """``(a, dgate, dup)`` and the gradient of each parameter; dup is the gradient of a where there is no up half."""
     formula, count = formula_of(activation), num_parameters(activation)
     computed = set(below(formula))
     halves = ("h",) if "h" in symbols_of(formula) else GATED_SYMBOLS
-    names = (*halves, *PARAMETER_SYMBOLS[:count])
-    slopes = [_weighted(derivative(formula, symbol(name)), computed) for name in names]
+    slopes = [_weighted(derivative(formula, symbol(name)), computed) for name in halves]
     if len(halves) == 1:
-        slopes.insert(1, _DA)
-    return _program(count, formula, *slopes)
+        slopes.append(_DA)
+    for name in PARAMETER_SYMBOLS[:count]:
+        slope = derivative(formula, symbol(name))
+        # Products with da are summed, in one instruction where they are not behind a condition.
+        slopes.append(times(_DA, slope) if slope.op == "where" else _weighted(slope, computed))
+    return _program(count, is_short, formula, *slopes)
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,14 @@ def _weighted(slope: Node, computed: set[Node]) -> Node:
     return times(_DA, slope)
 
 
-def _program(num_parameters: int, *results: Node) -> str:
+def _program(num_parameters: int, is_short: bool, *results: Node) -> str:
     first_step = 3 + num_parameters
     made: dict[Node, Node] = {}
     for node in below(*results):
         made[node] = _lowered(node, [made[arg] for arg in node.args])
     results = tuple(made[result] for result in results)
+    if is_short:
+        results = shortened(*results)
     places: dict[Node, str] = {}
     steps: list[str] = []
     for node in below(*results):
@@ -130,11 +136,6 @@ def _is_half_erf(a: Node, b: Node) -> bool:
     return b is _HALF and a.op == "mul" and a.args[1] is _HALF and a.args[0].op == "erf"
 
 
-def _half_erf(x: Node) -> Node:
-    """It, as a function of x and of ``exp(-x * x)``, which its derivative is made of."""
-    return interned("half_erf", (x, apply("exp", apply("neg", apply("mul", x, x)))))
-
-
 def _lowered(node: Node, args: list[Node]) -> Node:
     """A function in terms of those that kernels know."""
     if not node.args:
@@ -148,7 +149,7 @@ def _lowered(node: Node, args: list[Node]) -> Node:
             bounded = x if math.isinf(low.number) else apply("maximum", x, low)
             return bounded if math.isinf(high.number) else apply("minimum", bounded, high)
         case "add" if _is_half_erf(x, args[1]):
-            return _half_erf(x.args[0].args[0])
+            return interned("half_erf", x.args[0].args)
         case "pow":
             return apply("exp", apply("mul", apply("log", x), args[1]))
     return apply(node.op, *args)

@@ -92,6 +92,23 @@ def _load_h(h_ptr, row, end, column, PLAN: gl.constexpr):
 
 
 @gluon.jit
+def _added(sums, terms):
+    """Sums over what a thread has of a row, a register each, with a chunk's terms added. Shape [rows, 8], or no sums yet."""
+    added = ()
+    for i in gl.static_range(len(terms)):
+        own = gl.sum(terms[i].reshape([terms[i].shape[0], terms[i].shape[1] // 8, 8]), 2)
+        if len(sums) > 0:
+            own = sums[i] + own
+        added = added + (own,)
+    return added
+
+
+@gluon.jit
+def _sum_of_row(sums, layout: gl.constexpr):
+    return gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, layout), assert_trivial=True)
+
+
+@gluon.jit
 def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, parameters, outputs, PLAN: gl.constexpr):
     """Stores dh and wa of one strip of rows, and its share of the gradients of the routing weights and of parameters."""
     dh_ptr, wa_ptr, partials_ptr, shares_ptrs = outputs
@@ -103,11 +120,7 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, parame
     layout: gl.constexpr = row_layout(gl.num_warps())
     wa_rows = gl.expand_dims(rows.to(gl.int64) * PLAN.columns, 1)
     scale = gl.expand_dims(weights, 1)
-    products = gl.zeros([ROWS, CHUNK], gl.float32, layout)
-    # Sums of parameters are taken chunk by chunk: the shuffles cost less than the registers of sums like that of products.
-    shares = ()
-    for _ in gl.static_range(num_parameters):
-        shares = shares + (gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout)),)
+    sums = ()
     for chunk in gl.static_range(num_chunks):
         columns = gl.expand_dims(column + chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)
         mask = gl.expand_dims(rows < end, 1)
@@ -117,19 +130,15 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, parame
         gate_pairs, up_pairs = h[chunk]
         gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
         a, dgate, dup, dparameters = activate_backward(gate, up, da * scale, parameters, program)
-        sums = ()
-        for i in gl.static_range(num_parameters):
-            sums = sums + (shares[i] + gl.sum(dparameters[i], 1),)
-        shares = sums
-        products += da * a
+        sums = _added(sums, (da * a,) + dparameters)
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
         gl.store(wa_ptr + wa_rows + columns, (a * scale).to(dtype), mask=mask)
         gl.store(dh_ptrs, dgate.to(dtype), mask=mask)
         if PLAN.gated:
             gl.store(dh_ptrs + PLAN.columns, dup.to(dtype), mask=mask)
-    gl.store(partials_ptr + rows, gl.sum(products, 1), mask=rows < end)
+    gl.store(partials_ptr + rows, _sum_of_row(sums[0], layout), mask=rows < end)
     for i in gl.static_range(num_parameters):
-        gl.store(shares_ptrs[i] + rows, shares[i], mask=rows < end)
+        gl.store(shares_ptrs[i] + rows, _sum_of_row(sums[1 + i], layout), mask=rows < end)
 
 
 @aggregate
@@ -296,7 +305,7 @@ def _plan(
         b_k_inner=b_k_inner,
         top_k=top_k,
         wide_offsets=wide_offsets,
-        activation=gradient_program(activation),
+        activation=gradient_program(activation, is_short=True),
         gated=gated,
         num_parameters=num_parameters(activation),
         has_weights=has_weights,

@@ -168,7 +168,7 @@ def _plan(
         b_k_inner=b_k_inner,
         top_k=top_k,
         wide_offsets=wide_offsets,
-        activation=value_program(activation),
+        activation=value_program(activation, is_short=True),
         gated=parts == 2,
         num_parameters=num_parameters(activation),
         bias_stride=bias_stride,
