@@ -91,7 +91,7 @@ def _mul(node: Node, made: "_Made") -> Node | None:
             # One fused instruction instead of two.
             return apply("sub", made[b], apply("mul", made[b], made[a.args[1]]))
     if node.args[1].is_number:
-        return _into_exponent(*node.args, made) or _times(made[node.args[0]], node.args[1].number)
+        return _into_exponent(node.args[0], node.args[1], made) or _times(made[node.args[0]], node.args[1].number)
     return None
 
 

@@ -61,7 +61,7 @@ def _describe(args: Sequence[Any], geometry: list[Hashable]) -> bool:
             if not _describe(arg.values() if kind is dict else arg, geometry):
                 return False
         elif kind in _VALUES:
-            geometry += (kind, arg)  # True is no 1
+            geometry += (kind.__name__, arg)  # True and 1.0 are no 1
         else:
             return False
     return True

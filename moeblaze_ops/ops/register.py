@@ -207,7 +207,7 @@ def _define_on_cpu(name: str, schema: str, op: torch._ops.OpOverload, fake: Call
     implementation = with_experts_joined(op, cpu, OneByOne, check=False)
     _on_cpu.impl(name, implementation, "CPU")
     ON_CPU[op] = getattr(torch.ops.moeblaze_cpu, name).default
-    ON_CPU[op].implementation = _with_names(op, implementation)
+    ON_CPU[op].implementation = _with_names(op, implementation)  # type: ignore[attr-defined]
 
 
 def _with_names(op: torch._ops.OpOverload, function: Callable) -> Callable:
