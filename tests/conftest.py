@@ -61,7 +61,9 @@ def pytest_ignore_collect(collection_path, config):
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 # pytest listens to each logger that hands nothing on to others. To that one Dynamo gives every step that it takes, as JSON and
 # with the stack, once somebody listens: a fifth of the time of a test that compiles.
-logging.getLogger("torch.__trace").propagate = True
+_trace = logging.getLogger("torch.__trace")
+_trace.propagate = True
+_trace.handlers.clear()
 # Graphs are small here, and there are thousands: no garbage is collected after each of them.
 torch._dynamo.config.run_gc_after_compile = False
 
