@@ -1,6 +1,6 @@
 """Strides are part of the result: a rewritten layer gives those that its nodes had, whatever those of the tokens are.
 
-Tests of each spelling (`test_rewrite.py`) have such tokens, and `check_against_eager` compares strides.
+Tests of each spelling (`test_rewrite.py`) have such tokens, and compare strides as well.
 """
 
 import pytest
