@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch._dynamo.guards
 
 from moeblaze_ops import config
@@ -57,12 +59,20 @@ def pytest_ignore_collect(collection_path, config):
 
 # Dynamo flushes the CPU's caches and measures the guards of every frame that it compiled, for a log that nothing here reads.
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+# pytest listens to each logger that hands nothing on to others. To that one Dynamo gives every step that it takes, as JSON and
+# with the stack, once somebody listens: a fifth of the time of a test that compiles.
+_trace = logging.getLogger("torch.__trace")
+_trace.propagate = True
+_trace.handlers.clear()
+# Graphs are small here, and there are thousands: no garbage is collected after each of them.
+torch._dynamo.config.run_gc_after_compile = False
 
 
 def pytest_collection_finish():
     """What torch and the tests themselves consist of is no garbage: the collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

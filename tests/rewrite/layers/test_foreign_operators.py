@@ -209,7 +209,7 @@ def _captured(module: nn.Module) -> torch.fx.GraphModule:
     return graphs[0]
 
 
-_SPELLINGS_OF_A_NAME = 8
+_SPELLINGS_OF_A_NAME = 3
 _foreign_in: Counter[str] = Counter()
 """In how many spellings a name was taken for a foreign operator's: after some, another shows nothing new."""
 

@@ -13,16 +13,21 @@ from tests.tools.rewrite_harness import assert_replaced, check_against_eager, co
 _CASES = [function.__name__ for function, *_ in zoo.STACKED]
 
 
-# Tokens in one axis are those of the tests of few rows.
+def _sequence_first() -> torch.Tensor:
+    """Tokens in two axes, whose strides the result has to have as well. Tokens in one are those of the tests of few rows."""
+    return torch.randn(5, 2, zoo.D).transpose(0, 1)
+
+
 @pytest.mark.parametrize("combine", zoo.SEPARATE, ids=lambda f: f.__name__)
 def test_separate_experts(fp64, combine):
-    shape = (10,) if combine is zoo.masked_stack_einsum else (2, 5)  # that one is written for [T, D]
-    assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(*shape, zoo.D), aot=True))
+    flat = combine is zoo.masked_stack_einsum  # that one is written for [T, D]
+    x = torch.randn(zoo.D, 10).t() if flat else _sequence_first()
+    assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), x, aot=True, same_strides=True))
 
 
 def _few_rows(spellings):
-    """Each spelling with one row, and with either one token or one expert a token."""
-    return [(each, *sizes) for number, each in enumerate(spellings) for sizes in ((1, 1), ((7, 1), (1, 2))[number % 2])]
+    """Spellings with one row, with one expert a token, and with one token, in turns."""
+    return [(each, *((1, 1), (7, 1), (1, 2))[number % 3]) for number, each in enumerate(spellings)]
 
 
 @pytest.mark.parametrize("combine, num_tokens, top_k", _few_rows(zoo.SEPARATE), ids=lambda f: getattr(f, "__name__", None))
@@ -39,7 +44,7 @@ def test_biased_ungated_experts(fp64, combine):
 
 @pytest.mark.parametrize("name", _CASES)
 def test_stacked_experts(fp64, name):
-    backend = check_against_eager(stacked(name), torch.randn(2, 5, zoo.D), aot=True)
+    backend = check_against_eager(stacked(name), _sequence_first(), aot=True, same_strides=True)
     assert_replaced(backend)
     assert not any(candidate.copied_bytes for candidate in backend.rewritten)
 
@@ -110,15 +115,14 @@ class _Block(nn.Module):
         return x + (routed + self.shared(normed))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(
-    "layer",
+    ("layer", "checkpointed"),
     [
-        lambda: zoo.ModuleListMoE(zoo.loop_mixtral),
-        lambda: zoo.ModuleListMoE(zoo.masked_inplace),
-        lambda: stacked("sorted_torchtitan"),
+        pytest.param(lambda: zoo.ModuleListMoE(zoo.loop_mixtral), False, id="loop-plain"),
+        pytest.param(lambda: zoo.ModuleListMoE(zoo.masked_inplace), True, id="masked-checkpointed"),
+        pytest.param(lambda: stacked("sorted_torchtitan"), False, id="sorted-plain"),
+        pytest.param(lambda: stacked("sorted_torchtitan"), True, id="sorted-checkpointed"),
     ],
-    ids=["loop", "masked", "sorted"],
 )
 def test_layers_of_a_network(fp64, layer, checkpointed):
     network = nn.Sequential(*(_Block(layer(), checkpointed) for _ in range(3)))
@@ -128,8 +132,11 @@ def test_layers_of_a_network(fp64, layer, checkpointed):
     assert backend.operators().count("linear") >= 3 * 4  # router, mix and shared experts stay
 
 
-@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=["TD", "BSD"])
-@pytest.mark.parametrize("combine", [zoo.masked_sum, zoo.masked_inplace, zoo.loop_mistral], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("combine", "shape"),
+    [(zoo.masked_sum, (10,)), (zoo.masked_inplace, (2, 5)), (zoo.loop_mistral, (2, 5))],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_layers_back_to_back(fp64, combine, shape):
     """The input of a layer is the very node that the layer before it ends in."""
     network = nn.Sequential(*(zoo.ModuleListMoE(combine) for _ in range(3)))
