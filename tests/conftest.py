@@ -60,7 +60,7 @@ def pytest_ignore_collect(collection_path, config):
 # Dynamo flushes the CPU's caches and measures the guards of every frame that it compiled, for a log that nothing here reads.
 torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
 # pytest listens to each logger that hands nothing on to others. To that one Dynamo gives every step that it takes, as JSON and
-# with the stack, once somebody listens: a fifth of the time of a test that compiles.
+# with the stack, once somebody listens: a tenth of the time of a test that compiles.
 _trace = logging.getLogger("torch.__trace")
 _trace.propagate = True
 _trace.handlers.clear()
