@@ -96,6 +96,13 @@ def one_expert_without_gradient(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
+@_lookalike("GRADIENTS")
+def weights_filled_with_ones(self, x, weights, ids):
+    """The router has gradients of zeros, which the layer without weights has not."""
+    weights = weights.clone().fill_(1)
+    return _masked(self, x, weights, ids, lambda e, x: self.experts[e](x))
+
+
 # Which experts, on which tokens.
 
 
