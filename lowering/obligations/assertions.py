@@ -119,6 +119,8 @@ class _Known:
         name, fake = target_name(of), fake_of(of)
         operands = [fake_of(operand) for operand in of.all_input_nodes]
         if not operands or not all(isinstance(operand, (int, torch.SymInt, torch.SymBool)) for operand in operands):
+            if name == "sym_size" and not isinstance(fake, torch.SymInt):
+                fake = fake_of(of.args[0]).shape[of.args[1]]  # torch 2.11 gives what it learnt for the size itself
             return _made_as(fake) if isinstance(fake, torch.SymInt) else None  # of a tensor, or an input
         numbers = [self._number(arg) for arg in (of.args[0] if name in _SUMS else of.args)]
         if None in numbers or of.kwargs or not (name in _OF_NUMBERS or name in _SUMS):

@@ -626,6 +626,8 @@ COMPILED = [
 @pytest.mark.parametrize("name", COMPILED)
 def test_bad_calls_while_compiling(name):
     """The frame is left to Python where it raises, as Dynamo leaves every frame that raises."""
+    if name == "route scoring function" and torch.__version__ < "2.12":
+        pytest.skip("Dynamo asks builtin functions for their module wrongly")
     torch._dynamo.reset()
     check(*CALLS[name], run=lambda call: torch.compile(call, backend="eager")())
 
