@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
+from moeblaze_ops.lowering.obligations.ids_in_range import natural_number
 
 Atom: TypeAlias = Expr | sympy.Symbol
 
@@ -87,8 +87,8 @@ class _Known:
         given = bincount.args[2] if len(bincount.args) > 2 else bincount.kwargs.get("minlength", 0)
         fewest = given if isinstance(given, int) else 0
         ids = self.view.value_at(bincount.args[0], self.view.position[bincount]) if bincount.args else None
-        element = self.evaluator.try_element(ids) if isinstance(ids, Value) else None
-        if element is None or not never_negative(element):
+        element = natural_number(self.evaluator, ids)
+        if element is None:
             return fewest, None
         most = self.evaluator.algebra.extent(element)
         if most is None:
@@ -119,7 +119,7 @@ class _Known:
         name, fake = target_name(of), fake_of(of)
         operands = [fake_of(operand) for operand in of.all_input_nodes]
         if not operands or not all(isinstance(operand, (int, torch.SymInt, torch.SymBool)) for operand in operands):
-            if name == "sym_size" and not isinstance(fake, torch.SymInt):
+            if name == "sym_size":
                 fake = fake_of(of.args[0]).shape[of.args[1]]  # torch 2.11 gives what it learnt for the size itself
             return _made_as(fake) if isinstance(fake, torch.SymInt) else None  # of a tensor, or an input
         numbers = [self._number(arg) for arg in (of.args[0] if name in _SUMS else of.args)]

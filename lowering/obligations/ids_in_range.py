@@ -1,11 +1,14 @@
 """Which ids are numbers of experts, by how they were made: as many counts as experts are those of all of them."""
 
+from typing import Any
+
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
+from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.obligations.markers import counts_below
 
 
@@ -21,11 +24,17 @@ def unknown_counted_ids(graph: fx.Graph) -> bool:
 def ids_below(graph: fx.Graph, ids: fx.Node) -> int | None:
     """A number that ids are known to be below at the end of a graph, and not negative."""
     view, evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
-    element = evaluator.try_element(view.value_at(ids, len(view.position)))
-    number = None if element is None or not never_negative(element) else evaluator.algebra.extent(element)
+    element = natural_number(evaluator, view.value_at(ids, len(view.position)))
+    number = None if element is None else evaluator.algebra.extent(element)
     return number if isinstance(number, int) else None
 
 
-def _are_below(evaluator: Evaluator, ids: Value, number: int) -> bool:
-    element = evaluator.try_element(ids)
-    return element is not None and never_negative(element) and evaluator.algebra.fits(element, number)
+def natural_number(evaluator: Evaluator, ids: Any) -> Expr | None:
+    """An element of ids of which it is known that it is not negative, None of any others."""
+    element = evaluator.try_element(ids) if isinstance(ids, Value) else None
+    return element if element is not None and never_negative(element) else None
+
+
+def _are_below(evaluator: Evaluator, ids: Any, number: int) -> bool:
+    element = natural_number(evaluator, ids)
+    return element is not None and evaluator.algebra.fits(element, number)

@@ -37,10 +37,8 @@ def fake_of(node: Node) -> Any:
 
 def clone(gm: fx.GraphModule) -> fx.GraphModule:
     """A graph of its own, with the same fakes."""
-    graph, copies = fx.Graph(), {}
-    graph.output(graph.graph_copy(gm.graph, copies))
-    for node, copied in copies.items():
-        copied.meta = dict(node.meta)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
     return fx.GraphModule(gm, graph)
 
 

@@ -11,7 +11,6 @@ what the changed graph does, in outputs and their strides, gradients (and which 
 
 import argparse
 import functools
-import itertools
 import logging
 import random
 import sys
@@ -31,8 +30,8 @@ from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph  # noqa: E402
 from moeblaze_ops.lowering.router import match_router  # noqa: E402
 from tests.corpus.fuzz.grammar import draw  # noqa: E402
 from tests.corpus.fuzz.graph_changes import Changer, clone, propagate  # noqa: E402
-from tests.corpus.fuzz.modes import TopkOfTies  # noqa: E402
-from tests.corpus.fuzz.run import Case  # noqa: E402
+from tests.corpus.fuzz.modes import TopkOfTies, unwritten_memory_is_nan  # noqa: E402
+from tests.corpus.fuzz.run import Case, seeds_of  # noqa: E402
 
 GROUP = 25
 RTOL, ATOL = 1e-5, 1e-5  # in fp64, but the scores of some layers are in fp32
@@ -103,19 +102,12 @@ def _ties(gm: fx.GraphModule, inputs: list) -> bool:
 
 
 def _run(gm: fx.GraphModule, inputs: list) -> Result:
-    """Memory that nobody wrote to is NaN, so that what reads it is left out of the comparison."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        return _run_filled(gm, inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def _run_filled(gm: fx.GraphModule, inputs: list) -> Result:
+    """What reads memory that nobody wrote to gives NaN, and is left out of the comparison."""
     torch.manual_seed(0)
     leaves = [i.detach().clone().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
     given = [i.clone() if isinstance(i, Tensor) and i.requires_grad else i for i in leaves]  # a leaf cannot be written to
-    outs = list(gm(*given))
+    with unwritten_memory_is_nan():
+        outs = list(gm(*given))
     outputs = [o for o in outs if isinstance(o, Tensor) and o.requires_grad]
     wanted = [i for i in leaves if isinstance(i, Tensor) and i.requires_grad]
     of = [torch.arange(1, o.numel() + 1, dtype=o.dtype).cos().view(o.shape) for o in outputs]
@@ -145,7 +137,7 @@ def _difference(actual: Result, expected: Result) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:1000", help="FIRST:END, or FIRST: (default: %(default)s)")
+    parser.add_argument("--seeds", default="0:1000", help="FIRST:END, FIRST: or one seed (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--show", type=int, help="print the graphs of this seed and stop")
     options = parser.parse_args()
@@ -154,9 +146,8 @@ def main() -> int:
     if options.show is not None:
         print(*check(options.show, show=True), sep="\n")
         return 0
-    first, _, end = options.seeds.partition(":")
     stop, counts, wrong = time.monotonic() + options.seconds, Counter[str](), []
-    for seed in range(int(first), int(end)) if end else itertools.count(int(first)):
+    for seed in seeds_of(options.seeds):
         if time.monotonic() > stop:
             break
         became, changes = check(seed)

@@ -1,7 +1,20 @@
-"""Modes that watch a run for what makes two right results differ."""
+"""What shows, of a run, what makes two right results differ."""
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """A context in which memory is NaN until somebody writes to it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class TopkOfTies(TorchDispatchMode):

@@ -43,7 +43,7 @@ from moeblaze_ops.lowering.router import match_router  # noqa: E402
 from tests.corpus.fuzz.grammar import draw  # noqa: E402
 from tests.corpus.fuzz.hidden import deceive, hide  # noqa: E402
 from tests.corpus.fuzz.layer import Layer  # noqa: E402
-from tests.corpus.fuzz.modes import Kinked, TopkOfTies  # noqa: E402
+from tests.corpus.fuzz.modes import Kinked, TopkOfTies, unwritten_memory_is_nan  # noqa: E402
 from tests.corpus.fuzz.mutations import mutate  # noqa: E402
 from tests.tools.rewrite_harness import rewritten_in  # noqa: E402
 
@@ -185,12 +185,9 @@ def check(module: nn.Module, x: Tensor, *, traced: bool = True) -> Outcome:
 
 
 def _reads_unwritten(module: nn.Module, x: Tensor) -> bool:
-    """Whether outputs depend on memory that was never written to, which is filled with NaN here."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    """Whether outputs depend on memory that was never written to."""
+    with unwritten_memory_is_nan():
         named = _run(module, module.__class__.forward, x, False)
-    finally:
-        torch.use_deterministic_algorithms(False)
     return any(not tensor.isfinite().all() for name, tensor in named.items() if name.startswith("output"))
 
 
@@ -364,7 +361,7 @@ def _result_of(seed: int) -> Result:
     return Result(seed, case.layer.family, bool(case.change), bool(case.layer.hidden), said, outcome.detail[:500], seconds)
 
 
-def _seeds(text: str) -> Iterator[int]:
+def seeds_of(text: str) -> Iterator[int]:
     first, _, end = text.partition(":")
     return iter(range(int(first), int(end))) if end else itertools.count(int(first)) if ":" in text else iter((int(first),))
 
@@ -375,7 +372,7 @@ def _run_shard(seeds: str, shard: int, jobs: int, seconds: float) -> list[Result
     logging.disable()  # what torch says of programs that it cannot compile
     torch.set_num_threads(1)
     end, results = time.monotonic() + seconds, []
-    for seed in itertools.islice(_seeds(seeds), shard, None, jobs):
+    for seed in itertools.islice(seeds_of(seeds), shard, None, jobs):
         if time.monotonic() > end:
             break
         results.append(_result_of(seed))
