@@ -434,7 +434,7 @@ class Matcher:
         factors = (*expert.routing, *expert.scale)
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         if index is None or index in expert.binders:
-            return read_compared(self._algebra, index, expert.binders, factors)
+            return read_compared(self._algebra, index, expert.binders, factors, on_input=bool(expert.scale))
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {_NO_COUNTS}")
         return read_indexed(self._algebra, index, expert.binders, factors)

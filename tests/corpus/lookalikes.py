@@ -202,6 +202,13 @@ def scattered_scores_of_repeated_ids(self, x, weights, ids):
 
 
 @_lookalike("DISTINCT_EXPERTS")
+def inputs_scaled_by_the_sum_of_repeated_ids(self, x, weights, ids):
+    """What an expert makes of a sum of two weights is not the sum of what it makes of each."""
+    ids = ids // 2 * 2
+    return sum(expert(x * _share(weights, ids, e)) for e, expert in enumerate(self.experts))
+
+
+@_lookalike("DISTINCT_EXPERTS")
 def loop_over_repeated_ids(self, x, weights, ids):
     out, ids = torch.zeros_like(x), ids // 2 * 2
     for e, expert in enumerate(self.experts):

@@ -74,9 +74,13 @@ def read_indexed(algebra: Algebra, ids: Expr, binders: tuple[Expr, ...], factors
 
 
 def read_compared(
-    algebra: Algebra, expert: Expr | None, binders: tuple[Expr, ...], factors: tuple[Expr, ...]
+    algebra: Algebra, expert: Expr | None, binders: tuple[Expr, ...], factors: tuple[Expr, ...], *, on_input: bool = False
 ) -> Routing:
-    """Ids are compared with one expert: ``sum over k of (ids == expert) * weight``, or one comparison."""
+    """Ids are compared with one expert: ``sum over k of (ids == expert) * weight``, or one comparison.
+
+    ``on_input``: the expert makes something of that sum, which is another thing than the sum of what it makes of each slot,
+    so no two slots of a token may have the expert.
+    """
     prove(all(b is expert for b in binders), Reason.ROUTING, "a sum around one expert")
     selections: list[_Selection] = []
     plain: list[Expr] = []
@@ -95,7 +99,7 @@ def read_compared(
         distinct |= dict.fromkeys(other.distinct)
         if other is not chosen and not other.once:
             distinct[other.ids, other.slot] = None
-    if chosen.once and chosen.slot is not None:
+    if (chosen.once or on_input) and chosen.slot is not None:
         distinct[chosen.ids, chosen.slot] = None
     factors, markers = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
