@@ -208,19 +208,30 @@ class IndexingRules:
         dim = len(slots.shape) - 1
         if dims != (dim,):
             return None  # their true elements are not in the order of tokens
-        if not any(True for _ in subexpressions(body, lambda e: e.kind == "nonzero" and e.args[0] is slots and e.args[2] is row)):
-            return None
         slot = self.algebra.fresh((row, *at), slots.shape[dim])
         coordinates = (*at[:dim], slot, *at[dim:])
         hits = self.element(slots, coordinates, depth)
         ids = [e for e in hits.args if e.kind != "const"] if hits.kind == "eq" else []
         if len(ids) != 1 or not slot.free <= ids[0].free:
             return None
-        replace = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
-        replace |= {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
+        of_row = {self.algebra.nonzero(mask, d, row, n): i for d, (n, i) in enumerate(zip(mask.shape, at, strict=True))}
+        of_slot = {self.algebra.nonzero(slots, d, row, n): coordinates[d] for d, n in enumerate(slots.shape)}
+        of_slot |= {e: slot for e, true in self._first_true(body, slot, depth) if self.algebra.substitute(true, of_row) is hits}
+        if not any(True for _ in subexpressions(body, of_slot.__contains__)):
+            return None
+        replace = {**of_row, **of_slot}
         free = [slot] if slot.kind == "var" else []
         once = self.algebra.mul(*(self.algebra.distinct(ids[0], var) for var in free))
         return _Landed(free, self.algebra.mul(hits, once), self.algebra.substitute(body, replace), ids[0])
+
+    def _first_true(self, body: Expr, slot: Expr, depth: int) -> Iterator[tuple[Expr, Expr]]:
+        """Places of the largest of an axis in ``body``, and what is at ``slot`` of that axis: of a mask, its true element."""
+        for first in subexpressions(body, lambda e: e.kind == "leaf" and e.args[0].op == "argmax"):
+            x, dim, keepdim = first.args[0].args
+            if dim is not None:
+                at, dim = list(first.args[1]), dim % len(x.shape)
+                at[dim : dim + keepdim] = [slot]
+                yield first, self.element(x, tuple(at), depth)
 
     def _land_selected(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int

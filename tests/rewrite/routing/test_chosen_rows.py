@@ -82,8 +82,28 @@ def taken_along(self, x, weights, ids, axis=-2):
     return (rows * weights.unsqueeze(-1)).sum(axis)
 
 
+def first_true_slot(self, x, weights, ids, other=0, dim=-1, keepdim=True):
+    """The slot with which a token chose the expert is where the largest of its mask is."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        token = mask.any(dim=-1).nonzero().squeeze(-1)
+        slot = (ids == e + other)[token].int().argmax(dim=dim, keepdim=keepdim)
+        share = weights[token].gather(-1, slot) if keepdim else weights[token, slot].unsqueeze(-1)
+        out.index_add_(0, token, expert(x[token]) * share)
+    return out.view(shape)
+
+
+def first_true_slot_without_its_axis(self, x, weights, ids):
+    return first_true_slot(self, x, weights, ids, keepdim=False)
+
+
 ONE_EXPERT = (megatron, column_of_rows, where_in_place)
-SEVERAL = (where_added, where_replaced, sorted_scores, argsorted_scores, taken_along)
+SEVERAL = (
+    where_added, where_replaced, sorted_scores, argsorted_scores, taken_along, first_true_slot, first_true_slot_without_its_axis,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("combine", ONE_EXPERT, ids=lambda f: f.__name__)
@@ -209,7 +229,28 @@ def read_before_the_last_expert(self, x, weights, ids):
     return out
 
 
+def first_slot_of_another_expert(self, x, weights, ids):
+    return first_true_slot(self, x, weights, ids, other=1)
+
+
+def first_true_slot_of_repeated_ids(self, x, weights, ids):
+    return first_true_slot(self, x, weights, ids // 2 * 2)
+
+
+def first_true_of_the_rows(self, x, weights, ids):
+    """Where the largest of each slot is among the rows of the expert."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        mask = ids == e
+        token = mask.any(dim=-1).nonzero().squeeze(-1)
+        padded = torch.cat([mask[token], mask.new_ones(1, ids.shape[-1])])
+        slot = padded.int().argmax(dim=0)[:1] % ids.shape[-1]
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot].unsqueeze(-1))
+    return out
+
+
 OTHERS = (
+    first_slot_of_another_expert, first_true_slot_of_repeated_ids, first_true_of_the_rows,
     taken_for_another_slot, read_elsewhere_than_stored, read_before_the_last_expert, megatron_of_several, rows_of_the_next,
     where_keeps_the_last, where_forgets, sorted_upwards_by_token,
 )  # fmt: skip
