@@ -162,7 +162,8 @@ def _body_writes(body: fx.GraphModule) -> bool:
     return any(written_nodes(step) for step in body.graph.nodes if step.op != "output")
 
 
-_GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
+GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
+_GRADIENT_OFF = [("_set_grad_enabled", False)], [("_enter_inference_mode", True)]
 _CONTEXT_ENDS = {"_exit_autocast": "_enter_autocast", "_exit_inference_mode": "_enter_inference_mode",
                  "_exit_dual_level": "_enter_dual_level"}  # fmt: skip
 
@@ -331,11 +332,12 @@ class GraphView:
             fakes = list(map(fake_of, node.all_input_nodes))  # an element that Dynamo takes of a tensor for a list
         tensors = [part for part in fakes if isinstance(part, torch.Tensor)]
         floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
-        return floating and any(name in _GRADIENT_MODES for name, _ in self.context[node])
+        return floating and any(name in GRADIENT_MODES for name, _ in self.context[node])
 
     def is_gradient_off(self, node: fx.Node) -> bool:
         """Whether a block that the graph itself switches gradients off for holds a node."""
-        return any(name == "_set_grad_enabled" and args[:1] == (False,) for name, args in self.context[node])
+        modes = [(name, args[0]) for name, args in self.context[node] if name in GRADIENT_MODES]
+        return modes[-1:] in _GRADIENT_OFF
 
     def has_tangents(self, node: fx.Node) -> bool:
         """Whether a node may compute derivatives forward, which none of our operators does."""
@@ -394,7 +396,8 @@ def _next_context(context: tuple, node: fx.Node) -> tuple:
         return context
     name = target_name(node)
     if name in _CONTEXT_ENDS.values():
-        return (*context, (name, node.args))
+        changes = name not in GRADIENT_MODES or node.args[0] or any(mode in GRADIENT_MODES for mode, _ in context)
+        return (*context, (name, node.args)) if changes else context
     if name in _CONTEXT_ENDS:
         begun = [i for i, entry in enumerate(context) if entry[0] == _CONTEXT_ENDS[name]]
         return (*context[: begun[-1]], *context[begun[-1] + 1 :]) if begun else context

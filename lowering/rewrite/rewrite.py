@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, fake_of, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
 from moeblaze_ops.lowering.match.internal_errors import tolerate
@@ -143,7 +143,7 @@ def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, G
     """Layers and failed attempts in graph order, and the view of the graph that each was found in."""
     results: list[MoEMatch | Decline] = []
     views: dict[fx.Node, GraphView] = {}
-    switches = any(target_name(node) == "_set_grad_enabled" for node in graph.nodes if node.op == "call_function")
+    switches = any(target_name(node) in GRADIENT_MODES for node in graph.nodes if node.op == "call_function")
     for gradient_off in (False, True) if switches else (False,):
         # With the input alone kept, a weight with a low-rank addition is one that is computed.
         matcher = Matcher(graph, gradient_off=gradient_off, split_low_rank=config.keep != "input")

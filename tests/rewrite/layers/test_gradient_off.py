@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.rewrite_harness import assert_replaced, check_against_eager
+from tests.tools.rewrite_harness import assert_replaced, check_against_eager, compiled
 
 T = 10
 
@@ -60,7 +60,42 @@ def test_layers_without_gradients(fp64, combine, spelling):
     assert len(backend.rewritten) == (2 if combine is with_and_without else 1)
 
 
+def inference_mode_off(self, x):
+    """As if it were not there."""
+    with torch.inference_mode(False):
+        y = self.layer(x)
+    return self.beside(x) + y
+
+
+def inference_mode_ends(self, x):
+    with torch.inference_mode():
+        shape = (x * 2).shape
+    return self.layer(x).view(shape)
+
+
+@pytest.mark.parametrize("combine", [inference_mode_off, inference_mode_ends], ids=lambda f: f.__name__)
+def test_layers_with_gradients(fp64, combine):
+    assert_replaced(check_against_eager(Beside(combine), torch.randn(T, zoo.D)))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+def test_layers_in_inference_mode(fp64, spelling):
+    layer, x = zoo.ModuleListMoE(spelling), torch.randn(T, zoo.D)
+    run, backend = compiled(torch.inference_mode()(layer.forward))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(run(x), layer(x))
+    assert_replaced(backend)
+
+
 # Near misses.
+
+
+def gradients_inside_of_inference_mode(self, x):
+    with torch.inference_mode():
+        weights, ids = self.layer.router(x.detach())
+        with torch.inference_mode(False):
+            y = self.layer(x)
+    return self.beside(x) + y
 
 
 def added_to_what_has_gradients(self, x):
@@ -100,7 +135,10 @@ def sum_ends_with_gradients(self, x):
 
 @pytest.mark.parametrize(
     "combine",
-    [added_to_what_has_gradients, tokens_without_gradients, some_experts_without_gradients, sum_ends_with_gradients],
+    [
+        added_to_what_has_gradients, tokens_without_gradients, some_experts_without_gradients, sum_ends_with_gradients,
+        gradients_inside_of_inference_mode,
+    ],  # fmt: skip
     ids=lambda f: f.__name__,
 )
 def test_gradients_are_what_they_were(fp64, combine):
