@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
+_INSIDE = 2000  # and those of binders in whose bodies something is replaced from here
 _SCALED = "scaled"
 
 
@@ -333,9 +334,14 @@ class Algebra:
     # Substitution.
 
     def substitute(self, e: Expr, replace: Mapping[Expr, Expr]) -> Expr:
-        """``e`` with expressions replaced, by ones that bind nothing."""
-        assert all(new.height == 0 for new in replace.values()), "a binder would capture"
+        """``e`` with expressions replaced.
+
+        A binder is named after the binders inside it. Of these a new name for a variable leaves as many, and anything else
+        may not: then a binder around others has a variable of no other name while they change.
+        """
         memo: dict[Expr, Expr] = dict(replace)
+        renamed = len(replace) == 1 and all(new.kind == "var" and new not in e.free for new in replace.values())
+        deepest = max((new.height for new in replace.values()), default=0)
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
@@ -343,6 +349,11 @@ class Algebra:
                 if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
                     outer = {key: value for key, value in replace.items() if key is not e.args[0]}
                     found = self.substitute(e, outer)
+                elif e.kind in BINDERS and not renamed and e.height + deepest > 1:
+                    bound, body, *rest = e.args
+                    used = (v.args[0] for own in (e, *replace, *replace.values()) for v in own.free)
+                    var = self.var(max((_INSIDE, *used)) + 1, *bound.args[1:])
+                    found = getattr(self, e.kind)(var, visit(self.substitute(body, {bound: var})), *map(visit, rest))
                 else:
                     found = self._rebuild(e, visit)
                 memo[e] = found
