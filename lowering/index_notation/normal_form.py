@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
-_INSIDE = 2000  # and those of binders in whose bodies something is replaced from here
+_INSIDE = 2000  # and those of binders in whose bodies something that binds is put from here
 _SCALED = "scaled"
 
 
@@ -336,12 +336,11 @@ class Algebra:
     def substitute(self, e: Expr, replace: Mapping[Expr, Expr]) -> Expr:
         """``e`` with expressions replaced.
 
-        A binder is named after the binders inside it. Of these a new name for a variable leaves as many, and anything else
-        may not: then a binder around others has a variable of no other name while they change.
+        A binder is named after the binders inside it. A replacement that binds may change which name that is: while it is
+        put in, the variable of a binder around it has a name that nothing else has.
         """
         memo: dict[Expr, Expr] = dict(replace)
-        renamed = len(replace) == 1 and all(new.kind == "var" and new not in e.free for new in replace.values())
-        deepest = max((new.height for new in replace.values()), default=0)
+        binds = any(new.height for new in replace.values())
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
@@ -349,7 +348,7 @@ class Algebra:
                 if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
                     outer = {key: value for key, value in replace.items() if key is not e.args[0]}
                     found = self.substitute(e, outer)
-                elif e.kind in BINDERS and not renamed and e.height + deepest > 1:
+                elif e.kind in BINDERS and binds:
                     bound, body, *rest = e.args
                     used = (v.args[0] for own in (e, *replace, *replace.values()) for v in own.free)
                     var = self.var(max((_INSIDE, *used)) + 1, *bound.args[1:])
