@@ -193,7 +193,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         xs, dim = value.args
         at = indices[dim]
         rest = (*indices[:dim], *indices[dim + 1 :])
-        if at.kind == "const":
+        if at.kind == "const" and self.algebra.fits(at, len(xs)):
             return self.element(xs[at.args[0]], rest, depth)
         self._unroll(at)
         extent = self.algebra.extent(at)

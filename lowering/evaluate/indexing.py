@@ -34,7 +34,25 @@ class IndexingRules:
         shape = value.shape[first : first + rank]
         rest = iter((*indices[:first], *indices[first + rank :]))
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
+        if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
+            return self.algebra.leaf(value, indices)
         return self.reordered(x, own, depth) or self.element(x, own, depth)
+
+    def _may_count_from_end(self, index: Expr) -> bool:
+        """Whether a subscript that is computed of data may be negative.
+
+            w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2]
+        """
+        least, terms = index.args if index.kind == "linear" else (0, ())
+        if not any(atom.kind == "leaf" and not atom.args[0].is_permutation for _, atom in terms):
+            return False
+        for coefficient, atom in terms:
+            if isinstance(coefficient, int) and coefficient < 0:
+                bound = self.algebra.extent(atom)
+                if bound is None:
+                    return True
+                least = least + coefficient * (bound - 1)
+        return isinstance(least, int) and least < 0
 
     def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, dim, index = value.args

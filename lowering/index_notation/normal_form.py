@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
+_INSIDE = 2000  # and those of binders in whose bodies something that binds is put from here
 _SCALED = "scaled"
 
 
@@ -333,9 +334,13 @@ class Algebra:
     # Substitution.
 
     def substitute(self, e: Expr, replace: Mapping[Expr, Expr]) -> Expr:
-        """``e`` with expressions replaced, by ones that bind nothing."""
-        assert all(new.height == 0 for new in replace.values()), "a binder would capture"
+        """``e`` with expressions replaced.
+
+        A binder is named after the binders inside it. A replacement that binds may change which name that is: while it is
+        put in, the variable of a binder around it has a name that nothing else has.
+        """
         memo: dict[Expr, Expr] = dict(replace)
+        binds = any(new.height for new in replace.values())
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
@@ -343,6 +348,11 @@ class Algebra:
                 if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
                     outer = {key: value for key, value in replace.items() if key is not e.args[0]}
                     found = self.substitute(e, outer)
+                elif e.kind in BINDERS and binds:
+                    bound, body, *rest = e.args
+                    used = (v.args[0] for own in (e, *replace, *replace.values()) for v in own.free)
+                    var = self.var(max((_INSIDE, *used)) + 1, *bound.args[1:])
+                    found = getattr(self, e.kind)(var, visit(self.substitute(body, {bound: var})), *map(visit, rest))
                 else:
                     found = self._rebuild(e, visit)
                 memo[e] = found

@@ -328,16 +328,17 @@ class Matcher:
         if all(scored):
             experts, routings = [expert for expert, _ in scored], [routing for _, routing in scored]
             routings, found = find_scored(self._algebra, finder, routings)
+            order = expert_order(routings)
             weights, scales, top_k, kept, named = found.weights, found.masks, routings[0].ids.args[1], None, found.named
         else:
             routings = [self._routing(expert, feature) for expert in experts]
+            order = expert_order(routings)
             depth = MAX_PROJECTIONS if experts[0].scale else 0
             ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
             kept = find_kept(self._algebra, finder, routings)
         x = find_x(finder, experts)
         prove(len({(e.activation, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = experts[0]
-        order = expert_order(routings)
         prove_shared_weights(self._algebra, routings, experts)
         of_up: list[Additions] = []
         of_down: list[Additions] = []

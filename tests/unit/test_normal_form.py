@@ -86,3 +86,31 @@ def test_factors_without_the_variable_leave_the_sum(algebra):
     weight = algebra.call("w", (t, k))
     assert algebra.sum(k, algebra.mul(t, weight)) is algebra.mul(t, algebra.sum(k, weight))
     assert algebra.sum(k, t) is algebra.mul(t, algebra.const(4))
+
+
+def test_what_binds_replaces_what_is_inside_binders(algebra):
+    t, a, b, c = algebra.var(0, 10, "t"), *(algebra.var(i, 4, "r") for i in (1, 2, 3))
+    key = algebra.call("key", (t,))
+    count = algebra.any(b, algebra.eq(algebra.call("id", (t, b)), algebra.one))
+
+    def two_deep(key):
+        return algebra.sum(a, algebra.call("h", (a, algebra.any(c, algebra.call("g", (a, c, key))))))
+
+    def three_deep(key):
+        inner = algebra.any(c, algebra.call("g", (a, c, algebra.any(b, algebra.call("f", (a, b, c, key))))))
+        return algebra.sum(a, algebra.call("h", (a, inner, key)))
+
+    for nested in (two_deep, three_deep):
+        assert algebra.substitute(nested(key), {key: count}) is nested(count)
+
+
+def test_sum_that_falls_apart_inside_another(algebra):
+    """Over quotients and remainders, as soon as a number takes the place of ``s``: one binder more."""
+    a, n, s = algebra.var(0, 4, "r"), algebra.var(1, 20, "r"), algebra.var(2, 4, "r")
+
+    def nested(s):
+        position = algebra.linear(0, [(1, n), (1, s)])
+        body = algebra.call("f", (algebra.div(position, 4), algebra.mod(position, 4), a))
+        return algebra.sum(a, algebra.sum(n, body))
+
+    assert algebra.substitute(nested(s), {s: algebra.zero}) is nested(algebra.zero)

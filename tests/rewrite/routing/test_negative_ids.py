@@ -136,3 +136,29 @@ def test_outputs_of_all_experts_by_vmap(operands, lowest):
     operands = stored(operands, (2 * E,))
     torch.testing.assert_close(run(*operands), dense(*operands))
     assert not backend.rewritten
+
+
+def of_last(x, logits, up, down):
+    weights, ids = logits.topk(K)
+    return layer(x, weights, ids - 1, up[1:], down[1:])
+
+
+def of_last_in_two_axes(x, logits, up, down):
+    weights, ids = logits.topk(K)
+    up, down = (w[1:].reshape(2, E // 2, *w.shape[1:]).flatten(0, 1) for w in (up, down))
+    return layer(x, weights, ids - 1, up, down)
+
+
+def of_next(x, logits, up, down):
+    weights, ids = logits.topk(K)
+    return layer(x, weights, E - 1 - ids, up[1:], down[1:])
+
+
+@pytest.mark.parametrize("spelling", [of_last, of_last_in_two_axes, of_next], ids=lambda f: f.__name__)
+def test_ids_that_are_shifted_count_from_the_end_of_a_part(operands, spelling):
+    """The first expert's id, less one, is the last one's."""
+    x, *_, up, down = stored(operands, (E + 1,))
+    logits = torch.randn(T, E)
+    run, backend = compiled(spelling)
+    torch.testing.assert_close(run(x, logits, up, down), spelling(x, logits, up, down))
+    assert not backend.rewritten
