@@ -346,7 +346,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     elif attempt.assumes and compiled is not None:
         done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
         records.append(CaptureRecord(done, ()))
-    differs = branches is not None and (branches.differs or branches.left is not None or attempt.assumes)
+    differs = branches is not None and (branches.differs or attempt.assumes)
     return _Tried(compiled, records, attempt.failure, differs)
 
 

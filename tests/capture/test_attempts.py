@@ -53,7 +53,36 @@ def counts(x):
 
 
 def a_question(x):
-    return rows_of_data(x) * (1.0 in x)
+    return rows_of_data(x) * (1 in x)
+
+
+def a_number_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        x = x * torch.tensor(2).item()
+        torch._dynamo.graph_break()
+    return x
+
+
+def an_input_that_a_loop_breaks_at(x, n=torch.tensor(2)):
+    for _ in range(2):
+        x = x * n.item()
+        torch._dynamo.graph_break()
+    return x
+
+
+def counts_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        x = x * torch.bincount(x[:, 0].abs().int(), minlength=4)[0]
+        torch._dynamo.graph_break()
+    return x
+
+
+def a_branch_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        if (x > 0).any():
+            x = x + 1
+        torch._dynamo.graph_break()
+    return x
 
 
 @pytest.fixture
@@ -88,9 +117,20 @@ def test_an_attempt_like_the_first_is_not_made(function, attempts):
 
 @pytest.mark.parametrize(
     "function",
-    [a_branch, a_number, numbers, a_list_too_long, a_number_inside_an_operator, counts, a_question],
+    [
+        a_branch, a_number, numbers, a_list_too_long, a_number_inside_an_operator, counts, a_question,
+        a_number_that_a_loop_breaks_at, an_input_that_a_loop_breaks_at, counts_that_a_loop_breaks_at, a_branch_that_a_loop_breaks_at,
+    ],  # fmt: skip
     ids=lambda f: f.__name__,
 )
 def test_an_attempt_that_is_another_is_made(function, attempts):
     run(function)
     assert [follows_branches for name, follows_branches in attempts if name == function.__name__] == [True, False]
+
+
+def test_a_python_number_in_the_graph_is_no_number_of_a_later_attempt(attempts):
+    x = torch.randn(200, 4)
+    with rewriting_backend() as backend:
+        compiled = torch.compile(lambda x, n: rows_of_data(x) * n, backend=backend, dynamic=True)
+        torch.testing.assert_close(compiled(x, 2.5), rows_of_data(x) * 2.5)
+    assert attempts[:2] == [("<lambda>", True), ("<lambda>", False)]
