@@ -63,9 +63,12 @@ def a_number_that_a_loop_breaks_at(x):
     return x
 
 
-def an_input_that_a_loop_breaks_at(x, n=torch.tensor(2)):
+TWO = torch.tensor(2)
+
+
+def an_input_that_a_loop_breaks_at(x):
     for _ in range(2):
-        x = x * n.item()
+        x = x * TWO.item()
         torch._dynamo.graph_break()
     return x
 
@@ -119,7 +122,8 @@ def test_an_attempt_like_the_first_is_not_made(function, attempts):
     "function",
     [
         a_branch, a_number, numbers, a_list_too_long, a_number_inside_an_operator, counts, a_question,
-        a_number_that_a_loop_breaks_at, an_input_that_a_loop_breaks_at, counts_that_a_loop_breaks_at, a_branch_that_a_loop_breaks_at,
+        a_number_that_a_loop_breaks_at, an_input_that_a_loop_breaks_at, counts_that_a_loop_breaks_at,
+        a_branch_that_a_loop_breaks_at,
     ],  # fmt: skip
     ids=lambda f: f.__name__,
 )
