@@ -6,8 +6,9 @@ imports nothing of ``torch.compile``.
 
 Loops over experts that select tokens with ``torch.where(mask)`` break Dynamo's graph by default, and with it the whole
 frame. So a frame is first traced with such ops allowed in the graph, with numbers of the host, and with branches on data
-as if they were always taken (``lowering.tracing``); then with such ops alone. Unless rewriting removes every one of them, and
-whenever anything is not proven or goes wrong, what that gave is dropped and the frame is compiled as it would have been.
+as if they were always taken (``lowering.tracing``); then, if branches or numbers made a difference, with such ops alone.
+Unless rewriting removes every one of them, and whenever anything is not proven or goes wrong, what that gave is dropped and
+the frame is compiled as it would have been.
 """
 
 import contextlib
@@ -96,6 +97,7 @@ class _Tried:
     compiled: Any | None
     records: list[GraphRecord | CaptureRecord]
     failure: Exception | None = None
+    differs: bool = False  # another attempt, without branches and numbers, may end in another way
 
 
 _recent: deque[Record] = deque(maxlen=1024)
@@ -297,7 +299,7 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
     tries: list[_Tried] = []
     if _may_capture(frame):
         tries = [_try(compile_frame, frame, Branches())]
-        if tries[-1].compiled is None:
+        if tries[-1].compiled is None and tries[-1].differs:
             tries.append(_try(compile_frame, frame, None))
         for record in (record for tried in tries for record in tried.records):
             _keep(record)
@@ -344,7 +346,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     elif attempt.assumes and compiled is not None:
         done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
         records.append(CaptureRecord(done, ()))
-    return _Tried(compiled, records, attempt.failure)
+    differs = branches is not None and (branches.differs or attempt.assumes)
+    return _Tried(compiled, records, attempt.failure, differs)
 
 
 def _give_up(reason: str) -> NoReturn:

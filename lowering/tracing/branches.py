@@ -45,7 +45,7 @@ from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import CellVariable
-from torch.fx.experimental.symbolic_shapes import SymT, free_unbacked_symbols, symbol_is_type
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, SymT, free_unbacked_symbols, symbol_is_type
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
 from moeblaze_ops.lowering.torch_internals import dynamo_config
@@ -86,10 +86,15 @@ class _Branch:
 
 
 class Branches:
-    """The branches on data that one attempt at a frame traces."""
+    """The branches on data that one attempt at a frame traces.
+
+    ``differs``: whether anything was, or may have been, traced in another way than without branches and numbers. Then only
+    does it help to trace the frame so. It stays when Dynamo starts again, which may leave out what made the difference.
+    """
 
     def __init__(self) -> None:
         self.left: str | None = None
+        self.differs = False
         self.reset()
 
     def reset(self) -> None:
@@ -104,6 +109,16 @@ class Branches:
     def decline(self, branch: _Branch, what: str) -> NoReturn:
         self.left = self.left or f"{branch.line}: {what} where the condition is false, too"
         raise Declined(self.left)
+
+    def instead(self, give: Callable[..., Any], *args: Any) -> Any:
+        """What ``give`` gives in the place of what Dynamo would, or None; that, or an error, is a difference."""
+        try:
+            found = give(*args)
+        except Exception:
+            self.differs = True
+            raise
+        self.differs |= found is not None
+        return found
 
     # What is older than a branch.
 
@@ -144,6 +159,10 @@ class Branches:
                 else:
                     self.decline(branch, f"{name!r} of {_kind(item)} would be set")
 
+    def takes_number(self) -> None:
+        """A number of an element is asked for, which is allowed in no other attempt."""
+        self.differs = True
+
     def effect(self) -> None:
         if self.open:
             self.decline(self.open[-1], "a hook would be registered")
@@ -158,6 +177,7 @@ class Branches:
         try:
             return self._step(tx, at, instruction, original)
         except Declined as declined:
+            self.differs = True
             self.left = self.left or f"{_place(tx, instruction)}: {declined}"
             raise
 
@@ -174,14 +194,16 @@ class Branches:
             raise Declined("an error is raised in a block")
         if instruction.opname == "GET_ITER":
             over = _realized(tx.stack[-1])
-            if (iterator := self.longer.iterator_over(over) or iterator_over(tx, over)) is not None:
+            if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
                 tx.stack[-1], tx.instruction_pointer = iterator, at + 1
                 return True
-        if instruction.opname == "CONTAINS_OP" and (found := contains(tx, *map(_realized, tx.stack[:-3:-1]))) is not None:
-            tx.popn(2)
-            tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
-            tx.instruction_pointer = at + 1
-            return True
+        if instruction.opname == "CONTAINS_OP":
+            found = self.instead(contains, tx, *map(_realized, tx.stack[:-3:-1]))
+            if found is not None:
+                tx.popn(2)
+                tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
+                tx.instruction_pointer = at + 1
+                return True
         if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
             return self._round(tx, at, instruction, original)
         self.longer.resolve(tx, instruction)
@@ -249,6 +271,7 @@ class Branches:
         if sides is None:
             return False
         skip, work, join = sides
+        self.differs = True
         jump = tx.indexof[instruction.target]
         line = _place(tx, instruction)
         tx.stack.pop()
@@ -475,7 +498,16 @@ def install() -> None:
         return step(self) if branches is None else branches.step(self, step)
 
     Translator.step = watched_step
-    watch_calls(lambda: _current.get() is not None)
+    watch_calls(_current.get)
+    _before(TensorVariable, "method_item", lambda branches, *_, **__: branches.takes_number())
+    allows_numbers = ShapeEnv.allow_scalar_outputs.fget
+
+    def allow_scalar_outputs(self):
+        if (branches := _current.get()) is not None:
+            branches.takes_number()
+        return allows_numbers(self)
+
+    ShapeEnv.allow_scalar_outputs = property(allow_scalar_outputs)
     _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
     _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
     _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))

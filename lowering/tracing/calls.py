@@ -21,19 +21,19 @@ from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 _OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
 
 
-def watch_calls(is_on: Callable[[], bool]) -> None:
-    """Replace what calls of functions, and of methods of tensors and texts, give while ``is_on``."""
+def watch_calls(attempt: Callable[[], Any]) -> None:
+    """Replace what calls of functions, and of methods of tensors and texts, give while there is an ``attempt`` (`Branches`)."""
     for cls in (*_OF_PYTHON, TorchInGraphFunctionVariable, NumpyVariable):
-        _watch_functions(cls, operator.attrgetter("fn" if cls in _OF_PYTHON else "value"), is_on)
+        _watch_functions(cls, operator.attrgetter("fn" if cls in _OF_PYTHON else "value"), attempt)
     tensor_method, constant_method = TensorVariable.call_method, ConstantVariable.call_method
 
     @functools.wraps(tensor_method)
     def of_tensors(self, tx, name, args, kwargs):
-        if not is_on():
+        if (branches := attempt()) is None:
             return tensor_method(self, tx, name, args, kwargs)
-        found = host_numbers.handled_method(tx, self, name, args, kwargs)
+        found = branches.instead(host_numbers.handled_method, tx, self, name, args, kwargs)
         if found is None:
-            found = hit_loops.handled_method(tx, self, name, args)
+            found = branches.instead(hit_loops.handled_method, tx, self, name, args)
         if found is None and name == "__getitem__":
             args = [as_key(args[0])]
         return tensor_method(self, tx, name, args, kwargs) if found is None else found
@@ -41,7 +41,7 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
     @functools.wraps(constant_method)
     def of_texts(self, tx, name, args, kwargs):
         asked = (*args, *kwargs.values())
-        if is_on() and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
+        if attempt() is not None and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
             raise Declined("a text is made of what only the data tell")
         return constant_method(self, tx, name, args, kwargs)
 
@@ -50,27 +50,27 @@ def watch_calls(is_on: Callable[[], bool]) -> None:
 
     @functools.wraps(set_item)
     def of_subscripts(self, tx, key, value):
-        return set_item(self, tx, as_key(key) if is_on() else key, value)
+        return set_item(self, tx, as_key(key) if attempt() is not None else key, value)
 
     TensorVariable.method___setitem__ = of_subscripts
 
 
-def _watch_functions(cls: type, function_of: Callable[[Any], Any], is_on: Callable[[], bool]) -> None:
+def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Callable[[], Any]) -> None:
     original = cls.call_function
 
     @functools.wraps(original)
     def call_function(self, tx, args, kwargs):
-        if not is_on():
+        if (branches := attempt()) is None:
             return original(self, tx, args, kwargs)
         function = function_of(self)
         if cls in _OF_PYTHON and args and not kwargs:
             args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
-            if (found := hit_loops.handled(tx, function, args)) is not None:
+            if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:
                 return found
             if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
                 args = [args[0], as_key(args[1])]
             hit_loops.refuse(function, args)
-        found = host_numbers.handled(tx, function, args, kwargs)
+        found = branches.instead(host_numbers.handled, tx, function, args, kwargs)
         return original(self, tx, args, kwargs) if found is None else found
 
     cls.call_function = call_function

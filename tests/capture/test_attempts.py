@@ -1,0 +1,140 @@
+"""How often a frame is traced: what an attempt did as the next one would is not done again."""
+
+import pytest
+import torch
+
+from moeblaze_ops import compile as moeblaze_compile
+from tests.tools.rewrite_harness import rewriting_backend
+
+
+def rows_of_data(x):
+    return x[torch.where(x[:, 0] > 0)[0]].sum(0)
+
+
+def in_two_functions(x):
+    return rows_of_data(x) + rows_of_data(-x)
+
+
+def in_two_graphs(x):
+    y = x * 2
+    torch._dynamo.graph_break()
+    return rows_of_data(y)
+
+
+def without_operators(x):
+    return x
+
+
+def a_branch(x):
+    y = rows_of_data(x)
+    if (x > 0).any():
+        y = y + 1
+    return y
+
+
+def a_number(x):
+    return rows_of_data(x) * x[0, 0].item()
+
+
+def numbers(x):
+    return rows_of_data(x) * sum(x[0].int().tolist())
+
+
+def a_list_too_long(x):
+    return rows_of_data(x) + len(x.int().flatten().tolist())
+
+
+def a_number_inside_an_operator(x):
+    return rows_of_data(x) + x.select(0, torch.argmax(x[:, 0])).sum()
+
+
+def counts(x):
+    return rows_of_data(x) + torch.bincount(x[:, 0].abs().int(), minlength=4)[0]
+
+
+def a_question(x):
+    return rows_of_data(x) * (1 in x)
+
+
+def a_number_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        x = x * torch.tensor(2).item()
+        torch._dynamo.graph_break()
+    return x
+
+
+TWO = torch.tensor(2)
+
+
+def an_input_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        x = x * TWO.item()
+        torch._dynamo.graph_break()
+    return x
+
+
+def counts_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        x = x * torch.bincount(x[:, 0].abs().int(), minlength=4)[0]
+        torch._dynamo.graph_break()
+    return x
+
+
+def a_branch_that_a_loop_breaks_at(x):
+    for _ in range(2):
+        if (x > 0).any():
+            x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """The attempts at frames that are made, each with whether it follows branches on data."""
+    torch._dynamo.reset()
+    made = []
+    attempt = moeblaze_compile._try
+
+    def noted(compile_frame, frame, branches):
+        made.append((frame.code.co_name, branches is not None))
+        return attempt(compile_frame, frame, branches)
+
+    monkeypatch.setattr(moeblaze_compile, "_try", noted)
+    yield made
+    torch._dynamo.reset()
+
+
+def run(function) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    with rewriting_backend() as backend:
+        torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+
+
+@pytest.mark.parametrize("function", [rows_of_data, in_two_functions, in_two_graphs, without_operators], ids=lambda f: f.__name__)
+def test_an_attempt_like_the_first_is_not_made(function, attempts):
+    run(function)
+    assert (function.__name__, True) in attempts
+    assert not [name for name, follows_branches in attempts if not follows_branches]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        a_branch, a_number, numbers, a_list_too_long, a_number_inside_an_operator, counts, a_question,
+        a_number_that_a_loop_breaks_at, an_input_that_a_loop_breaks_at, counts_that_a_loop_breaks_at,
+        a_branch_that_a_loop_breaks_at,
+    ],  # fmt: skip
+    ids=lambda f: f.__name__,
+)
+def test_an_attempt_that_is_another_is_made(function, attempts):
+    run(function)
+    assert [follows_branches for name, follows_branches in attempts if name == function.__name__] == [True, False]
+
+
+def test_a_python_number_in_the_graph_is_no_number_of_a_later_attempt(attempts):
+    x = torch.randn(200, 4)
+    with rewriting_backend() as backend:
+        compiled = torch.compile(lambda x, n: rows_of_data(x) * n, backend=backend, dynamic=True)
+        torch.testing.assert_close(compiled(x, 2.5), rows_of_data(x) * 2.5)
+    assert attempts[:2] == [("<lambda>", True), ("<lambda>", False)]
