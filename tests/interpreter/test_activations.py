@@ -11,7 +11,7 @@ from moeblaze_ops.kernels.formulas.named import NAMED, is_gated, num_parameters
 from tests.corpus import activations
 from tests.corpus.fuzz.activations import check
 from tests.corpus.layers import make_layer
-from tests.tools.interpreted_activations import run
+from tests.tools.activation_programs import run_in_interpreter
 from tests.tools.kernel_helpers import assert_near, oracle, poison_unused
 
 BLOCK = 128
@@ -36,7 +36,7 @@ def test_value_and_gradient_in_fp32(activation):
     # Small numbers, where a difference of nearly equal ones would have no digits left, and large ones.
     h_GN[:, :24] = torch.logspace(-6, 1.9, 24) * torch.tensor([1, -1]).repeat(12)
     da_N = torch.randn(BLOCK)
-    a_2N, dh_GN = run(formula, h_GN, da_N, PARAMETERS)
+    a_2N, dh_GN = run_in_interpreter(formula, h_GN, da_N, PARAMETERS)
     exact = activation_of(formula)
     given = (*h_GN.double().unbind(0), *PARAMETERS[: num_parameters(formula)].double())
     slopes = [*exact.gradient(da_N.double(), *given), *exact.of_parameters(da_N.double(), *given)]
@@ -53,7 +53,7 @@ def test_value_and_gradient_in_fp32(activation):
 def test_small_numbers_keep_their_digits(activation):
     h_1N = torch.cat([torch.logspace(-7, 0, BLOCK // 2), -torch.logspace(-7, 0, BLOCK // 2)])[None]
     h_1N = torch.where(h_1N.abs() < 1e-3, h_1N, h_1N) if "log1p" not in activation else h_1N.abs() + 0.5
-    a_2N, _ = run(activation, h_1N, torch.ones(BLOCK), PARAMETERS)
+    a_2N, _ = run_in_interpreter(activation, h_1N, torch.ones(BLOCK), PARAMETERS)
     torch.testing.assert_close(a_2N[0].double(), activation_of(activation).value(h_1N[0].double()), rtol=3e-6, atol=0)
 
 
@@ -66,18 +66,18 @@ def test_random_formulas_with_learned_parameters(first):
 def test_nan_stays_nan():
     bounded = "relu(h)", "clamp(h, -1.0, 1.0)", "maximum(h, 0.5)", "minimum(0.5, h)"
     for activation in (*bounded, "tanh(h)", "softplus(h)", "expm1(h)", "mish(h)"):
-        a_2N, _ = run(activation, torch.full((1, BLOCK), float("nan")), torch.ones(BLOCK), PARAMETERS)
+        a_2N, _ = run_in_interpreter(activation, torch.full((1, BLOCK), float("nan")), torch.ones(BLOCK), PARAMETERS)
         assert a_2N.isnan().all(), activation
     for first, second in ((float("nan"), 1.0), (1.0, float("nan"))):
         halves = torch.tensor([[first], [second]]).expand(2, BLOCK).contiguous()
-        assert run("maximum(g, u)", halves, torch.ones(BLOCK), PARAMETERS)[0].isnan().all()
-        assert run("minimum(g, u)", halves, torch.ones(BLOCK), PARAMETERS)[0].isnan().all()
+        assert run_in_interpreter("maximum(g, u)", halves, torch.ones(BLOCK), PARAMETERS)[0].isnan().all()
+        assert run_in_interpreter("minimum(g, u)", halves, torch.ones(BLOCK), PARAMETERS)[0].isnan().all()
 
 
 def test_large_numbers_do_not_overflow():
     h_1N = torch.tensor([100.0, -100.0, 1e4, -1e4]).repeat(BLOCK // 4)[None]
     for activation in ("tanh(h)", "softplus(h)", "mish(h)", "silu(h)", "sigmoid(h)"):
-        a_2N, dh_1N = run(activation, h_1N, torch.ones(BLOCK), PARAMETERS)
+        a_2N, dh_1N = run_in_interpreter(activation, h_1N, torch.ones(BLOCK), PARAMETERS)
         torch.testing.assert_close(a_2N[0].double(), activation_of(activation).value(h_1N[0].double()), rtol=1e-6, atol=1e-35)
         assert dh_1N.isfinite().all(), activation
 

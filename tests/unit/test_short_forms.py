@@ -10,7 +10,7 @@ from moeblaze_ops.kernels.formulas.named import NAMED, is_gated, num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_program, value_program
 from tests.corpus import activations
 from tests.corpus.fuzz.activations import check
-from tests.tools.short_programs import run
+from tests.tools.activation_programs import run_short
 
 FORMULAS = {name: trace_activation(function) for name, function in activations.ALL.items()} | {
     "sine": "sin(h)",
@@ -35,8 +35,8 @@ def both(formula: str, h: list, dtype: type = np.float32) -> tuple[list, list]:
     da = torch.full_like(h[0], 0.75)
     learned = [torch.full_like(h[0], float(p)) for p in PARAMETERS[: num_parameters(formula)]]
     halves = h if is_gated(formula) else [h[0], h[0]]
-    a, *gradients = run(gradient_program(formula, is_short=True), [*halves, da, *learned], dtype)
-    (value,) = run(value_program(formula, is_short=True), [*halves, da, *learned], dtype)
+    a, *gradients = run_short(gradient_program(formula, is_short=True), [*halves, da, *learned], dtype)
+    (value,) = run_short(value_program(formula, is_short=True), [*halves, da, *learned], dtype)
     exact = activation_of(formula)
     slopes = [*exact.gradient(da, *h, *learned), *exact.of_parameters(da, *h, *learned)]
     if not is_gated(formula):

@@ -28,7 +28,7 @@ from moeblaze_ops.arguments.activations import activate, activation_gradient, pa
 from moeblaze_ops.arguments.traced_activations import trace_activation  # noqa: E402
 from moeblaze_ops.kernels.formulas.named import num_parameters  # noqa: E402
 from moeblaze_ops.kernels.formulas.program import gradient_program, value_program  # noqa: E402
-from tests.tools import interpreted_activations, short_programs  # noqa: E402
+from tests.tools.activation_programs import run_in_interpreter, run_short  # noqa: E402
 from tests.tools.kernel_helpers import mend_interpreter  # noqa: E402
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
@@ -184,7 +184,7 @@ def _by_kernels(da_NF: Tensor, h_NGF: Tensor, text: str, parameters: list[Tensor
     """The value, the gradient of h and those of the parameters of each row by the functions of the portable kernels."""
     h_GM = h_NGF.transpose(0, 1).flatten(1).float()
     params_P = torch.stack([*parameters, torch.tensor(0.0)]).float()
-    a_2M, slopes = interpreted_activations.run(text, h_GM, da_NF.flatten().float(), params_P)
+    a_2M, slopes = run_in_interpreter(text, h_GM, da_NF.flatten().float(), params_P)
     assert torch.equal(a_2M[0].nan_to_num(), a_2M[1].nan_to_num()), f"{text} has two values"
     return _like_rows(h_NGF, a_2M[0], slopes)
 
@@ -194,8 +194,8 @@ def _in_short_forms(da_NF: Tensor, h_NGF: Tensor, text: str, parameters: list[Te
     gated = h_NGF.shape[1] == 2
     halves = [half.flatten().float() for half in h_NGF.unbind(1)]
     given = [halves[0], halves[-1], da_NF.flatten().float(), *(p.float().expand(len(halves[0])) for p in parameters)]
-    (value,) = short_programs.run(value_program(text, is_short=True), given)
-    _, of_gate, of_up, *shares = short_programs.run(gradient_program(text, is_short=True), given)
+    (value,) = run_short(value_program(text, is_short=True), given)
+    _, of_gate, of_up, *shares = run_short(gradient_program(text, is_short=True), given)
     return _like_rows(h_NGF, value, torch.stack([of_gate, *([of_up] if gated else []), *shares]))
 
 

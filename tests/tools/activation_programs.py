@@ -1,17 +1,25 @@
-"""Programs of short forms without a GPU, in numpy.
-
-Each instruction of the hardware is taken to err by as much as it is documented to, up or down at random, unless its result is
-a number of fp32; products and sums round to fp32 one by one, as they do where a GPU does not fuse them.
-"""
+"""Programs of activations without a GPU: kernels' functions in Triton's interpreter, and programs of short forms in numpy."""
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeblaze_ops.kernels.activations import activate, activate_backward
+from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
+from moeblaze_ops.kernels.formulas.program import gradient_program, value_program
+from moeblaze_ops.kernels.tiles import load_parameters
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 class Hardware:
-    """The steps of a program, in fp32, or without any error in fp64."""
+    """The steps of a program of short forms, in fp32, or without any error in fp64.
+
+    Each instruction of the hardware is taken to err by as much as it is documented to, up or down at random, unless its result is
+    a number of fp32; products and sums round to fp32 one by one, as they do where a GPU does not fuse them.
+    """
 
     def __init__(self, dtype: type):
         self.random = np.random.default_rng(0)
@@ -63,7 +71,7 @@ _EXACT = {
 }  # fmt: skip
 
 
-def run(program: str, values: list, dtype: type = np.float32) -> list:
+def run_short(program: str, values: list, dtype: type = np.float32) -> list:
     """What ``program`` gives for g or h, u, the gradient of a, and parameters."""
     hardware = Hardware(dtype)
     values = [np.asarray(value, dtype=dtype) for value in values]
@@ -77,3 +85,45 @@ def run(program: str, values: list, dtype: type = np.float32) -> list:
             function, *operands = step.split(" ")
             values.append(hardware.step(function, *map(operand, operands)))
     return [torch.from_numpy(np.array(operand(result), dtype=dtype)) for result in results.split(" ")]
+
+
+@triton.jit
+def _activate_kernel(
+    h_ptr,
+    da_ptr,
+    params_ptr,
+    a_ptr,
+    dh_ptr,
+    dparams_ptr,
+    VALUE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    GATED: tl.constexpr,
+    NUM_PARAMETERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Value, and with the gradient's program the value once more beside the gradients, of one block."""
+    places = tl.arange(0, BLOCK)
+    gate = tl.load(h_ptr + places)
+    up = gate
+    if GATED:
+        up = tl.load(h_ptr + BLOCK + places)
+    da = tl.load(da_ptr + places)
+    parameters = load_parameters(params_ptr, tl.program_id(0), NUM_PARAMETERS)
+    tl.store(a_ptr + places, activate(gate, up, parameters, VALUE))
+    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, GRADIENT)
+    for i in tl.static_range(NUM_PARAMETERS):
+        tl.store(dparams_ptr + i * BLOCK + places, dparameters[i])
+    tl.store(a_ptr + BLOCK + places, a)
+    tl.store(dh_ptr + places, dgate)
+    if GATED:
+        tl.store(dh_ptr + BLOCK + places, dup)
+
+
+def run_in_interpreter(activation: str, h_GN: Tensor, da_N: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """The value twice, and the gradients of the halves and of the parameters, in fp32; N is a power of two."""
+    count, num_numbers = num_parameters(activation), len(da_N)
+    a_2N, dh_GN, dparams_PN = torch.empty(2, num_numbers), torch.empty(h_GN.shape), torch.empty(count, num_numbers)
+    options = {"VALUE": value_program(activation), "GRADIENT": gradient_program(activation), "GATED": is_gated(activation)}
+    given = h_GN.contiguous(), da_N.contiguous(), parameters.contiguous()
+    _activate_kernel[(1,)](*given, a_2N, dh_GN, dparams_PN, **options, NUM_PARAMETERS=count, BLOCK=num_numbers)
+    return a_2N, torch.cat([dh_GN, dparams_PN])
