@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from moeblaze_ops.arguments.activations import activation_of
 from moeblaze_ops.arguments.traced_activations import trace_activation
-from moeblaze_ops.kernels.activations import activate, activate_backward
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.formulas.named import NAMED, is_gated, num_parameters
-from moeblaze_ops.kernels.formulas.program import gradient_program, value_program
-from moeblaze_ops.kernels.tiles import load_parameters
 from tests.corpus import activations
+from tests.corpus.fuzz.activations import check
 from tests.corpus.layers import make_layer
+from tests.tools.activation_programs import run_in_interpreter
 from tests.tools.kernel_helpers import assert_near, oracle, poison_unused
 
 BLOCK = 128
@@ -32,48 +29,6 @@ FORMULAS = {name: trace_activation(function) for name, function in activations.A
 PARAMETERS = torch.tensor([1.25, -0.5, 0.75, 0.25])
 
 
-@triton.jit
-def _activate_kernel(
-    h_ptr,
-    da_ptr,
-    params_ptr,
-    a_ptr,
-    dh_ptr,
-    dparams_ptr,
-    VALUE: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    GATED: tl.constexpr,
-    NUM_PARAMETERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Value, and with the gradient's program the value once more beside the gradients, of one block."""
-    places = tl.arange(0, BLOCK)
-    gate = tl.load(h_ptr + places)
-    up = gate
-    if GATED:
-        up = tl.load(h_ptr + BLOCK + places)
-    da = tl.load(da_ptr + places)
-    parameters = load_parameters(params_ptr, tl.program_id(0), NUM_PARAMETERS)
-    tl.store(a_ptr + places, activate(gate, up, parameters, VALUE))
-    a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, GRADIENT)
-    for i in tl.static_range(NUM_PARAMETERS):
-        tl.store(dparams_ptr + i * BLOCK + places, dparameters[i])
-    tl.store(a_ptr + BLOCK + places, a)
-    tl.store(dh_ptr + places, dgate)
-    if GATED:
-        tl.store(dh_ptr + BLOCK + places, dup)
-
-
-def run(activation, h_GN, da_N):
-    """The value twice, and the gradients of the halves and of the parameters."""
-    count = num_parameters(activation)
-    a_2N, dh_GN, dparams_PN = torch.empty(2, BLOCK), torch.empty_like(h_GN), torch.empty(count, BLOCK)
-    options = {"VALUE": value_program(activation), "GRADIENT": gradient_program(activation), "GATED": is_gated(activation)}
-    written = (a_2N, dh_GN, dparams_PN)
-    _activate_kernel[(1,)](h_GN, da_N, PARAMETERS, *written, **options, NUM_PARAMETERS=count, BLOCK=BLOCK)
-    return a_2N, torch.cat([dh_GN, dparams_PN])
-
-
 @pytest.mark.parametrize("activation", [*NAMED, *FORMULAS])
 def test_value_and_gradient_in_fp32(activation):
     formula = FORMULAS.get(activation, activation)
@@ -81,7 +36,7 @@ def test_value_and_gradient_in_fp32(activation):
     # Small numbers, where a difference of nearly equal ones would have no digits left, and large ones.
     h_GN[:, :24] = torch.logspace(-6, 1.9, 24) * torch.tensor([1, -1]).repeat(12)
     da_N = torch.randn(BLOCK)
-    a_2N, dh_GN = run(formula, h_GN, da_N)
+    a_2N, dh_GN = run_in_interpreter(formula, h_GN, da_N, PARAMETERS)
     exact = activation_of(formula)
     given = (*h_GN.double().unbind(0), *PARAMETERS[: num_parameters(formula)].double())
     slopes = [*exact.gradient(da_N.double(), *given), *exact.of_parameters(da_N.double(), *given)]
@@ -98,25 +53,31 @@ def test_value_and_gradient_in_fp32(activation):
 def test_small_numbers_keep_their_digits(activation):
     h_1N = torch.cat([torch.logspace(-7, 0, BLOCK // 2), -torch.logspace(-7, 0, BLOCK // 2)])[None]
     h_1N = torch.where(h_1N.abs() < 1e-3, h_1N, h_1N) if "log1p" not in activation else h_1N.abs() + 0.5
-    a_2N, _ = run(activation, h_1N, torch.ones(BLOCK))
+    a_2N, _ = run_in_interpreter(activation, h_1N, torch.ones(BLOCK), PARAMETERS)
     torch.testing.assert_close(a_2N[0].double(), activation_of(activation).value(h_1N[0].double()), rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("first", [0, 30])
+def test_random_formulas_with_learned_parameters(first):
+    """The fuzzer's own comparison, of what kernels of either kind compute."""
+    assert sum(check(seed, learned=True, kernels=True) is not None for seed in range(first, first + 30)) > 10
 
 
 def test_nan_stays_nan():
     bounded = "relu(h)", "clamp(h, -1.0, 1.0)", "maximum(h, 0.5)", "minimum(0.5, h)"
     for activation in (*bounded, "tanh(h)", "softplus(h)", "expm1(h)", "mish(h)"):
-        a_2N, _ = run(activation, torch.full((1, BLOCK), float("nan")), torch.ones(BLOCK))
+        a_2N, _ = run_in_interpreter(activation, torch.full((1, BLOCK), float("nan")), torch.ones(BLOCK), PARAMETERS)
         assert a_2N.isnan().all(), activation
     for first, second in ((float("nan"), 1.0), (1.0, float("nan"))):
         halves = torch.tensor([[first], [second]]).expand(2, BLOCK).contiguous()
-        assert run("maximum(g, u)", halves, torch.ones(BLOCK))[0].isnan().all()
-        assert run("minimum(g, u)", halves, torch.ones(BLOCK))[0].isnan().all()
+        assert run_in_interpreter("maximum(g, u)", halves, torch.ones(BLOCK), PARAMETERS)[0].isnan().all()
+        assert run_in_interpreter("minimum(g, u)", halves, torch.ones(BLOCK), PARAMETERS)[0].isnan().all()
 
 
 def test_large_numbers_do_not_overflow():
     h_1N = torch.tensor([100.0, -100.0, 1e4, -1e4]).repeat(BLOCK // 4)[None]
     for activation in ("tanh(h)", "softplus(h)", "mish(h)", "silu(h)", "sigmoid(h)"):
-        a_2N, dh_1N = run(activation, h_1N, torch.ones(BLOCK))
+        a_2N, dh_1N = run_in_interpreter(activation, h_1N, torch.ones(BLOCK), PARAMETERS)
         torch.testing.assert_close(a_2N[0].double(), activation_of(activation).value(h_1N[0].double()), rtol=1e-6, atol=1e-35)
         assert dh_1N.isfinite().all(), activation
 

@@ -1,8 +1,4 @@
-"""Programs of short forms against fp64, at every number that bf16 has.
-
-Each instruction of the hardware is taken to err by as much as it is documented to, up or down at random, unless its result is
-a number of fp32; products and sums round to fp32 one by one, as they do where a GPU does not fuse them.
-"""
+"""Programs of short forms against fp64, at every number that bf16 has."""
 
 import numpy as np
 import pytest
@@ -14,6 +10,7 @@ from moeblaze_ops.kernels.formulas.named import NAMED, is_gated, num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_program, value_program
 from tests.corpus import activations
 from tests.corpus.fuzz.activations import check
+from tests.tools.activation_programs import run_short
 
 FORMULAS = {name: trace_activation(function) for name, function in activations.ALL.items()} | {
     "sine": "sin(h)",
@@ -27,76 +24,6 @@ FORMULAS = {name: trace_activation(function) for name, function in activations.A
     "logarithms": "log1p(abs(h)) - log(h * h + 0.5)",
 }
 PARAMETERS = torch.tensor([1.25, -0.5])
-SMALLEST_NORMAL = np.float32(2.0**-126)
-
-
-class Hardware:
-    """The steps of a program, in fp32, or without any error in fp64."""
-
-    def __init__(self, dtype: type):
-        self.random = np.random.default_rng(0)
-        self.is_exact = dtype == np.float64
-
-    def _off(self, exact, relative=2.0**-22, absolute=0.0):
-        if self.is_exact:
-            return exact
-        sign = self.random.choice(np.array([-1.0, 1.0]), exact.shape)
-        sign = np.where(exact == exact.astype(np.float32), 0.0, sign)
-        return self._flushed((exact * (1 + sign * relative) + sign * absolute).astype(np.float32))
-
-    def _flushed(self, x):
-        return x if self.is_exact else np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
-
-    def step(self, function, x, y=None, z=None):
-        exact = self._flushed(x).astype(np.float64) if x.dtype == np.float32 else x
-        match function:
-            case "exp2":
-                return self._off(np.exp2(exact))
-            case "rcp":
-                return self._off(1 / exact)
-            case "log2":
-                logarithm = np.log2(exact)
-                return np.where((exact > 0.5) & (exact < 2), self._off(logarithm, 0, 2.0**-22), self._off(logarithm))
-            case "sin_of_turn":
-                return self._off(np.sin(exact), 0, 2.0**-20.5)
-            case "cos_of_turn":
-                return self._off(np.cos(exact), 0, 2.0**-20.5)
-            case "nearest":
-                return np.rint(x)
-            case "div":
-                return self._off(x.astype(np.float64) / y)
-            case "erf":
-                return torch.erf(torch.from_numpy(x.astype(np.float64))).numpy().astype(x.dtype)
-            case "rsqrt":
-                return self._off(1 / np.sqrt(exact))
-            case "where":
-                return np.where(x, y, z)
-            case _:
-                return _EXACT[function](x, *(other for other in (y,) if other is not None))
-
-
-_EXACT = {
-    "mul": np.multiply, "add": np.add, "sub": np.subtract, "neg": np.negative, "abs": np.abs, "maximum": np.maximum,
-    "minimum": np.minimum, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
-    "ne": np.not_equal, "and": np.logical_and, "or": np.logical_or, "not": np.logical_not, "sqrt": np.sqrt, "log": np.log,
-    "log1p": np.log1p,
-}  # fmt: skip
-
-
-def run(program: str, values: list, dtype: type = np.float32) -> list:
-    """What ``program`` gives for g or h, u, the gradient of a, and parameters."""
-    hardware = Hardware(dtype)
-    values = [np.asarray(value, dtype=dtype) for value in values]
-
-    def operand(text):
-        return values[int(text)] if text.isdigit() else np.broadcast_to(dtype(float(text)), values[0].shape)
-
-    steps, _, results = program.partition("|")
-    with np.errstate(all="ignore"):
-        for step in filter(None, steps.split(";")):
-            function, *operands = step.split(" ")
-            values.append(hardware.step(function, *map(operand, operands)))
-    return [torch.from_numpy(np.array(operand(result), dtype=dtype)) for result in results.split(" ")]
 
 
 def all_of_bf16() -> torch.Tensor:
@@ -108,8 +35,8 @@ def both(formula: str, h: list, dtype: type = np.float32) -> tuple[list, list]:
     da = torch.full_like(h[0], 0.75)
     learned = [torch.full_like(h[0], float(p)) for p in PARAMETERS[: num_parameters(formula)]]
     halves = h if is_gated(formula) else [h[0], h[0]]
-    a, *gradients = run(gradient_program(formula, is_short=True), [*halves, da, *learned], dtype)
-    (value,) = run(value_program(formula, is_short=True), [*halves, da, *learned], dtype)
+    a, *gradients = run_short(gradient_program(formula, is_short=True), [*halves, da, *learned], dtype)
+    (value,) = run_short(value_program(formula, is_short=True), [*halves, da, *learned], dtype)
     exact = activation_of(formula)
     slopes = [*exact.gradient(da, *h, *learned), *exact.of_parameters(da, *h, *learned)]
     if not is_gated(formula):

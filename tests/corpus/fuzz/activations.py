@@ -1,6 +1,10 @@
 """Random activations written in torch's functions: their formula must have their value, and its derivative their gradient.
 
     python tests/corpus/fuzz/activations.py --seeds 0:10000
+    TRITON_INTERPRET=1 python tests/corpus/fuzz/activations.py --seeds 0:10000 --learned --kernels
+
+``--learned`` draws those that read one to four learned parameters and counts no others. ``--kernels`` compares what kernels run,
+too: their functions in Triton's interpreter, and the programs of short forms with the errors that Hopper's instructions have.
 
 Each is traced to a formula, printed and read again; value and gradient, that of learned parameters too, are compared with
 autograd through the function itself in fp64, and in fp32 and bf16 up to the rounding of their results. Numbers are continuous,
@@ -10,15 +14,22 @@ mixes rows or features, is random, or reads a tensor of its own: it must be refu
 
 import argparse
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate, activation_gradient, parameter_gradient
-from moeblaze_ops.arguments.traced_activations import trace_activation
-from moeblaze_ops.kernels.formulas.named import num_parameters
+sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
+
+from moeblaze_ops.arguments.activations import activate, activation_gradient, parameter_gradient  # noqa: E402
+from moeblaze_ops.arguments.traced_activations import trace_activation  # noqa: E402
+from moeblaze_ops.kernels.formulas.named import num_parameters  # noqa: E402
+from moeblaze_ops.kernels.formulas.program import gradient_program, value_program  # noqa: E402
+from tests.tools.activation_programs import run_in_interpreter, run_short  # noqa: E402
+from tests.tools.kernel_helpers import mend_interpreter  # noqa: E402
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.sigmoid, torch.tanh, torch.relu, torch.erf, torch.abs, torch.neg, torch.sin, torch.cos, torch.square, F.silu, F.gelu,
@@ -90,10 +101,13 @@ def random_function(rng: random.Random, gated: bool, depth: int, num_parameters:
     return lambda *halves: join(inner(*halves), other(*halves))
 
 
-def check(seed: int) -> str | None:
-    """Its formula where it is right, None where the function is constant or too long; an AssertionError where it is wrong."""
+def check(seed: int, learned: bool = False, kernels: bool = False) -> str | None:
+    """Its formula where it is right, None where the function is constant or too long; an AssertionError where it is wrong.
+
+    None, too, where it is to be ``learned`` and reads no parameter. ``kernels``: what they run is compared as well.
+    """
     rng = random.Random(seed)
-    gated, count = rng.random() < 0.6, rng.choice((0, 0, 1, 2))
+    gated, count = rng.random() < 0.6, rng.choice((1, 1, 2, 3, 4) if learned else (0, 0, 1, 2))
     drawn = random_function(rng, gated, rng.randint(1, 4), count)
     function = _with_arguments((2 if gated else 1) + count, drawn)
     spoil = rng.choice(NEAR_MISSES)
@@ -115,6 +129,8 @@ def check(seed: int) -> str | None:
     da_NF = torch.randn(64, 8, generator=generator, dtype=torch.float64)
     parameters = [0.5 + torch.rand((), generator=generator, dtype=torch.float64) for _ in range(count)]
     used = num_parameters(text)
+    if learned and not used:
+        return None
     for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         h, da = h_NGF.to(dtype), da_NF.to(dtype)
         computed = torch.promote_types(dtype, torch.float32)
@@ -125,11 +141,15 @@ def check(seed: int) -> str | None:
         ours = [activate(h, text, params_NP), activation_gradient(da, h, text, params_NP)]
         if used:
             ours.append(parameter_gradient(da, h, text, params_NP))
-        what = f"of {text} in {dtype}"
-        for name, got, expected, eager in zip(
-            ("value", "gradient", "parameters"), ours, (value, *slopes), (eager_value, *eager_slopes), strict=False
-        ):
-            _compare(f"seed {seed}, {name} {what}", got, expected, eager, tolerance)
+        ways = {"": ours}
+        if kernels and dtype != torch.float64:
+            ways["of kernels "] = _by_kernels(da, h, text, own[:used])
+        if kernels and dtype == torch.bfloat16:
+            ways["in short forms "] = _in_short_forms(da, h, text, own[:used])
+        expected, eager = (value, *slopes), (eager_value, *eager_slopes)
+        for way, got in ways.items():
+            for name, *compared in zip(("value", "gradient", "parameters"), got, expected, eager, strict=False):
+                _compare(f"seed {seed}, {name} {way}of {text} in {dtype}", *compared, tolerance)
     return text
 
 
@@ -140,6 +160,8 @@ def _with_arguments(count: int, function: Callable[..., Tensor]) -> Callable[...
         2: lambda a, b: function(a, b),
         3: lambda a, b, c: function(a, b, c),
         4: lambda a, b, c, d: function(a, b, c, d),
+        5: lambda a, b, c, d, e: function(a, b, c, d, e),
+        6: lambda a, b, c, d, e, f: function(a, b, c, d, e, f),
     }[count]
 
 
@@ -156,6 +178,32 @@ def _by_autograd(
         return value.detach(), slope
     shares = [torch.zeros(len(h_NGF), 1, dtype=h_NGF.dtype) if share is None else share for share in shares[:used]]
     return value.detach(), slope, torch.cat(shares, dim=1)
+
+
+def _by_kernels(da_NF: Tensor, h_NGF: Tensor, text: str, parameters: list[Tensor]) -> list[Tensor]:
+    """The value, the gradient of h and those of the parameters of each row by the functions of the portable kernels."""
+    h_GM = h_NGF.transpose(0, 1).flatten(1).float()
+    params_P = torch.stack([*parameters, torch.tensor(0.0)]).float()
+    a_2M, slopes = run_in_interpreter(text, h_GM, da_NF.flatten().float(), params_P)
+    assert torch.equal(a_2M[0].nan_to_num(), a_2M[1].nan_to_num()), f"{text} has two values"
+    return _like_rows(h_NGF, a_2M[0], slopes)
+
+
+def _in_short_forms(da_NF: Tensor, h_NGF: Tensor, text: str, parameters: list[Tensor]) -> list[Tensor]:
+    """The same by the programs of the Hopper kernels."""
+    gated = h_NGF.shape[1] == 2
+    halves = [half.flatten().float() for half in h_NGF.unbind(1)]
+    given = [halves[0], halves[-1], da_NF.flatten().float(), *(p.float().expand(len(halves[0])) for p in parameters)]
+    (value,) = run_short(value_program(text, is_short=True), given)
+    _, of_gate, of_up, *shares = run_short(gradient_program(text, is_short=True), given)
+    return _like_rows(h_NGF, value, torch.stack([of_gate, *([of_up] if gated else []), *shares]))
+
+
+def _like_rows(h_NGF: Tensor, value_M: Tensor, slopes: Tensor) -> list[Tensor]:
+    """Numbers of a block as the ops have them; halves are rounded, sums over a row are not."""
+    N, G, F = h_NGF.shape
+    dh_NGF = slopes[:G].view(G, N, F).transpose(0, 1)
+    return [value_M.view(N, F).to(h_NGF.dtype), dh_NGF.to(h_NGF.dtype), slopes[G:].view(-1, N, F).sum(2).t()]
 
 
 def _symbols(text: str) -> set[str]:
@@ -182,15 +230,21 @@ def _compare(what: str, got: Tensor, expected: Tensor, eager: Tensor, tolerance:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:1000", help="first:end")
-    first, end = map(int, parser.parse_args().seeds.split(":"))
+    parser.add_argument("--learned", action="store_true", help="those that read learned parameters")
+    parser.add_argument("--kernels", action="store_true", help="what kernels run as well; needs TRITON_INTERPRET=1")
+    arguments = parser.parse_args()
+    if arguments.kernels:
+        mend_interpreter()
+    first, end = map(int, arguments.seeds.split(":"))
     texts, wrong = set(), 0
     for seed in range(first, end):
         try:
-            texts.add(check(seed))
+            texts.add(check(seed, arguments.learned, arguments.kernels))
         except AssertionError as error:
             wrong += 1
             print(error, flush=True)
-    print(f"{end - first} seeds, {len(texts - {None})} different formulas, {wrong} wrong")
+    num_learned = sum(num_parameters(text) > 0 for text in texts - {None})
+    print(f"{end - first} seeds, {len(texts - {None})} different formulas, {num_learned} of learned parameters, {wrong} wrong")
     raise SystemExit(wrong > 0)
 
 
