@@ -7,7 +7,7 @@ alone, so that a model compiles once whatever its token counts; the numbers come
 from dataclasses import dataclass
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK
-from moeblaze_ops.kernels.formulas.program import gradient_cost
+from moeblaze_ops.kernels.formulas.program import gradient_cost, gradient_program
 
 ELEMENT_BYTES = 2
 """Bytes of a bf16 or fp16 element, the types that the Hopper kernels take."""
@@ -18,6 +18,9 @@ REGISTERS = 168
 
 _EPILOGUE_BOUND = 1536
 """Width D up to which dA's epilogue takes longer than its product, so that more warps for it pay for a slower product."""
+
+_BOUND_OF_A_STEP = 66
+"""The same for each step of a gradient that has many: four warps take half as long for it, and the product a tenth longer."""
 
 _FAR_EPILOGUE_BOUND = 512
 """Width D up to which it takes so much longer that it gets half of the product's registers, too."""
@@ -79,6 +82,7 @@ class Warps:
 
 
 TWELVE_WARPS = Warps(2, 2, (REGISTERS, REGISTERS, REGISTERS))
+SIXTEEN_WARPS = Warps(4, 4, (160, 48, 144))
 
 
 @dataclass(frozen=True)
@@ -265,12 +269,17 @@ def down_backward_tile(columns: int, contracted: int) -> Tile:
 def down_backward_warps(contracted: int, activation: str) -> Warps:
     """Warps of the down projection's backward: more that finish where the epilogue bounds it and fits their registers."""
     if contracted > _EPILOGUE_BOUND:
-        return TWELVE_WARPS
+        return SIXTEEN_WARPS if contracted <= _BOUND_OF_A_STEP * _num_short_steps(activation) else TWELVE_WARPS
     gradient = gradient_cost(activation)
     is_long = gradient.is_gated and gradient.num_steps > _MOST_STEPS
     if contracted > _FAR_EPILOGUE_BOUND:
-        return TWELVE_WARPS if is_long else Warps(4, 4, (160, 48, 144))
+        return TWELVE_WARPS if is_long else SIXTEEN_WARPS
     return Warps(2, 4, (128, 128, 128)) if is_long and gradient.num_choices > 2 else Warps(2, 8, (96, 96, 96))
+
+
+def _num_short_steps(activation: str) -> int:
+    """Steps of the gradient's program in short forms: about as many as an element's instructions less those of any epilogue."""
+    return gradient_program(activation, is_short=True).split("|")[0].count(";") + 1
 
 
 def num_partials(columns: int, contracted: int) -> int:
