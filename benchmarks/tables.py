@@ -160,7 +160,7 @@ def adapters_table() -> str:
 def activations_table() -> str:
     """A step with each activation, over that of SwiGLU (of SiLU where there is no gate), at three shapes."""
     wide_coarse = "activations_wide_coarse_h200.json"
-    shapes = {"fine": "activations_h200.json", "coarse": wide_coarse, "wide": wide_coarse}
+    shapes = {"fine": "activations_fine_h200.json", "coarse": wide_coarse, "wide": wide_coarse}
     rows_of = {shape: json.loads((RESULTS / file).read_text())["rows"] for shape, file in shapes.items()}
     rows = [row for shape in shapes for row in rows_of[shape] if row["shape"] == shape]
     ratios = {(row["shape"], row["activation"]): f"{row['ratio']:.2f}" for row in rows}
