@@ -3,11 +3,11 @@
     self.codes.to(x.dtype) * self.scales              but not  x * self.norm.weight
     torch.ops.codec.unpack(self.packed, self.table)   but not  self.w[chosen]
 
-It is no longer that once something else was written to it:
+Such a tensor is the same for all tokens, until something else is written to it:
 
-    out = torch.zeros(T, D); out.add_(y)              what a layer makes, and the tokens of the next one
+    out = torch.zeros(T, D); out.add_(y)              what a layer makes: the tokens of the next one
 
-Such a tensor is the same for all tokens. Only what is looked into depends on it, never whether a layer is right.
+Only what is looked into depends on it, never whether a layer is right.
 """
 
 import torch

@@ -229,17 +229,24 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
     inserted = set(insert.nodes)
     result: fx.Node | None = None
     copied = False
+
+    def successor(carrier: fx.Node) -> fx.Node:
+        if result is None:
+            return _in_shape(insert, out, match, carrier)
+        shaped = _in_shape(insert, result, match, carrier)  # a view of the first, as the buffers were views of one another
+        prove(has_strides_of(shaped, carrier), Reason.LAYOUT, "views of it have several", carrier)
+        return shaped
+
     for carrier in match.region.carriers:
         readers = [u for u in carrier.users if order[u] > after and u not in inserted]
         if not readers:
-            edits.succeed(carrier, partial(_in_shape, insert, out, match, carrier))  # where a layer behind may find its tokens
+            edits.succeed(carrier, partial(successor, carrier))  # where a layer behind this one may find its tokens
             continue
         if result is None:
-            replacement = _in_shape(insert, out, match, carrier)
-            result = laid_out(insert, replacement, carrier)
-            copied = result is not replacement
-        replacement = _in_shape(insert, result, match, carrier)  # a view of the first, as the buffers were views of one another
-        prove(has_strides_of(replacement, carrier), Reason.LAYOUT, "views of it have several", carrier)
+            rows = successor(carrier)
+            result = laid_out(insert, rows, carrier)
+            copied = result is not rows
+        replacement = successor(carrier)
         for reader in readers:
             edits.redirect(reader, carrier, replacement)
     return copied

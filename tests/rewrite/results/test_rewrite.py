@@ -152,6 +152,37 @@ def test_layers_back_to_back(fp64, combine, shape):
     assert_replaced(backend)
 
 
+class _Between(nn.Module):
+    """Two layers, and what is done to the tokens in between."""
+
+    def __init__(self, combine, change):
+        super().__init__()
+        self.first, self.second, self.change = zoo.ModuleListMoE(combine), zoo.ModuleListMoE(combine), change
+
+    def forward(self, x):
+        out = self.first(x)
+        self.change(out)
+        return self.second(out)
+
+
+def _first_token_is_zero(out):
+    out[0] = 0
+
+
+_CHANGES = [_first_token_is_zero, lambda out: out.mul_(2), lambda out: out.t()[3].add_(1), lambda out: out.view(-1)[:9].zero_()]
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+@pytest.mark.parametrize("combine", [zoo.masked_sum, zoo.masked_inplace, zoo.masked_add_method, zoo.loop_mixtral])
+def test_tokens_that_are_written_to_between_layers(fp64, combine, change):
+    """The second layer reads what was written, wherever it finds its tokens; those of a subscript it does not know."""
+    backend = check_against_eager(_Between(combine, change), torch.randn(10, zoo.D))
+    if change is _first_token_is_zero:
+        assert len(backend.rewritten) == 1
+    else:
+        assert_replaced(backend)
+
+
 def test_counts_used_elsewhere_stay(fp64):
     def with_load(self, x, weights, ids):
         mask = torch.nn.functional.one_hot(ids, len(self.experts))
