@@ -203,7 +203,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
     """Put the ops in place of a match; nothing is changed if they do not take its operands."""
     if isinstance(result, Decline):
         return _declined(result)
-    mark, insert = edits.mark(), Inserter(edits, result.root)
+    mark, insert = edits.mark(), Inserter(edits, result.root, result.copied)
     device = fake_of(result.x.node).device.type
     autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
     try:

@@ -58,10 +58,10 @@ class Edits:
 
 
 class Inserter:
-    """Adds nodes after one node, each with the fake value that it gives."""
+    """Adds nodes after one node, each with the fake value that it gives; of the operands in ``copied`` it reads copies."""
 
-    def __init__(self, edits: Edits, after: fx.Node):
-        self._edits, self._after, self._meta = edits, after, after.meta
+    def __init__(self, edits: Edits, after: fx.Node, copied: frozenset[fx.Node] = frozenset()):
+        self._edits, self._after, self._meta, self._copied = edits, after, after.meta, copied
         self.nodes: list[fx.Node] = []
         fakes = (fake_of(node) for node in edits.graph.nodes)
         self._mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
@@ -87,7 +87,7 @@ class Inserter:
 
     def at(self, node: fx.Node) -> "Inserter":
         """One that adds after another node, an earlier one."""
-        return Inserter(self._edits, node)
+        return Inserter(self._edits, node, self._copied)
 
     def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
         """As ``Edits.redirect``."""
@@ -150,7 +150,7 @@ class Inserter:
         if operand.rest:
             slots = (replace(operand, rest=()), *(replace(slot, dtype=operand.dtype) for slot in operand.rest))
             return self.call(torch.cat, [self.rows(slot, 1) for slot in slots], 1)
-        node, fake = operand.node, fake_of(operand.node)
+        node, fake = self._read(operand.node), fake_of(operand.node)
         if operand.turned:
             node = self.call("t", node)
         elif fake.dim() != 2 or fake.shape[1] != width:
@@ -164,15 +164,19 @@ class Inserter:
         if operand.rest:
             node = self.call(torch.stack, list(operand.nodes), 1)
         else:
-            node = operand.node if operand.turned else self.call("t", operand.node)
+            node = self._read(operand.node) if operand.turned else self.call("t", self._read(operand.node))
         return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
 
     def numbers(self, operand: Operand) -> fx.Node:
         """An operand without tokens as one axis, in the dtype it is used in."""
         stored = (operand, *operand.rest)
-        flat = [self.call("reshape", part.node, (-1,)) for part in stored]
+        flat = [self.call("reshape", self._read(part.node), (-1,)) for part in stored]
         node = self.call(torch.cat, flat) if operand.rest else flat[0]
         return node if fake_of(node).dtype == operand.dtype else self.call("to", node, operand.dtype)
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        """An operand as it is here. Inductor drops the copies: what AOTAutograd traces has no writes."""
+        return self.call("clone", node) if node in self._copied else node
 
 
 def _nothing_saved_for_the_caller() -> saved_tensors_hooks:
