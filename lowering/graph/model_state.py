@@ -3,11 +3,16 @@
     self.codes.to(x.dtype) * self.scales              but not  x * self.norm.weight
     torch.ops.codec.unpack(self.packed, self.table)   but not  self.w[chosen]
 
+It is no longer that once something else was written to it:
+
+    out = torch.zeros(T, D); out.add_(y)              what a layer makes, and the tokens of the next one
+
 Such a tensor is the same for all tokens. Only what is looked into depends on it, never whether a layer is right.
 """
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _STATE = "moeblaze_model_state"
 _HELD = "_dynamo_static_input_type"
@@ -18,15 +23,18 @@ def nodes_of_state(graph: fx.Graph) -> frozenset[fx.Node]:
     """The tensors of the model's state in a graph, and the nodes that are computed of nothing else."""
     found: set[fx.Node] = set()
     constant: set[fx.Node] = set()
+    changed: set[int] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             if node.op == "get_attr" or node.meta.get(_STATE) or _HELD in node.meta.get("tensor_dict", {}):
                 found.add(node)
         elif node.op != "output":
             tensors = [operand for operand in node.all_input_nodes if isinstance(_held(operand), torch.Tensor | tuple | list)]
-            if constant.issuperset(tensors):
+            if not all(operand in found or operand in constant for operand in tensors) or changed.intersection(_memory(*tensors)):
+                changed.update(_memory(node) if _held(node) is not None else _memory(*tensors[:1]))  # x[i] = y gives nothing
+            elif constant.issuperset(tensors):
                 constant.add(node)
-            elif all(operand in found or operand in constant for operand in tensors):
+            else:
                 found.add(node)
     return frozenset(found)
 
@@ -49,6 +57,12 @@ def mark_state_in_bodies(graph: fx.Graph) -> None:
 
 def _module(owner: torch.nn.Module | None, node: fx.Node) -> object:
     return getattr(owner, str(node.target), None) if node.op == "get_attr" else None
+
+
+def _memory(*nodes: fx.Node) -> set[int]:
+    """What tensors share with their views, and with what an operator gives that writes to them."""
+    tensors = [held for node in nodes if isinstance(held := _held(node), torch.Tensor) and held.layout is torch.strided]
+    return {tensor.untyped_storage()._cdata for tensor in tensors if not is_traceable_wrapper_subclass(tensor)}
 
 
 def _held(node: fx.Node) -> object:

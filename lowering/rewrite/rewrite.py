@@ -7,6 +7,7 @@ nothing that was not proven, and finds nothing when run again.
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import fx
@@ -231,6 +232,7 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
     for carrier in match.region.carriers:
         readers = [u for u in carrier.users if order[u] > after and u not in inserted]
         if not readers:
+            edits.succeed(carrier, partial(_in_shape, insert, out, match, carrier))  # where a layer behind may find its tokens
             continue
         if result is None:
             replacement = _in_shape(insert, out, match, carrier)

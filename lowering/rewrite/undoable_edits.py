@@ -24,11 +24,11 @@ class Edits:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self._successors: dict[fx.Node, fx.Node] = {}
+        self._successors: dict[fx.Node, fx.Node | Callable[[], fx.Node]] = {}
         self._undo: list[Callable[[], None]] = []
 
     def insert(self, after: fx.Node, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
-        args = fx.node.map_arg(args, lambda node: self._successors.get(node, node))
+        args = fx.node.map_arg(args, self._successor)
         with self.graph.inserting_after(after):
             create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
             node = create(target, args, kwargs)
@@ -46,6 +46,23 @@ class Edits:
 
         self._undo.append(restore)
         reader.replace_input_with(old, new)
+
+    def succeed(self, old: fx.Node, make: Callable[[], fx.Node]) -> None:
+        """Let whatever is inserted later read what ``make`` adds in place of ``old``; nothing is added for nobody."""
+        self._successors[old] = make
+        self._undo.append(lambda: self._successors.pop(old))
+
+    def _successor(self, node: fx.Node) -> fx.Node:
+        successor = self._successors.get(node, node)
+        if isinstance(successor, fx.Node):
+            return successor
+        made = self._successors[node] = successor()
+
+        def restore() -> None:
+            self._successors[node] = successor
+
+        self._undo.append(restore)
+        return made
 
     def mark(self) -> int:
         """A point to go back to."""
