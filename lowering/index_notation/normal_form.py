@@ -81,9 +81,11 @@ class Algebra:
             return args[0].bound
         if kind == "linear":
             total = args[0]
+            if _may_be_negative(total):
+                return None
             for coefficient, atom in args[1]:
                 bound = self.extent(atom)
-                if bound is None or (isinstance(coefficient, int) and coefficient < 0):
+                if bound is None or _may_be_negative(coefficient):
                     return None
                 total = total + coefficient * (bound - 1)
             total = total + 1
@@ -397,6 +399,13 @@ class Algebra:
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
     if sum(len(e.args) if e.kind == kind else 1 for e in operands) > MAX_OPERANDS:
         raise TooLarge
+
+
+def _may_be_negative(number: Size) -> bool:
+    """Whether a number in a linear form is below zero, or may be for some sizes."""
+    if isinstance(number, int):
+        return number < 0
+    return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
 
 
 def _is_chosen(e: Expr) -> bool:
