@@ -30,6 +30,15 @@ def one_row_too_many(self, x, weights, ids):
     return out
 
 
+def scores_not_sorted(self, x, weights, ids):
+    """The scores on what the experts take are those of other tokens."""
+    order, token, _ = sorted_by_expert(self, x, weights, ids)
+    rows, outputs = x[token] * weights.reshape(-1, 1), []
+    for e, part in enumerate(rows.split(ids.flatten().bincount(minlength=len(self.experts)).tolist())):
+        outputs.append(self.experts[e](part))
+    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs))
+
+
 def never_moves_on(self, x, weights, ids):
     order, token, scale = sorted_by_expert(self, x, weights, ids)
     rows, out, start = x[token], torch.zeros_like(x), 0
@@ -346,7 +355,7 @@ NEAR_MISSES = (
     divides_by_padding,
     rows_to_another_sum,
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
-    starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
+    scores_not_sorted, starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
     negative_sizes, reads_the_counts_later, last_start, more_experts_than_counts_at_least,
     sorted_on_the_same_line, fewer_rows_are_joined,
     *map(_by_highest_id, (how_many_counts, count_of_the_highest)),
