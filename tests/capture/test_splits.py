@@ -23,7 +23,7 @@ def test_one_graph(combine):
     assert_one_rewritten_graph(records)
 
 
-_SPLIT_TENSORS = (split.split_list, split.split_scaled)
+_SPLIT_TENSORS = (split.split_list, split.split_scaled, split.routing_map)
 
 
 @pytest.mark.parametrize("combine", [f for f in split.SPLIT if f not in _SPLIT_TENSORS], ids=lambda f: f.__name__)
