@@ -54,7 +54,7 @@ def _places(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
 
 
 def _rows_of_mask(view: GraphView, before: int | None) -> Size:
-    """The number of rows that a boolean index gives to this node's result, where they stand behind so many axes, if that is known."""
+    """The number of rows that a boolean index gives to this node's result; they stand behind so many axes, if that is known."""
     shape = fake_of(view._node).shape
     fresh = [size_of(size) for size in shape if free_unbacked_symbols(size)]
     require(bool(fresh) or before is not None, "a data-dependent size")

@@ -18,6 +18,7 @@ Distinct = tuple[Expr, Expr | None]
 """Ids that must differ for different values of a variable, the slot."""
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
+_FROM_THE_END = "gathered by numbers that may be negative: they count from the end"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ def expert_index(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> Expr | 
     """The expert id that all weights are indexed by, None where each expert has tensors of its own."""
     leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
     indices = _indices(algebra, leaves, (expert.width, expert.feature_in, feature))
-    prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
+    gathered = next((leaf.args[0].node for leaf in leaves if leaf.kind == "leaf" and leaf.args[0].op == "index"), None)
+    detail = "indexed by several expert ids" if gathered is None else _FROM_THE_END
+    prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, detail, gathered)
     return next(iter(indices), None)
 
 

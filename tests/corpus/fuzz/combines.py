@@ -112,7 +112,8 @@ def _select(layer: Layer, rng: random.Random) -> list[str]:
         ]  # fmt: skip
     step = [*find, f"y = self.expert(e, {rows})", f"s = {weight}", rng.choice(adds)]
     if rng.random() < 0.25:  # the weight is on the input
-        step = [*find, f"s = {weight}", f"y = self.expert(e, ({rows} * s).to(x.dtype))", step[-1].replace(" * s", "").replace("s * ", "")]
+        add = step[-1].replace(" * s", "").replace("s * ", "")
+        step = [*find, f"s = {weight}", f"y = self.expert(e, ({rows} * s).to(x.dtype))", add]
     return [*setup, _fresh(layer, rng), "for e in range(E):", *indented(step, 1)]
 
 

@@ -264,8 +264,8 @@ def torchtitan(self, x, weights, ids):
 SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
-    deepseek_infer, split_list, split_scaled, routing_map, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert,
-    by_function, by_function_of_numbers, sliced_by_cumsum,
+    deepseek_infer, split_list, split_scaled, routing_map, llama_moe, running_sum, zipped, offsets_list, counts_by_index,
+    next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)
 """In a function that the layer calls."""

@@ -1,5 +1,7 @@
 """Weights indexed by ids that the graph is given: negative ids count from the end, others that are no expert's are an error."""
 
+import linecache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,6 +164,16 @@ def test_ids_that_are_shifted_count_from_the_end_of_a_part(operands, spelling):
     run, backend = compiled(spelling)
     torch.testing.assert_close(run(x, logits, up, down), spelling(x, logits, up, down))
     assert not backend.rewritten
+
+
+def test_subscripts_that_may_be_negative_are_named(operands):
+    x, *_, up, down = stored(operands, (E + 1,))
+    run, backend = compiled(of_last)
+    run(x, torch.randn(T, E), up, down)
+    (declined,) = backend.candidates
+    assert declined.detail == "gathered by numbers that may be negative: they count from the end"
+    file, _, line = declined.source.rpartition(":")
+    assert "up[ids]" in linecache.getline(file, int(line))
 
 
 # Numbers that may be below zero where they are compared: the first id, less one, is -1, and in a ring the last one's.
