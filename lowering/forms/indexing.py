@@ -53,12 +53,11 @@ def _places(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
     )
 
 
-def _rows_of_mask(view: GraphView, before: int | None) -> Size:
-    """The number of rows that a boolean index gives to this node's result; they stand behind so many axes, if that is known."""
-    shape = fake_of(view._node).shape
-    fresh = [size_of(size) for size in shape if free_unbacked_symbols(size)]
-    require(bool(fresh) or before is not None, "a data-dependent size")
-    return fresh[0] if fresh else size_of(shape[before])
+def _rows_of_mask(view: GraphView) -> Size:
+    """The number of rows that a boolean index, beside other tensors, gives to this node's result."""
+    fresh = [size_of(size) for size in fake_of(view._node).shape if free_unbacked_symbols(size)]
+    require(len(fresh) > 0, "a data-dependent size")
+    return fresh[0]
 
 
 def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tuple[Value | None, ...]]:
@@ -75,8 +74,10 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             x = reshaped(view, x, (*x.shape[:dim], 1, *x.shape[dim:]))
         elif isinstance(item, Value):
             if item.dtype == torch.bool:
-                alone = sum(isinstance(other, Value) for other in items) == 1
-                tensors += coordinates(view, item, _rows_of_mask(view, len(tensors) if alone else None))
+                if sum(isinstance(other, Value | list) for other in items) == 1:
+                    tensors += coordinates(view, item, output_shape(view)[len(tensors)])
+                else:
+                    tensors += _places(view, item, _rows_of_mask(view))
                 dim += len(item.shape)
                 continue
             require(item.dtype in (torch.int64, torch.int32), "an integer index")

@@ -97,13 +97,14 @@ def why_they_stay(gm: fx.GraphModule, *, rewritten: bool) -> str:
 def _reads_a_number(graph: fx.Graph) -> bool:
     """Whether anything but an assertion reads a number on the host that only the data tell.
 
-        self.counts = counts.tolist()       but not     assert counts[0].item() < 8
+        self.counts = counts.tolist(), counts = x.new_tensor([len(rows)])       but not     assert counts[0].item() < 8
     """
     asserted: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if target_name(node) in ASSERTS or (node.users and asserted.issuperset(node.users)):
             asserted.add(node)
-    return any(target_name(node) == "item" and node not in asserted for node in graph.nodes)
+    numbers = (node for node in graph.nodes if node not in asserted and isinstance(fake_of(node), torch.SymInt))
+    return any(free_unbacked_symbols(fake_of(number)) for number in numbers)
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
