@@ -119,8 +119,8 @@ def read_compared(
     if slot is not None:
         prove(chosen.slot is None and slot in chosen.ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
     selects_output = kept is None and any(s.factor not in scale for s in selections)
-    distinct = (*distinct, *markers)
-    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, distinct, kept, score, selects_output)
+    differ = (*distinct, *markers)
+    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, differ, kept, score, selects_output)
 
 
 def _slot_around(expert: Expr | None, binders: tuple[Expr, ...], scale: tuple[Expr, ...]) -> Expr | None:
