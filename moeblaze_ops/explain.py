@@ -176,9 +176,10 @@ _PLAIN_WORDS = {
 
 
 def _in_plain_words(reason: str) -> str:
-    """The first line of what Dynamo says, after what it means where that is known."""
+    """The first line of what Dynamo says, after what it means where that is known; the name of an error may stand before it."""
     first = _first_line(reason)
-    meaning = next((words for begin, words in _PLAIN_WORDS.items() if first.startswith(begin)), None)
+    said = re.sub(r"^\w+: ", "", first)
+    meaning = next((words for begin, words in _PLAIN_WORDS.items() if said.startswith(begin)), None)
     return f"{meaning} ({first})" if meaning else first
 
 
@@ -327,4 +328,6 @@ def unseen(model: Callable) -> Callable:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    """The first line that says why: what a backend raised stands behind the line that says so."""
+    first, _, rest = text.strip().partition("\n")
+    return _first_line(rest) if first.endswith(" raised:") and rest.strip() else first

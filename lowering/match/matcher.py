@@ -378,8 +378,9 @@ class Matcher:
             prove(alike, Reason.ROUTING, "experts that are routed otherwise than those without weights")
             passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
         dense = routings[0].expert is not None
-        prove(not (on_input and dense and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
-        prove(not (on_input and dense) or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
+        of_zeros = on_input and dense and not all(routing.selects_output for routing in routings)
+        prove(not (of_zeros and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
+        prove(not of_zeros or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
         gathered = weights is not None and weights.gathered
         prove_distinct(self._algebra, routings, of_all=gathered and top_k > 1)
         prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
@@ -436,10 +437,10 @@ class Matcher:
 
     def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
         index = expert_index(self._algebra, expert, feature)
+        if index is None or index in expert.binders:
+            return read_compared(self._algebra, index, expert.binders, expert.routing, expert.scale)
         factors = (*expert.routing, *expert.scale)
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
-        if index is None or index in expert.binders:
-            return read_compared(self._algebra, index, expert.binders, factors, on_input=bool(expert.scale))
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {_NO_COUNTS}")
         return read_indexed(self._algebra, index, expert.binders, factors)

@@ -231,6 +231,7 @@ class _Known:
         elif (count := evaluator.try_element(mask)) is not None:
             for variable in reversed([i for i in evaluator.variables(mask) if i.kind == "var"]):
                 count = evaluator.algebra.sum(variable, count)
+            return self._summands(count)
         return None if count is None else [count]
 
     def _added(self, count: Expr) -> Expr:
@@ -262,6 +263,7 @@ class _Known:
         """The terms of a sum of counts, those of one over all numbers one by one.
 
             counts.sum()        sum_e sum_n [ids[n] = e]
+            chosen_ET.sum()     the same
         """
         if e.kind == "sum":
             number, body = self.evaluator.algebra.open(e)
