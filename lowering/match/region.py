@@ -8,7 +8,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.match.operands.find_operands import dependencies
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 

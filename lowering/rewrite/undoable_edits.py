@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 
