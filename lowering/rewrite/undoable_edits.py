@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from moeblaze_ops.lowering.graph.functional_view import fake_of
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
+from moeblaze_ops.lowering.torch_internals import saved_tensors_hooks_are_disabled
 
 
 class Edits:
@@ -197,9 +198,12 @@ def _inference_block(node: fx.Node) -> fx.Node | None:
     return next((enter for enter in entered if enter.args[0]), None)
 
 
-def _nothing_saved_for_the_caller() -> saved_tensors_hooks:
+def _nothing_saved_for_the_caller() -> AbstractContextManager:
     """A context in which what autograd saves of fakes does not reach the hooks of who called the compiled function.
 
-    ``torch.utils.checkpoint`` around it counts what is saved, and would find less when it runs the function again.
+    ``torch.utils.checkpoint`` around it counts what is saved, and would find less when it runs the function again. There are
+    none where they are disabled.
     """
+    if saved_tensors_hooks_are_disabled():
+        return nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""What stands around a layer: a rewritten one does what eager mode does, whoever takes which gradient, writes to what, or hooks in."""
+"""What stands around a rewritten layer: who takes which gradient, writes to what, or hooks in. Results are those of eager mode."""
 
 import copy
 
