@@ -226,6 +226,8 @@ def reads_size(node: fx.Node) -> bool:
 def _autocast_dtype(view: GraphView, root: fx.Node) -> torch.dtype | None:
     """What autocast would cast the operands of ops at ``root`` to, None where it is off."""
     device = fake_of(view.writes.get(root, root)).device.type
+    if not torch.amp.is_autocast_available(device):
+        return None
     inside = [args for name, args in view.context[root] if name == "_enter_autocast" and args[0] == device]
     dtype, enabled = inside[-1][1:3] if inside else (None, torch.is_autocast_enabled(device))
     return (dtype or torch.get_autocast_dtype(device)) if enabled else None
