@@ -1,4 +1,4 @@
-"""What stands around a rewritten layer: who takes which gradient, writes to what, or hooks in. Results are those of eager mode."""
+"""What stands around a rewritten layer: who takes what gradient, writes to what, or hooks in. Results are as in eager mode."""
 
 import copy
 
