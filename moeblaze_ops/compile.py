@@ -408,8 +408,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     attempt.reports.append(report)
     attempt.idle.append(tuple(idle_experts(gm, guarded)))
     if sources := check.data_dependent_shapes(gm, numbers=traced is not None):
-        asserted = ": what is asserted of it may fail" if report.rewritten and check.has_assertions(gm) else ""
-        _give_up(f"{', '.join(sources)} would stay in the graph{asserted}")
+        why = check.why_they_stay(gm, rewritten=bool(report.rewritten))
+        _give_up(f"{', '.join(sources)} would stay in the graph: {why}")
     if effects := check.remaining_effects(gm, work):
         _give_up(f"{', '.join(effects)} would run where the program skips it")
     if attempt.assumes and not report.rewritten:

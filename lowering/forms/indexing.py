@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.facts.zero_stops_gradient import is_fading
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
@@ -32,21 +33,30 @@ from moeblaze_ops.lowering.forms.views import (
     sliced,
     tensor,
 )
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 
 def coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
     """Those of the true elements of a mask, of which there are ``rows``."""
+    lengths = view.lengths.setdefault(cast(view, mask, torch.bool), [])
+    if rows not in lengths:
+        lengths.append(rows)
+    return _places(view, mask, rows)
+
+
+def _places(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
+    """The same, where ``rows`` may be one that stands for all."""
     mask = cast(view, mask, torch.bool)
     return tuple(
         view.make("nonzero", mask, dim, shape=(rows,), dtype=torch.int64) for dim in range(len(mask.shape))
     )
 
 
-def _rows_of_mask(view: GraphView, mask: Value) -> Size:
-    """The (unbacked) number of rows that a boolean index gives to this node's result."""
-    fresh = [s for s in output_shape(view) if not isinstance(s, int)]
+def _rows_of_mask(view: GraphView) -> Size:
+    """The number of rows that a boolean index, beside other tensors, gives to this node's result."""
+    fresh = [size_of(size) for size in fake_of(view._node).shape if free_unbacked_symbols(size)]
     require(len(fresh) > 0, "a data-dependent size")
     return fresh[0]
 
@@ -65,7 +75,10 @@ def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tup
             x = reshaped(view, x, (*x.shape[:dim], 1, *x.shape[dim:]))
         elif isinstance(item, Value):
             if item.dtype == torch.bool:
-                tensors += coordinates(view, item, _rows_of_mask(view, item))
+                if sum(isinstance(other, Value | list) for other in items) == 1:
+                    tensors += coordinates(view, item, output_shape(view)[len(tensors)])
+                else:
+                    tensors += _places(view, item, _rows_of_mask(view))
                 dim += len(item.shape)
                 continue
             require(item.dtype in (torch.int64, torch.int32), "an integer index")
@@ -169,7 +182,7 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         if item.dtype == torch.bool:
             rows = values.shape[0] if values.shape else None
             require(rows is not None, "one value per true element")
-            indices += coordinates(view, item, rows)
+            indices += _places(view, item, rows)
         else:
             indices.append(item)
     shape = _common_shape([index.shape for index in indices])

@@ -12,7 +12,8 @@ Only what is looked into depends on it, never whether a layer is right.
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
 
 _STATE = "moeblaze_model_state"
 _HELD = "_dynamo_static_input_type"
@@ -29,9 +30,9 @@ def nodes_of_state(graph: fx.Graph) -> frozenset[fx.Node]:
             if node.op == "get_attr" or node.meta.get(_STATE) or _HELD in node.meta.get("tensor_dict", {}):
                 found.add(node)
         elif node.op != "output":
-            tensors = [operand for operand in node.all_input_nodes if isinstance(_held(operand), torch.Tensor | tuple | list)]
+            tensors = [operand for operand in node.all_input_nodes if isinstance(fake_of(operand), torch.Tensor | tuple | list)]
             if not all(operand in found or operand in constant for operand in tensors) or changed.intersection(_memory(*tensors)):
-                changed.update(_memory(node) if _held(node) is not None else _memory(*tensors[:1]))  # x[i] = y gives nothing
+                changed.update(_memory(node) if fake_of(node) is not None else _memory(*tensors[:1]))  # x[i] = y gives nothing
             elif constant.issuperset(tensors):
                 constant.add(node)
             else:
@@ -61,9 +62,4 @@ def _module(owner: torch.nn.Module | None, node: fx.Node) -> object:
 
 def _memory(*nodes: fx.Node) -> set[int]:
     """What tensors share with their views, and with what an operator gives that writes to them."""
-    tensors = [held for node in nodes if isinstance(held := _held(node), torch.Tensor) and held.layout is torch.strided]
-    return {tensor.untyped_storage()._cdata for tensor in tensors if not is_traceable_wrapper_subclass(tensor)}
-
-
-def _held(node: fx.Node) -> object:
-    return node.meta.get("example_value", node.meta.get("val"))
+    return {storage for node in nodes if (storage := storage_of(node)) is not None}

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of
 
 
 def is_count(e: Expr) -> bool:
@@ -37,4 +37,17 @@ _MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))
 def is_indicator(e: Expr) -> bool:
     marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
     marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
-    return marks or (e.kind == "mul" and all(map(is_indicator, e.args)))
+    return marks or (e.kind == "mul" and all(map(is_indicator, e.args))) or (e.kind == "sum" and _has_one_term(*e.args))
+
+
+def _has_one_term(var: Expr, body: Expr) -> bool:
+    """Whether a sum of comparisons has one term that is not zero at most, as where ids that differ are compared with a number.
+
+        sum_k [ids[t, k] = e]       of ids that were stored for each k, one over another; not of those of which the sum was taken
+    """
+    factors = factors_of(body)
+    distinct = {f.args[0] for f in factors if f.kind == "distinct" and f.args[1] is var}
+    others = [f for f in factors if f.kind != "distinct"]
+    hits = (f.args for f in others if f.kind == "eq")
+    once = any(a in distinct and var not in b.free or b in distinct and var not in a.free for a, b in hits)
+    return once and all(map(is_indicator, others))

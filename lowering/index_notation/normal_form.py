@@ -81,9 +81,11 @@ class Algebra:
             return args[0].bound
         if kind == "linear":
             total = args[0]
+            if _may_be_negative(total):
+                return None
             for coefficient, atom in args[1]:
                 bound = self.extent(atom)
-                if bound is None or (isinstance(coefficient, int) and coefficient < 0):
+                if bound is None or _may_be_negative(coefficient):
                     return None
                 total = total + coefficient * (bound - 1)
             total = total + 1
@@ -204,7 +206,7 @@ class Algebra:
         if var.kind == "const":
             return body
         body = self._without_permutation(var, body)
-        if not body.has_dot and (only := self._only_term(var, body)) is not None:
+        if (only := self._only_term(var, body)) is not None:
             return only
         if (only := self._only_counted(var, body)) is not None:
             return only
@@ -220,10 +222,12 @@ class Algebra:
         return self.mul(*outside, self._close("sum", var, self.mul(*inside)))
 
     def _only_term(self, var: Expr, body: Expr) -> Expr | None:
-        """What is left of the sum over ``var`` of a product with ``var == index``."""
+        """What is left of the sum over ``var`` of a product with ``var == index``, of experts with a number as index."""
         factors = factors_of(body)
         for hit in factors:
             sides = [side for side in hit.args if side is not var] if hit.kind == "eq" else []
+            if body.has_dot and any(side.kind != "const" for side in sides):
+                continue
             if len(sides) == 1 and var not in sides[0].free and sides[0].height == 0 and self.fits(sides[0], var.args[1]):
                 return self.substitute(self.mul(*(f for f in factors if f is not hit)), {var: sides[0]})
         return None
@@ -397,6 +401,13 @@ class Algebra:
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
     if sum(len(e.args) if e.kind == kind else 1 for e in operands) > MAX_OPERANDS:
         raise TooLarge
+
+
+def _may_be_negative(number: Size) -> bool:
+    """Whether a number in a linear form is below zero, or may be for some sizes."""
+    if isinstance(number, int):
+        return number < 0
+    return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
 
 
 def _is_chosen(e: Expr) -> bool:

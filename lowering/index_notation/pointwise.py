@@ -56,8 +56,7 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
 def _largest(algebra: Algebra, e: Expr) -> int | None:
     """An upper bound of an index that is never negative; None where that, or the bound, is not known."""
     extent = algebra.extent(e)
-    negative = e.kind == "linear" and not (isinstance(e.args[0], int) and e.args[0] >= 0)
-    return extent - 1 if isinstance(extent, int) and not negative else None
+    return extent - 1 if isinstance(extent, int) else None
 
 
 def _compared(algebra: Algebra, name: str, a: Expr, b: Expr) -> bool | None:

@@ -25,7 +25,8 @@ from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import ASSERTS
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.obligations.ids_in_range import natural_number
@@ -231,6 +232,7 @@ class _Known:
         elif (count := evaluator.try_element(mask)) is not None:
             for variable in reversed([i for i in evaluator.variables(mask) if i.kind == "var"]):
                 count = evaluator.algebra.sum(variable, count)
+            return self._summands(count)
         return None if count is None else [count]
 
     def _added(self, count: Expr) -> Expr:
@@ -262,6 +264,7 @@ class _Known:
         """The terms of a sum of counts, those of one over all numbers one by one.
 
             counts.sum()        sum_e sum_n [ids[n] = e]
+            chosen_ET.sum()     the same
         """
         if e.kind == "sum":
             number, body = self.evaluator.algebra.open(e)

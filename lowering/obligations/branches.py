@@ -23,15 +23,8 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import (
-    GraphView,
-    Value,
-    fake_of,
-    graphs_of,
-    has_storage,
-    inplace_name,
-    target_name,
-)
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
@@ -178,7 +171,7 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
     _, _, fork = begin.args
     proof = _Proof(known, begin, end, fork)
     if not proof.assume():
-        return "what the condition says of tensors is not known"
+        return "no condition that says whether there are rows, as those of `if len(rows) > 0:` and `if mask.any():` do"
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
         proof.zeros.beside = beside.zeros
     for before, after in zip(*end.args[1:3], strict=True):

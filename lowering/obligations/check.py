@@ -9,7 +9,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
-from moeblaze_ops.lowering.graph.functional_view import fake_of, graphs_of, storage_of, target_name, written_nodes
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
+from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.torch_internals import places
@@ -85,9 +86,26 @@ def is_in_range(assertion: fx.Node, most: float) -> bool:
     return isinstance(number, int) and (number <= 0 if name == "ge" else name in ("le", "lt") and number >= most + (name == "lt"))
 
 
-def has_assertions(gm: fx.GraphModule) -> bool:
-    """Whether a graph asserts anything."""
-    return any(target_name(node) in ASSERTS for node in all_nodes(gm))
+def why_they_stay(gm: fx.GraphModule, *, rewritten: bool) -> str:
+    """Why sizes and numbers that only the data tell are still there when layers were ``rewritten``, or were not."""
+    if not rewritten:
+        return "no layer was recognised that takes it"
+    if any(_reads_a_number(graph) for graph in graphs_of(gm)):
+        return "the program keeps it, or reads it outside of the layer, where a tensor of counts would do"
+    return "what is asserted of it may fail"
+
+
+def _reads_a_number(graph: fx.Graph) -> bool:
+    """Whether anything but an assertion reads a number on the host that only the data tell.
+
+        self.counts = counts.tolist(), counts = x.new_tensor([len(rows)])       but not     assert counts[0].item() < 8
+    """
+    asserted: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if target_name(node) in ASSERTS or (node.users and asserted.issuperset(node.users)):
+            asserted.add(node)
+    numbers = (node for node in graph.nodes if node not in asserted and isinstance(fake_of(node), torch.SymInt))
+    return any(free_unbacked_symbols(fake_of(number)) for number in numbers)
 
 
 def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:

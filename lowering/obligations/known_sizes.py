@@ -4,7 +4,7 @@
     part = rows[start : start + counts[e]]      so it is for slices of all groups of rows, which are counts of all ids
     sum(counts.tolist())                        and for the counts themselves
 
-Slices with the same bounds have the same size.
+Slices with the same bounds have the same size, and so has all that one mask selects.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 _PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between", "item"))
@@ -29,11 +30,13 @@ def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
     if not any(map(_may_depend_on_data, graph.nodes)):
         return {}
     known: dict[sympy.Symbol, sympy.Expr] = {}
-    for zero in _zeros(GraphView(graph, TABLE, numbers_only=True)):
+    view = GraphView(graph, TABLE, numbers_only=True)
+    for zero in _zeros(view):
         rest = sympy.expand(sympy.sympify(zero).xreplace(known))
         symbols = [s for s, times in rest.as_coefficients_dict().items() if abs(times) == 1 and free_unbacked_symbols(s)]
         if symbols and all(isinstance(symbol, sympy.Symbol) for symbol in symbols):
-            last = max(symbols, key=lambda symbol: int(symbol.name.lstrip("u")))
+            # What a tensor holds says more than how many elements of a mask are true.
+            last = max(symbols, key=lambda symbol: (symbol not in view.numbers, int(symbol.name.lstrip("u"))))
             solved = {last: sympy.expand(last - rest * rest.coeff(last))}
             known = {symbol: size.xreplace(solved) for symbol, size in known.items()} | solved
     return known
@@ -78,7 +81,7 @@ def _zeros(view: GraphView) -> Iterator[Size]:
     evaluator = Evaluator()
     slices: dict[tuple, dict[int, Size]] = {}
     for mask, lengths in view.lengths.items():
-        run = _or_none(evaluator.run, mask)
+        run = _or_none(evaluator.run, mask) if mask.op == "between" else None
         if run is not None:
             slices.setdefault((run.var, run.counts, mask.shape[0]), {})[run.number] = lengths[0]
     numbers: dict[tuple, dict[int, Size]] = {}

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
 from moeblaze_ops.lowering.match.internal_errors import tolerate
@@ -204,7 +205,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
     """Put the ops in place of a match; nothing is changed if they do not take its operands."""
     if isinstance(result, Decline):
         return _declined(result)
-    mark, insert = edits.mark(), Inserter(edits, result.root)
+    mark, insert = edits.mark(), Inserter(edits, result.root, result.copied)
     device = fake_of(result.x.node).device.type
     autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
     try:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moeblaze_ops
+from moeblaze_ops.plain_words import first_line, in_plain_words
 from tests.tools.documents import blocks
 from tests.tools.rewrite_harness import rewriting_backend
 
@@ -241,9 +242,33 @@ class Branching(Guarded):
 
 def test_branch_on_data_is_named_with_its_line():
     branch, note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
-    assert re.search(r"test_explain_layers.py:\d+\): what the condition says of tensors is not known", branch)
+    assert re.search(r"test_explain_layers.py:\d+\): no condition that says whether there are rows, as", branch)
     assert "a branch depends on the elements of a tensor" in note and "(if token.numel() > 1:), inside a loop" in note
     assert re.search(r"at \S*test_explain_layers.py:\d+ ", note)
+
+
+class Keeping(Guarded):
+    """Sorted rows, split by counts that stay with the module, in a list."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        order = chosen.flatten().argsort()
+        self.counts = chosen.flatten().bincount(minlength=len(self.up)).tolist()
+        parts = x[order // 2].split(self.counts)
+        y = torch.cat([self.down[e](F.silu(self.up[e](part))) for e, part in enumerate(parts)])
+        return torch.zeros_like(x).index_add(0, order // 2, y * weights.flatten()[order, None])
+
+
+def test_numbers_that_are_kept_are_named_with_what_would_do():
+    (candidate,) = moeblaze_ops.explain(Keeping(), torch.randn(6, 16)).candidates
+    assert "would stay in the graph: the program keeps it" in candidate.reason and "a tensor of counts" in candidate.reason
+
+
+def test_what_a_backend_raised_is_said():
+    raised = "backend='backend' raised:\nGuardOnDataDependentSymNode: Could not guard on data-dependent expression u0 > 1\n\nmore"
+    assert first_line(raised).startswith("GuardOnDataDependentSymNode: Could not guard")
+    assert in_plain_words(raised).startswith("a branch depends on the elements of a tensor (Guard")
+    assert first_line("backend='backend' raised:") == "backend='backend' raised:"
 
 
 def test_functions_without_operations_are_one_note():

@@ -18,6 +18,7 @@ Distinct = tuple[Expr, Expr | None]
 """Ids that must differ for different values of a variable, the slot."""
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
+_FROM_THE_END = "gathered by numbers that may be negative: they count from the end"
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,16 @@ class Routing:
     distinct: tuple[Distinct, ...] = ()  # ids that must differ within a token
     kept: Expr | None = None  # 1 where ``expert`` takes a token that chose it, 0 where it drops it; None where it takes all
     score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
+    selects_output: bool = False  # whether the output of ``expert`` is zero for the other tokens, not its input alone
 
 
 def expert_index(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> Expr | None:
     """The expert id that all weights are indexed by, None where each expert has tensors of its own."""
     leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
     indices = _indices(algebra, leaves, (expert.width, expert.feature_in, feature))
-    prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, "indexed by several expert ids")
+    gathered = next((leaf.args[0].node for leaf in leaves if leaf.kind == "leaf" and leaf.args[0].op == "index"), None)
+    detail = "indexed by several expert ids" if gathered is None else _FROM_THE_END
+    prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, detail, gathered)
     return next(iter(indices), None)
 
 
@@ -74,17 +78,21 @@ def read_indexed(algebra: Algebra, ids: Expr, binders: tuple[Expr, ...], factors
 
 
 def read_compared(
-    algebra: Algebra, expert: Expr | None, binders: tuple[Expr, ...], factors: tuple[Expr, ...], *, on_input: bool = False
+    algebra: Algebra,
+    expert: Expr | None,
+    binders: tuple[Expr, ...],
+    factors: tuple[Expr, ...],
+    scale: tuple[Expr, ...] = (),
 ) -> Routing:
     """Ids are compared with one expert: ``sum over k of (ids == expert) * weight``, or one comparison.
 
-    ``on_input``: the expert makes something of that sum, which is another thing than the sum of what it makes of each slot,
-    so no two slots of a token may have the expert.
+    ``scale``: factors of the expert's input. The expert makes something of a sum there, which is another thing than the sum of
+    what it makes of each slot, so no two slots of a token may have the expert. Around the expert a sum over slots is the latter.
     """
-    prove(all(b is expert for b in binders), Reason.ROUTING, "a sum around one expert")
+    slot = _slot_around(expert, binders, scale)
     selections: list[_Selection] = []
     plain: list[Expr] = []
-    for factor in factors:
+    for factor in (*factors, *scale):
         selection = _selection(algebra, factor, expert)
         (plain.append(factor) if selection is None else selections.append(selection))
     prove(selections, Reason.ROUTING, "no comparison with an expert id")
@@ -99,14 +107,31 @@ def read_compared(
         distinct |= dict.fromkeys(other.distinct)
         if other is not chosen and not other.once:
             distinct[other.ids, other.slot] = None
-    if (chosen.once or on_input) and chosen.slot is not None:
+    if (chosen.once or chosen.factor in scale) and chosen.slot is not None:
         distinct[chosen.ids, chosen.slot] = None
+    outside = [f for f in factors if f.kind != "distinct" and not any(f is s.factor and not s.weights for s in selections)]
+    prove(not scale or not outside, Reason.ROUTING, "weights on input and output")
     factors, markers = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
     weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
     kept = algebra.mul(*keeping) if keeping else None
-    return Routing(chosen.expert, chosen.ids, chosen.slot, weights, (*distinct, *markers), kept, score)
+    if slot is not None:
+        prove(chosen.slot is None and slot in chosen.ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
+    selects_output = kept is None and any(s.factor not in scale for s in selections)
+    differ = (*distinct, *markers)
+    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, differ, kept, score, selects_output)
+
+
+def _slot_around(expert: Expr | None, binders: tuple[Expr, ...], scale: tuple[Expr, ...]) -> Expr | None:
+    """The slot that is summed over around an expert, which makes something else of each one's weight.
+
+        out.index_add_(0, token, expert(x[token] * weights[token, slot, None]))        but not  expert(noise[token, slot])
+    """
+    slots = [binder for binder in binders if binder is not expert]
+    scaled = len(slots) <= 1 and all(any(slot in f.free for f in scale) for slot in slots)
+    prove(scaled, Reason.ROUTING, "more than the weight of its input differs between the slots of a token")
+    return slots[0] if slots else None
 
 
 def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr) -> tuple[ExpertTerm, Routing] | None:
@@ -144,7 +169,8 @@ def without_input_mask(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> E
     and 1 there, while elsewhere its ids are proven to differ.
     """
     index = expert_index(algebra, expert, feature) if expert.routing and expert.scale else None
-    if not expert.routing or not expert.scale or index not in (None, *expert.binders):
+    masked = any(map(_compares, expert.scale)) and index in (None, *expert.binders)
+    if not expert.routing or not masked:
         return expert
     mask = read_compared(algebra, index, expert.binders, expert.scale)
     biased = not is_zero_at_zero(expert.activation) or any(p.bias is not None for p in (*expert.up, expert.down))

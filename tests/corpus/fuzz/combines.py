@@ -111,6 +111,9 @@ def _select(layer: Layer, rng: random.Random) -> list[str]:
             "out.index_put_((token,), y * s, accumulate=True)", "out.scatter_add_(0, token[:, None].expand(-1, D), y * s)",
         ]  # fmt: skip
     step = [*find, f"y = self.expert(e, {rows})", f"s = {weight}", rng.choice(adds)]
+    if rng.random() < 0.25:  # the weight is on the input
+        add = step[-1].replace(" * s", "").replace("s * ", "")
+        step = [*find, f"s = {weight}", f"y = self.expert(e, ({rows} * s).to(x.dtype))", add]
     return [*setup, _fresh(layer, rng), "for e in range(E):", *indented(step, 1)]
 
 

@@ -83,6 +83,34 @@ def split_list(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, token, out)
 
 
+def split_scaled(self, x, weights, ids):
+    """torchtune's layer: the scores multiply what the experts take."""
+    counts = torch.histc(ids.float(), bins=len(self.experts), min=0, max=len(self.experts) - 1).to(torch.int32)
+    order = torch.argsort(ids.view(-1), stable=True)
+    scores = weights.view(-1)[order]
+    token = (order // ids.shape[1]).reshape(-1, 1).expand(-1, x.shape[-1])
+    routed = torch.gather(x, dim=0, index=token) * scores.reshape(-1, 1)
+    outputs = []
+    for e, part in enumerate(torch.split(routed, split_size_or_sections=counts.tolist(), dim=0)):
+        outputs.append(self.experts[e](part))
+    out = torch.zeros_like(x)
+    out.scatter_add_(0, token, torch.cat(outputs, dim=0))
+    return out
+
+
+def routing_map(self, x, weights, ids):
+    """Megatron: rows that a map of who chose whom selects, split by its counts."""
+    num_tokens, num_experts = x.shape[0], len(self.experts)
+    probs = weights.new_zeros(num_tokens, num_experts).scatter(1, ids, weights)
+    chosen = torch.zeros_like(probs).int().scatter(1, ids, 1).bool()
+    by_expert = chosen.T.contiguous()
+    token = torch.arange(num_tokens).unsqueeze(0).expand(num_experts, -1).masked_select(by_expert)
+    rows, probs = x.index_select(0, token), probs.T.contiguous().masked_select(by_expert)
+    parts = torch.split(rows, chosen.sum(dim=0).long().tolist())
+    y = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)]) * probs.unsqueeze(-1)
+    return torch.zeros_like(x).scatter_add_(0, token.unsqueeze(1).expand(-1, x.shape[-1]), y)
+
+
 def llama_moe(self, x, weights, ids):
     """llama-moe's calculator: a comprehension over what was split, with a condition."""
     num_tokens, top_k = ids.shape
@@ -236,8 +264,8 @@ def torchtitan(self, x, weights, ids):
 SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
-    deepseek_infer, split_list, llama_moe, running_sum, zipped, offsets_list, counts_by_index, next_expert, by_function,
-    by_function_of_numbers, sliced_by_cumsum,
+    deepseek_infer, split_list, split_scaled, routing_map, llama_moe, running_sum, zipped, offsets_list, counts_by_index,
+    next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)
 """In a function that the layer calls."""

@@ -30,6 +30,46 @@ def one_row_too_many(self, x, weights, ids):
     return out
 
 
+def scores_not_sorted(self, x, weights, ids):
+    """The scores on what the experts take are those of other tokens."""
+    order, token, _ = sorted_by_expert(self, x, weights, ids)
+    rows, outputs = x[token] * weights.reshape(-1, 1), []
+    for e, part in enumerate(rows.split(ids.flatten().bincount(minlength=len(self.experts)).tolist())):
+        outputs.append(self.experts[e](part))
+    return torch.zeros_like(x).index_add(0, token, torch.cat(outputs))
+
+
+def by_map(rows_of, counts_of):
+    """Rows that a map selects, in an order and in groups that are functions of it."""
+
+    def combine(self, x, weights, ids):
+        chosen = torch.zeros(x.shape[0], len(self.experts), dtype=torch.bool).scatter(1, ids, True)
+        token, probs = rows_of(chosen, torch.zeros_like(chosen, dtype=weights.dtype).scatter(1, ids, weights))
+        parts = x.index_select(0, token).split(counts_of(chosen).tolist())
+        y = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)]) * probs.unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, token, y)
+
+    combine.__name__ = f"{rows_of.__name__}_{counts_of.__name__}"
+    return combine
+
+
+def rows_by_token(chosen, probs):
+    return torch.arange(chosen.shape[0]).unsqueeze(1).expand(chosen.shape).masked_select(chosen), probs.masked_select(chosen)
+
+
+def rows_by_expert(chosen, probs):
+    token = torch.arange(chosen.shape[0]).expand(chosen.shape[::-1]).masked_select(chosen.T)
+    return token, probs.T.masked_select(chosen.T)
+
+
+def in_its_groups(chosen):
+    return chosen.sum(0)
+
+
+def in_the_next_groups(chosen):
+    return chosen.sum(0).roll(1)
+
+
 def never_moves_on(self, x, weights, ids):
     order, token, scale = sorted_by_expert(self, x, weights, ids)
     rows, out, start = x[token], torch.zeros_like(x), 0
@@ -346,6 +386,7 @@ NEAR_MISSES = (
     divides_by_padding,
     rows_to_another_sum,
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
+    by_map(rows_by_token, in_its_groups), by_map(rows_by_expert, in_the_next_groups), scores_not_sorted,
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
     negative_sizes, reads_the_counts_later, last_start, more_experts_than_counts_at_least,
     sorted_on_the_same_line, fewer_rows_are_joined,

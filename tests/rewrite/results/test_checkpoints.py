@@ -1,4 +1,4 @@
-"""Checkpointed layers, several of them in one compiled function: rewritten, with the gradients of eager mode."""
+"""Layers under activation checkpointing, several of them in one compiled function: rewritten, with the gradients of eager."""
 
 import functools
 

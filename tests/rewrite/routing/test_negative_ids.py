@@ -1,5 +1,7 @@
 """Weights indexed by ids that the graph is given: negative ids count from the end, others that are no expert's are an error."""
 
+import linecache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,3 +164,67 @@ def test_ids_that_are_shifted_count_from_the_end_of_a_part(operands, spelling):
     run, backend = compiled(spelling)
     torch.testing.assert_close(run(x, logits, up, down), spelling(x, logits, up, down))
     assert not backend.rewritten
+
+
+def test_subscripts_that_may_be_negative_are_named(operands):
+    x, *_, up, down = stored(operands, (E + 1,))
+    run, backend = compiled(of_last)
+    run(x, torch.randn(T, E), up, down)
+    (declined,) = backend.candidates
+    assert declined.detail == "gathered by numbers that may be negative: they count from the end"
+    file, _, line = declined.source.rpartition(":")
+    assert "up[ids]" in linecache.getline(file, int(line))
+
+
+# Numbers that may be below zero where they are compared: the first id, less one, is -1, and in a ring the last one's.
+
+
+def in_a_ring(x, ids, expert):
+    previous = (ids - 1) % E
+    for e in range(E):
+        yield torch.where(previous == e), expert(e, x)
+
+
+def from_below(x, ids, expert):
+    for e in range(E):
+        yield torch.where(ids - 1 == e - 1), expert(e, x)
+
+
+def halves(x, ids, expert):
+    """Experts by the half of the number: -1 for the first two of them."""
+    for e in range(E // 2):
+        yield torch.where((ids - 2) // 2 == e - 1), expert(e, x)
+
+
+@pytest.mark.parametrize("hits", [in_a_ring, from_below, halves], ids=lambda f: f.__name__)
+def test_numbers_below_zero_are_compared(operands, hits):
+    def looped(x, logits, up, down):
+        weights, ids = logits.topk(K)
+        out = torch.zeros_like(x)
+        for (token, k), y in hits(x, ids, lambda e, rows: F.silu(rows @ up[e]) @ down[e]):
+            out.index_add_(0, token, y[token] * weights[token, k, None])
+        return out
+
+    x, *_, up, down = operands
+    logits = torch.randn(T, E)
+    run, _ = compiled(looped)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(run(x, logits, up, down), looped(x, logits, up, down))
+
+
+def of_halves(x, logits, up, down):
+    weights, ids = logits.topk(K)
+    return layer(x, weights, (ids - 2) // 2, up, down)
+
+
+def of_halves_of_a_part(x, logits, up, down):
+    weights, ids = logits.topk(K)
+    return layer(x, weights, (ids - 2) // 2, up[1:], down[1:])
+
+
+@pytest.mark.parametrize("spelling", [of_halves, of_halves_of_a_part], ids=lambda f: f.__name__)
+def test_quotients_below_zero_count_from_the_end(operands, spelling):
+    x, *_, up, down = operands
+    logits = torch.randn(T, E)
+    run, _ = compiled(spelling)
+    torch.testing.assert_close(run(x, logits, up, down), spelling(x, logits, up, down))
