@@ -96,6 +96,19 @@ def test_one_graph(combine):
     assert_one_rewritten_graph(records)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("combine", [guarded.shape_continue, guarded.hit_rows, split.offsets_list], ids=lambda f: f.__name__)
+def test_two_layers_of_one_graph(combine, dynamic):
+    """The tokens of the second are what the first added its rows to."""
+    layers = nn.Sequential(make_layer(combine), make_layer(combine))
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        run = torch.compile(layers, backend=backend, fullgraph=True, dynamic=dynamic)
+        x = torch.randn(T, zoo.D)
+        torch.testing.assert_close(step(layers, run, x), step(layers, layers, x))
+    (graph,) = kept(records, moeblaze_compile.GraphRecord)
+    assert len(graph.report.rewritten) == 2
+
+
 def captures(layer, x) -> bool:
     """Whether the frame can be compiled as one graph by torch.compile alone."""
     torch._dynamo.reset()
