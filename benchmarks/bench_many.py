@@ -13,17 +13,21 @@ Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in 
 
 Times are medians of CUDA events, after a barrier; TFLOP/s count the expert products of this GPU's tokens. kept: bytes allocated
 after forward beyond what was allocated before it and beyond the output. peak: highest allocation over forward and backward beyond
-what was allocated before. exposed: milliseconds beyond ``local``. The file is written after every step.
+what was allocated before. exposed: milliseconds beyond ``local``. The file is written after every step. ``--trace`` writes what
+the GPU of rank 0 did in two steps of each side: when each kernel and copy began, how long it took, and how long before it was
+launched.
 """
 
 import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -210,7 +214,19 @@ class Bench:
                 forward = self.time(lambda: run(self.x))
             self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became})
         config.collective_multiprocessors = None
+        if self.arguments.trace:
+            self.trace(name, model, run)
         return results
+
+    def trace(self, name: str, model: nn.Module, run: Callable) -> None:
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(2):
+                self.step(model, run)
+            torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            Path(self.arguments.trace).mkdir(parents=True, exist_ok=True)
+            Path(self.arguments.trace, f"{name}_ep{self.ep}_{self.T}.txt").write_text("\n".join(timeline(profiler)) + "\n")
 
     def record(self, side: str, free: int, both: float, forward: float, kept: float, peak: float, rest: dict) -> None:
         a = self.arguments
@@ -235,6 +251,21 @@ class Bench:
             print(json.dumps(row), flush=True)
             if self.arguments.json:
                 write(self.arguments.json, self.rows)
+
+
+def timeline(profiler: torch.profiler.profile) -> list[str]:
+    """What ran on the GPU, a line each: start and duration in us, stream, us since the launch, name."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = [event for event in json.loads(Path(file.name).read_text())["traceEvents"] if "dur" in event]
+    launched = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    ran = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda event: event["ts"])
+    lines = [f"{'start':>10} {'us':>8} {'stream':>6} {'ahead':>8}  name"]
+    for event in ran:
+        ahead = event["ts"] - launched.get(event["args"].get("correlation"), event["ts"])
+        start, stream = event["ts"] - ran[0]["ts"], event["args"]["stream"]
+        lines.append(f"{start:10.1f} {event['dur']:8.1f} {stream:6} {ahead:8.1f}  {event['name'][:100]}")
+    return lines
 
 
 def write(path: str, rows: list[dict]) -> None:
@@ -267,6 +298,7 @@ def main() -> None:
     parser.add_argument("--choices", type=int, default=8)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json")
+    parser.add_argument("--trace", help="folder for timelines of a GPU")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

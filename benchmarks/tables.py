@@ -180,6 +180,32 @@ def routing_table() -> str:
     return markdown(["T, D, F, E, K", "routing", "step", "over top-k", "peak"], lines)
 
 
+def fsdp_table() -> str:
+    """Four layers of Qwen3-MoE under FSDP2 on two GPUs: forward and backward, that and AdamW, and memory, a GPU."""
+    labels = {
+        "one": "moeblaze, FSDP2 over one GPU",
+        "ours": "moeblaze, FSDP2",
+        "ep2": "moeblaze, FSDP2, experts over the two GPUs",
+        "grouped": "grouped_mm + compile, FSDP2",
+    }
+    lines = []
+    for file in ("fsdp_2gpus_8k_h200.json", "fsdp_2gpus_h200.json"):
+        rows = json.loads((RESULTS / file).read_text())["measurements"]
+        first = {row["side"]: row for row in reversed(rows)}
+        lines += [
+            [
+                f"{row['tokens']}: {label}",
+                f"{row['gradients_ms']:.1f} ms",
+                f"{row['step_ms']:.1f} ms",
+                f"{row['tokens_per_s'] / 1000:.0f}k",
+                f"{row['peak_mib']} MiB",
+            ]
+            for label, row in ((label, first.get(side)) for side, label in labels.items())
+            if row
+        ]
+    return markdown(["tokens a GPU", "forward and backward", "with AdamW", "tokens/s a GPU", "peak"], lines)
+
+
 def compile_table() -> str:
     """Compile time of 24 layers with attention on two busy CPU cores, forward and backward, without any cache."""
     rows = {
@@ -213,6 +239,7 @@ TABLES = {
         activations_table,
         routing_table,
         models_table,
+        fsdp_table,
         compile_table,
         demo_table,
     ),

@@ -362,6 +362,11 @@ def _call_implementations(operations: list) -> None:
             operation.set_python_kernel_name(f"{operation.python_kernel_name}.implementation")
 
 
+def saved_tensors_hooks_are_disabled() -> bool:
+    """Whether ``torch.autograd.graph.disable_saved_tensors_hooks`` is in force."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
 def is_packaging() -> bool:
     """Whether the graph that is being lowered is for AOTInductor."""
     from torch._inductor.virtualized import V

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
+from moeblaze_ops.plain_words import first_line, in_plain_words
 from moeblaze_ops.unchanged import as_it_is, unchanged
 
 one_at_a_time = threading.RLock()
@@ -136,7 +137,7 @@ def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: 
     if entry.reason is not None:
         return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, _with_names(entry.detail, run.names))
     if record.dropped is not None:
-        return Candidate(where, spelling, reason=f"its function was compiled as written: {_first_line(record.dropped)}")
+        return Candidate(where, spelling, reason=f"its function was compiled as written: {first_line(record.dropped)}")
     before, after = graph.kept_by(entry.module_path, run) if graph else (None, None)
     idle = (name for layer in record.idle if layer.module_path == entry.module_path for name in layer.inputs)
     zeros = tuple(run.names.get(name, _unnamed(name)) for name in idle)
@@ -156,31 +157,13 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
                 continue
             loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
             at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
-            yield f"nothing of {_frame(record.where)} itself is compiled: {_in_plain_words(record.reason)}{at}{loop}"
+            yield f"nothing of {_frame(record.where)} itself is compiled: {in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
-        yield f"graph break: {_first_line(reason)}"
+        yield f"graph break: {first_line(reason)}"
     if without_ops:
         yield f"functions without tensor operations, which are not compiled: {without_ops}"
     if not captured:
         yield "no graph was captured, so there was nothing to rewrite"
-
-
-_PLAIN_WORDS = {
-    "Data-dependent branching": "a branch depends on the elements of a tensor",
-    "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
-    "Could not extract specialized": "a branch or a size depends on the elements of a tensor",
-    "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
-    "Unsupported Tensor.item()": "a number is read from a tensor",
-    "Unsupported Tensor.tolist()": "numbers are read from a tensor",
-}
-
-
-def _in_plain_words(reason: str) -> str:
-    """The first line of what Dynamo says, after what it means where that is known; the name of an error may stand before it."""
-    first = _first_line(reason)
-    said = re.sub(r"^\w+: ", "", first)
-    meaning = next((words for begin, words in _PLAIN_WORDS.items() if said.startswith(begin)), None)
-    return f"{meaning} ({first})" if meaning else first
 
 
 def _with_short_places(text: str) -> str:
@@ -325,9 +308,3 @@ def unseen(model: Callable) -> Callable:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return types.MethodType(copied, method.__self__) if hasattr(method, "__self__") else copied
-
-
-def _first_line(text: str) -> str:
-    """The first line that says why: what a backend raised stands behind the line that says so."""
-    first, _, rest = text.strip().partition("\n")
-    return _first_line(rest) if first.endswith(" raised:") and rest.strip() else first

@@ -28,7 +28,7 @@ from moeblaze_ops.kernels.launch import (
     static_size,
     strides_of,
 )
-from moeblaze_ops.kernels.rows.combine import combine
+from moeblaze_ops.kernels.rows.combine import combine, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows
 from moeblaze_ops.kernels.select import why_portable
@@ -198,11 +198,12 @@ def launch_expert_down(
         write(out_TD, w_down, b_down, lora_b_ERD, slots_N)
         fill_unused_tokens(positions_TK, out_TD)
         return out_TD
+    slots = token_slots(positions_TK, weights_TK, num_rows)
     for first, y_ND in row_chunks(h_NGF, num_rows, D, max_bytes):
         columns = first, y_ND.shape[1]
         lora_part = None if lora_b_ERD is None else lora_b_ERD.narrow(2, *columns)
         write(y_ND, [w.narrow(2, *columns)], [b.narrow(1, *columns) for b in b_down], lora_part)
-        combine(y_ND, weights_TK, positions_TK, out_TD.narrow(1, *columns))
+        combine(y_ND, slots, out_TD.narrow(1, *columns))
     return out_TD
 
 

@@ -36,7 +36,7 @@ from moeblaze_ops.kernels.launch import (
     strides_of,
 )
 from moeblaze_ops.kernels.rows.add_rows import add_rows
-from moeblaze_ops.kernels.rows.combine import add_row_dots, combine
+from moeblaze_ops.kernels.rows.combine import add_row_dots, combine, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
 from moeblaze_ops.kernels.select import why_portable
@@ -271,21 +271,23 @@ def launch_expert_up_backward_part(
     def add_up(first, dx_ND) -> None:
         columns, dx_ND = (first, dx_ND.shape[1]), dx_ND.narrow(0, 0, num_rows)
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
-        summed = (dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns))
+        dx_part_TD = dx_TD.narrow(1, *columns)
         if first_row == 0:
-            combine(*summed, product)
+            combine(dx_ND, slots, dx_part_TD, product)
         else:
-            add_rows(*summed, slots_N, first_row)
+            add_rows(dx_ND, weights_TK, positions_TK, dx_part_TD, slots_N, first_row)
         if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
-    last = None
+    last = slots = None
     for first, dx_ND in row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
         if last is not None:
             add_up(*last)
         columns = first, dx_ND.shape[1]
         lora_part = None if lora_a_ERD is None else lora_a_ERD.narrow(2, *columns)
         write(dx_ND, [w.narrow(3, *columns) for w in w_up], lora_part)
+        if slots is None and first_row == 0:
+            slots = token_slots(positions_TK, weights_TK, num_rows)
         last = first, dx_ND
     return lambda: add_up(*last)
 

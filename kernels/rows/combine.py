@@ -9,9 +9,12 @@ range of columns at a time: ``out`` is then a range of columns too, with the sam
 up, a tile of columns after the other. Of rows that are the first ones of more, positions behind them add nothing; ``add_rows``
 has the others. Both are bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a
 product reuses its right side for them, with up to UNROLL row loads in flight. Where a token has many slots, as one that may go to
-any number of experts, most are unused: the used ones come first then, in the same order, and no others are gone through.
+any number of experts, most are unused: ``token_slots`` puts the used ones first, in their order, and no others are gone through.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,8 +24,44 @@ from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, laun
 from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
-_MOST_SORTED = 256
-"""Slots of a token up to which its used ones are put first, in registers."""
+"""Slots of a token that are loaded at once, and up to which all of them are."""
+
+
+class TokenSlots(NamedTuple):
+    """What a token's sum is over, from ``token_slots``: where ``counts_T`` is given, the first so many slots of each token."""
+
+    positions_TK: Tensor
+    weights_TK: Tensor | None
+    counts_T: Tensor | None = None
+
+
+@triton.jit(do_not_specialize=["T", "num_rows"])
+def _used_first_kernel(
+    positions_ptr,
+    weights_ptr,
+    used_positions_ptr,
+    used_weights_ptr,
+    counts_ptr,
+    T,
+    num_rows,
+    stride_weights_t,
+    stride_weights_k,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    ks = tl.arange(0, BLOCK_K)
+    slot_in = (tokens < T)[:, None] & (ks < TOP_K)[None, :]
+    positions = tl.load(positions_ptr + tokens[:, None] * TOP_K + ks[None, :], mask=slot_in, other=-1)
+    used = (positions >= 0) & (positions < num_rows)
+    places = tokens[:, None] * TOP_K + tl.cumsum(used.to(tl.int32), axis=1) - 1  # [BLOCK_T, BLOCK_K]
+    tl.store(used_positions_ptr + places, positions, mask=used)
+    if HAS_WEIGHTS:
+        weight_ptrs = weights_ptr + tokens[:, None] * stride_weights_t + ks[None, :] * stride_weights_k
+        tl.store(used_weights_ptr + places, tl.load(weight_ptrs, mask=used, other=0.0), mask=used)
+    tl.store(counts_ptr + tokens, tl.sum(used.to(tl.int32), axis=1), mask=tokens < T)
 
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
@@ -30,6 +69,7 @@ def _combine_kernel(
     rows_ptr,
     weights_ptr,
     positions_ptr,
+    counts_ptr,
     left_ptr,
     right_ptr,
     out_ptr,
@@ -45,8 +85,8 @@ def _combine_kernel(
     stride_out_t,
     num_rows,
     TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
     FEW_CHANNELS: tl.constexpr,
@@ -64,20 +104,15 @@ def _combine_kernel(
     token_in = tokens < T
     col_in = cols < D
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    num_steps = TOP_K
-    if BLOCK_K > 0:
-        ks = tl.arange(0, BLOCK_K)
-        slot_in = token_in[:, None] & (ks < TOP_K)[None, :]
-        positions = tl.load(positions_ptr + tokens[:, None] * TOP_K + ks[None, :], mask=slot_in, other=-1)
-        is_used = (positions >= 0) & (positions < num_rows)
-        used_first = tl.sort(tl.where(is_used, ks[None, :], BLOCK_K))  # [BLOCK_T, BLOCK_K]
-        num_steps = tl.max(tl.sum(is_used.to(tl.int32), axis=1), axis=0)
-    for first in range(0, num_steps, UNROLL):
+    num_slots = TOP_K
+    counts = tl.full((BLOCK_T,), TOP_K, tl.int32)
+    if HAS_COUNTS:
+        counts = tl.load(counts_ptr + tokens, mask=token_in, other=0)
+        num_slots = tl.max(counts, axis=0)
+    for first in range(0, num_slots, UNROLL):
         for step in tl.static_range(UNROLL):
             k = first + step
-            if BLOCK_K > 0:
-                k = tl.sum(tl.where(ks[None, :] == k, used_first, 0), axis=1)
-            used = tokens < tl.where(k < TOP_K, T, 0)
+            used = token_in & (k < counts)
             position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
             used = (position >= 0) & (position < num_rows)
             row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
@@ -136,10 +171,46 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
+def token_slots(positions_TK: Tensor, weights_TK: Tensor | None, num_rows: int) -> TokenSlots:
+    """The slots to sum over, the used ones first where a token has many.
+
+    Args:
+        positions_TK: row of each slot, -1 for none, int32, contiguous.
+        weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
+        num_rows: the rows that there are; a position behind them adds nothing.
+    """
+    T, top_k = positions_TK.shape
+    if top_k <= _LARGEST_UNROLL:
+        return TokenSlots(positions_TK, weights_TK)
+    used_positions_TK = torch.empty_like(positions_TK)
+    used_weights_TK = None if weights_TK is None else weights_TK.new_empty((T, top_k))
+    counts_T = positions_TK.new_empty(T)
+    block_k = triton.next_power_of_2(top_k)
+    block_t = max(1, 1024 // block_k)
+    launch(
+        _used_first_kernel,
+        ceil_div(T, block_t),
+        positions_TK,
+        weights_TK,
+        used_positions_TK,
+        used_weights_TK,
+        counts_T,
+        T,
+        num_rows,
+        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+        TOP_K=top_k,
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=1,
+    )
+    return TokenSlots(used_positions_TK, used_weights_TK, counts_T)
+
+
 def combine(
     rows_ND: Tensor,
-    weights_TK: Tensor | None,
-    positions_TK: Tensor,
+    slots: TokenSlots,
     out_TD: Tensor,
     product: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -147,13 +218,13 @@ def combine(
 
     Args:
         rows_ND: rows in expert order, or the first of them, or a range of their columns. Shape [N, D], contiguous.
-        weights_TK: routing weights, or None for 1. Shape [T, K], any strides.
-        positions_TK: row of each slot, -1 for none, int32, contiguous.
+        slots: the rows of each token and their weights, of these rows.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
         product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
+    positions_TK, weights_TK, counts_T = slots
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
     left_TC, right_CD = product or (None, None)
@@ -170,6 +241,7 @@ def combine(
         rows_ND,
         weights_TK,
         positions_TK,
+        counts_T,
         left_TC,
         right_CD,
         out_TD,
@@ -181,8 +253,8 @@ def combine(
         out_TD.stride(0),
         rows_ND.shape[0],
         TOP_K=top_k,
-        BLOCK_K=triton.next_power_of_2(top_k) if _LARGEST_UNROLL < top_k <= _MOST_SORTED else 0,
         UNROLL=ceil_div(top_k, ceil_div(top_k, _LARGEST_UNROLL)),
+        HAS_COUNTS=counts_T is not None,
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,
         FEW_CHANNELS=num_channels if has_few_channels else 0,

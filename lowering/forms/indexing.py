@@ -33,7 +33,8 @@ from moeblaze_ops.lowering.forms.views import (
     sliced,
     tensor,
 )
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 

@@ -8,7 +8,8 @@ import torch
 from moeblaze_ops.lowering.forms.indexing import bound_of, coordinates, counts_of
 from moeblaze_ops.lowering.forms.pointwise import pointwise
 from moeblaze_ops.lowering.forms.views import form, full, output_dtype, output_shape, require, selected, tensor
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 
 

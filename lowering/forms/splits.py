@@ -17,7 +17,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.forms.views import axis, concatenated, form, full, output_shape, pieces, require, reshaped, tensor
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 
 Number = tuple[Size, frozenset[tuple[Value, int]]]

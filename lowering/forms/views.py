@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value, fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 TABLE: dict[str, Callable] = {}

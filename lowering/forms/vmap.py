@@ -7,7 +7,8 @@
 from typing import Any
 
 from moeblaze_ops.lowering.forms.views import axis, form, output_shape, require, tensor
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, has_storage
+from moeblaze_ops.lowering.graph.fake_values import has_storage
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
 
 @form("_add_batch_dim")

@@ -21,6 +21,7 @@ from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
 from moeblaze_ops.lowering.graph.model_state import nodes_of_state
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
@@ -55,29 +56,9 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def fake_of(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def graphs_of(gm: fx.GraphModule) -> list[fx.Graph]:
     """The graph of a module, and those of bodies of higher-order operators in it."""
     return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-
-
-def storage_of(node: fx.Node) -> int | None:
-    """The memory of a tensor, which its views share; None where it has none."""
-    fake = fake_of(node)
-    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
-        return None
-    try:
-        return fake.untyped_storage()._cdata
-    except NotImplementedError:  # subclasses without storage
-        return None
-
-
-def has_storage(node: fx.Node) -> bool:
-    """Whether a tensor has memory that its aliases can be told by."""
-    return storage_of(node) is not None
 
 
 def target_name(node: fx.Node) -> str:

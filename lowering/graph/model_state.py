@@ -3,11 +3,17 @@
     self.codes.to(x.dtype) * self.scales              but not  x * self.norm.weight
     torch.ops.codec.unpack(self.packed, self.table)   but not  self.w[chosen]
 
+It is no longer that once something else was written to it:
+
+    out = torch.zeros(T, D); out.add_(y)              what a layer makes, and the tokens of the next one
+
 Such a tensor is the same for all tokens. Only what is looked into depends on it, never whether a layer is right.
 """
 
 import torch
 from torch import fx
+
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
 
 _STATE = "moeblaze_model_state"
 _HELD = "_dynamo_static_input_type"
@@ -18,15 +24,18 @@ def nodes_of_state(graph: fx.Graph) -> frozenset[fx.Node]:
     """The tensors of the model's state in a graph, and the nodes that are computed of nothing else."""
     found: set[fx.Node] = set()
     constant: set[fx.Node] = set()
+    changed: set[int] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             if node.op == "get_attr" or node.meta.get(_STATE) or _HELD in node.meta.get("tensor_dict", {}):
                 found.add(node)
         elif node.op != "output":
-            tensors = [operand for operand in node.all_input_nodes if isinstance(_held(operand), torch.Tensor | tuple | list)]
-            if constant.issuperset(tensors):
+            tensors = [operand for operand in node.all_input_nodes if isinstance(fake_of(operand), torch.Tensor | tuple | list)]
+            if not all(operand in found or operand in constant for operand in tensors) or changed.intersection(_memory(*tensors)):
+                changed.update(_memory(node) if fake_of(node) is not None else _memory(*tensors[:1]))  # x[i] = y gives nothing
+            elif constant.issuperset(tensors):
                 constant.add(node)
-            elif all(operand in found or operand in constant for operand in tensors):
+            else:
                 found.add(node)
     return frozenset(found)
 
@@ -51,5 +60,6 @@ def _module(owner: torch.nn.Module | None, node: fx.Node) -> object:
     return getattr(owner, str(node.target), None) if node.op == "get_attr" else None
 
 
-def _held(node: fx.Node) -> object:
-    return node.meta.get("example_value", node.meta.get("val"))
+def _memory(*nodes: fx.Node) -> set[int]:
+    """What tensors share with their views, and with what an operator gives that writes to them."""
+    return {storage for node in nodes if (storage := storage_of(node)) is not None}

@@ -51,6 +51,7 @@ class MoEMatch:
     low_rank_up: tuple[tuple[Factors, ...], ...] = ()  # what adapters add to each half of the up weights
     low_rank_down: tuple[Factors, ...] = ()
     subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
+    copied: frozenset[fx.Node] = frozenset()  # operands, not weights, that are written before the backward: it reads copies
 
     @property
     def has_low_rank(self) -> bool:

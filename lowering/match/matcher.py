@@ -19,7 +19,8 @@ from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, fake_of, inplace_name, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
 from moeblaze_ops.lowering.match.internal_errors import tolerate
@@ -32,7 +33,7 @@ from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable
 from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.region import Region, prove_region
+from moeblaze_ops.lowering.match.region import Region, prove_region, written_before_backward
 from moeblaze_ops.lowering.match.residual import bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
@@ -402,9 +403,12 @@ class Matcher:
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         parameters = tuple(replace(operand, dtype=at_least_fp32(dtype)) for operand in parameters)
-        of_tokens = (ids, weights, kept, passed and passed.x, named and named.tokens, named and named.weights)
-        tensors = (x, *parameters, *(s.operand for s in scales), *filter(None, of_tokens), *views_used)
-        region = self._region(root, frozenset(node for tensor in tensors for node in tensor.nodes), sums, dtype, base)
+        optional = (ids, weights, kept, passed.x if passed else None, *((named.tokens, named.weights) if named else ()))
+        of_tokens = (x, *parameters, *(s.operand for s in scales), *filter(None, optional))
+        read, stored = ({node for tensor in tensors for node in tensor.nodes} for tensors in (of_tokens, views_used))
+        region = self._region(root, frozenset(read | stored), sums, dtype, base)
+        changed = written_before_backward(self.view, root, stored)
+        prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", next(iter(changed), None))
         bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
@@ -413,6 +417,7 @@ class Matcher:
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
             named=named, parameters=parameters, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
+            copied=written_before_backward(self.view, root, read),
         )  # fmt: skip
 
     def _region(

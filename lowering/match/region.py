@@ -1,5 +1,6 @@
 """The nodes that a match replaces, and why none of them is missed by anyone else."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,8 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.match.operands.find_operands import dependencies
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 
@@ -45,7 +47,6 @@ def prove_region(
     _prove_gradients(view, root, frozenset(carriers), read)
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
-    _prove_saved(view, root, operands)
     for node in nodes:
         prove(not _acts(view, node), Reason.EFFECT, node.name, node)
     prove(not view.has_tangents(root), Reason.CONTEXT, "derivatives are computed forward", root)
@@ -199,14 +200,22 @@ def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: f
     return None
 
 
-def _prove_saved(view: GraphView, root: fx.Node, operands: frozenset[fx.Node]) -> None:
-    """The ops save their operands for the backward, where eager may have saved copies that a later write leaves alone."""
-    if not _needs_gradient(view, root):
-        return
-    saved = {alias for n in operands if fake_of(n).is_floating_point() for alias in view.aliases(n)}
-    for node, target in view.all_writes():
-        late = view.position[node] > view.position[root]
-        prove(not (late and target in saved), Reason.OPERAND_CHANGED, "written before the backward", node)
+def written_before_backward(view: GraphView, root: fx.Node, operands: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The operands that are written after the layer: its ops save them for the backward, where eager may have saved copies.
+
+        w = w / w.sum(-1, keepdim=True); out = layer(x, w, ids); w.mul_(2)      w: the layer has to read a copy
+        def forward(self, x, w, ids): out = layer(x, w, ids); w.mul_(2)         raises: a caller's w may be saved in its place
+    """
+    written = set()
+    late = [(node, target) for node, target in view.all_writes() if view.position[node] > view.position[root]]
+    for operand in operands if late and _needs_gradient(view, root) else ():
+        aliases = set(view.aliases(operand)) if fake_of(operand).is_floating_point() else set()
+        for node, target in late:
+            if target in aliases:
+                given = any(alias.op in ("placeholder", "get_attr") for alias in aliases)
+                prove(not given, Reason.OPERAND_CHANGED, "written before the backward", node)
+                written.add(operand)
+    return frozenset(written)
 
 
 def reads_size(node: fx.Node) -> bool:
@@ -217,6 +226,8 @@ def reads_size(node: fx.Node) -> bool:
 def _autocast_dtype(view: GraphView, root: fx.Node) -> torch.dtype | None:
     """What autocast would cast the operands of ops at ``root`` to, None where it is off."""
     device = fake_of(view.writes.get(root, root)).device.type
+    if not torch.amp.is_autocast_available(device):
+        return None
     inside = [args for name, args in view.context[root] if name == "_enter_autocast" and args[0] == device]
     dtype, enabled = inside[-1][1:3] if inside else (None, torch.is_autocast_enabled(device))
     return (dtype or torch.get_autocast_dtype(device)) if enabled else None

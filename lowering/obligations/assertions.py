@@ -25,7 +25,8 @@ from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import ASSERTS
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_count
 from moeblaze_ops.lowering.obligations.ids_in_range import natural_number

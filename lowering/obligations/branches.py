@@ -23,15 +23,8 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import (
-    GraphView,
-    Value,
-    fake_of,
-    graphs_of,
-    has_storage,
-    inplace_name,
-    target_name,
-)
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator

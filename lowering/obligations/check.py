@@ -9,7 +9,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
-from moeblaze_ops.lowering.graph.functional_view import fake_of, graphs_of, storage_of, target_name, written_nodes
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
+from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.torch_internals import places

@@ -11,7 +11,8 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, storage_of, written_nodes
+from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, written_nodes
 from moeblaze_ops.lowering.obligations.markers import hit_number
 
 

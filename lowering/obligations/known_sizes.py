@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 _PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between", "item"))

@@ -17,7 +17,7 @@ import moeblaze_ops.ops.route
 import moeblaze_ops.ops.route_at  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
-from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale

@@ -6,7 +6,7 @@ from torch import fx
 
 import moeblaze_ops.ops.low_rank.expert_rows  # noqa: F401
 from moeblaze_ops.kernels.formulas.named import IDENTITY
-from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter

@@ -11,7 +11,7 @@ from itertools import permutations
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter

@@ -7,6 +7,7 @@ nothing that was not proven, and finds nothing when run again.
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import fx
@@ -16,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
 from moeblaze_ops.lowering.match.internal_errors import tolerate
@@ -203,7 +205,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
     """Put the ops in place of a match; nothing is changed if they do not take its operands."""
     if isinstance(result, Decline):
         return _declined(result)
-    mark, insert = edits.mark(), Inserter(edits, result.root)
+    mark, insert = edits.mark(), Inserter(edits, result.root, result.copied)
     device = fake_of(result.x.node).device.type
     autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
     try:
@@ -231,6 +233,7 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
     for carrier in match.region.carriers:
         readers = [u for u in carrier.users if order[u] > after and u not in inserted]
         if not readers:
+            edits.succeed(carrier, partial(_in_shape, insert, out, match, carrier))  # where a layer behind may find its tokens
             continue
         if result is None:
             replacement = _in_shape(insert, out, match, carrier)

@@ -16,7 +16,8 @@ from torch import fx
 
 from moeblaze_ops import config
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
-from moeblaze_ops.lowering.graph.functional_view import fake_of, inplace_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import inplace_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.graph.sizes import same_size
 
 

@@ -15,7 +15,8 @@ from torch import fx
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.lowering.forms.views import is_scattered_over
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.router.expert_choice import Choice, read_choice

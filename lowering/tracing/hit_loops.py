@@ -28,7 +28,7 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.lowering.graph.functional_view import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.obligations.known_elements import experts_among, known_element
 from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
 

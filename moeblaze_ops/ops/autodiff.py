@@ -50,6 +50,10 @@ def differentiated(name: str, gradient: Callable, setup_context: Callable | None
         return tuple(flat_results)
 
     def backward(ctx, *grads):
+        # Where a compiled function calls backward of what ran in eager mode, Dynamo would trace this, and cannot.
+        return (torch.compiler.disable(formula) if torch.compiler.is_dynamo_compiling() else formula)(ctx, *grads)
+
+    def formula(ctx, *grads):
         needed = ctx.needs_input_grad
         ctx.needs_input_grad = _in_lists(needed[1:], ctx.call.arguments)
         try:

@@ -5,8 +5,10 @@ behind their own K. It changes what the model computes, as capacity does, and so
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import moeblaze_ops.ops.dispatch  # noqa: F401
 from moeblaze_ops.arguments.validation import MAX_EXPERTS
 from moeblaze_ops.arguments.validation_values import (
     ID_DTYPES,
@@ -53,40 +55,40 @@ def round_routing(
         Weights that were normalised over K or over K + spare are not normalised anew.
     """
     _check(weights, experts, num_experts, spare, tile, mode)
-    slots = experts.shape[-1]
-    ids_N, weights_N = experts.reshape(-1).long(), weights.detach().reshape(-1)
-    device = ids_N.device
-    used_N = (ids_N >= 0) & (ids_N < num_experts)
-    ids_N = torch.where(used_N, ids_N, num_experts)
-    is_spare_N = (torch.arange(slots, device=device) >= slots - spare).expand(experts.shape).reshape(-1)
+    num_slots = experts.shape[-1]
+    top_k = num_slots - spare
+    weights_TS, ids_TS = weights.detach().reshape(-1, num_slots), experts.reshape(-1, num_slots)
+    slots_TS = torch.arange(ids_TS.numel(), device=ids_TS.device).view(ids_TS.shape)
+    parts = (slice(0, top_k), slice(top_k, num_slots))
+    order_N = torch.cat([slots_TS[:, part].reshape(-1)[_by_weight(weights_TS[:, part])] for part in parts])
+    ids_N = ids_TS.reshape(-1)[order_N]
 
-    by_weight_N = weights_N.argsort(descending=True, stable=True)
-    groups_N = (2 * ids_N + is_spare_N).short()  # of two bytes, which take a quarter of the passes
-    order_N = by_weight_N[groups_N[by_weight_N].argsort(stable=True)]
-    counts_E1 = _counts(ids_N, used_N, num_experts)
-    chosen_E1 = _counts(ids_N, used_N & ~is_spare_N, num_experts)
-    rows_N = torch.arange(order_N.numel(), device=device) - (counts_E1.cumsum(0) - counts_E1)[ids_N[order_N]]
-    rank_N = torch.empty_like(rows_N).scatter(0, order_N, rows_N)
+    # Stable: the rows of an expert are first those that chose it, then those that have it to spare, the largest weights first.
+    places_N, offsets_E1, positions_N1, _ = torch.ops.moeblaze.dispatch(ids_N.unsqueeze(1), num_experts)
+    is_chosen_N = (places_N >= 0) & (places_N < ids_TS.shape[0] * top_k)
+    before_N1 = F.pad(is_chosen_N.cumsum(0), (1, 0))
+    kept_E = _rounded(before_N1[offsets_E1].diff(), offsets_E1.diff().long(), tile, mode)
+    expert_N, position_N = ids_N.long().clamp(0, num_experts - 1), positions_N1.squeeze(1)
+    is_kept_N = (position_N >= 0) & (position_N - offsets_E1[expert_N] < kept_E[expert_N])
 
-    kept_N = (rank_N < _rounded(chosen_E1, counts_E1, tile, mode)[ids_N]).view(experts.shape)
-    return torch.where(kept_N, weights, 0), torch.where(kept_N, experts, -1)
-
-
-def _counts(ids_N: Tensor, counted_N: Tensor, num_experts: int) -> Tensor:
-    """How many counted slots each expert has, and none for unused ones, which have the number behind the last."""
-    return torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device).index_add(0, ids_N, counted_N.long())
+    kept = torch.empty_like(is_kept_N).scatter(0, order_N, is_kept_N).view(experts.shape)
+    return torch.where(kept, weights, 0), torch.where(kept, experts, -1)
 
 
-def _rounded(chosen_E1: Tensor, available_E1: Tensor, tile: int, mode: str) -> Tensor:
-    rest_E1 = chosen_E1 % tile
-    down_E1 = chosen_E1 - rest_E1
+def _by_weight(weights_TS: Tensor) -> Tensor:
+    return weights_TS.reshape(-1).argsort(descending=True, stable=True)
+
+
+def _rounded(chosen_E: Tensor, available_E: Tensor, tile: int, mode: str) -> Tensor:
+    rest_E = chosen_E % tile
+    down_E = chosen_E - rest_E
     if mode == "down":
-        return down_E1
-    up_E1 = torch.where(rest_E1 > 0, down_E1 + tile, down_E1)
-    goes_up_E1 = up_E1 <= available_E1
+        return down_E
+    up_E = torch.where(rest_E > 0, down_E + tile, down_E)
+    goes_up_E = up_E <= available_E
     if mode == "nearest":
-        goes_up_E1 &= 2 * rest_E1 >= tile
-    return torch.where(goes_up_E1, up_E1, down_E1)
+        goes_up_E &= 2 * rest_E >= tile
+    return torch.where(goes_up_E, up_E, down_E)
 
 
 def _check(weights: Tensor, experts: Tensor, num_experts: int, spare: int, tile: int, mode: str) -> None:

@@ -225,4 +225,6 @@ USES = [lambda out, i: out * (i + 1), lambda out, i: out if i else out + 1, lamb
 
 @pytest.mark.parametrize("use", USES)
 def test_numbers_of_hits_that_are_read(use):
+    if use is USES[2] and torch.__version__ < "2.13":
+        pytest.skip("Dynamo 2.11 takes a number in a text for a number, whoever compiles")
     assert check(hits(use)) == 0

@@ -1,6 +1,6 @@
 """Sharded experts on GPUs through NCCL: numbers against one GPU, memory, skew, and what raises. ``pytest -m multigpu``.
 
-One start of the processes for each number of GPUs serves all tests.
+One start of the processes for each number of GPUs serves all tests that were asked for; ``-s`` shows each as it ends.
 """
 
 import functools
@@ -209,7 +209,9 @@ CHECKS = {
 def outcomes(request, tmp_path_factory) -> dict[str, list[str]]:
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} CUDA devices")
-    return run_checks(CHECKS, request.param, tmp_path_factory.mktemp("ranks"), "cuda")
+    asked = {item.callspec.params["name"] for item in request.session.items if item.function is test_on_gpus}
+    checks = {name: check for name, check in CHECKS.items() if name in asked}
+    return run_checks(checks, request.param, tmp_path_factory.mktemp("ranks"), "cuda")
 
 
 @pytest.mark.parametrize("name", CHECKS)

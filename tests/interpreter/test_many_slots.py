@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeblaze_ops.kernels.rows.combine import combine
+from moeblaze_ops.kernels.rows.combine import combine, token_slots
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["all_rows", "first_rows"])
@@ -22,8 +22,9 @@ def test_unused_slots_change_nothing(K, dropped):
         here = (positions[:, k] >= 0) & (positions[:, k] < len(rows))
         expected[here] += rows[positions[here, k].long()] * weights[here, k, None]
     out, with_product = torch.empty(T, D), torch.empty(T, D)
-    combine(rows, weights, positions, out)
+    slots = token_slots(positions, weights, len(rows))
+    combine(rows, slots, out)
     assert torch.equal(out, expected)
     left, right = torch.randn(T, 24), torch.randn(24, D)
-    combine(rows, weights, positions, with_product, (left, right))
+    combine(rows, slots, with_product, (left, right))
     torch.testing.assert_close(with_product, expected + left @ right)

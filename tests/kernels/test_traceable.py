@@ -171,6 +171,26 @@ def test_mutation_analysis_finds_what_kernels_write(trace):
     check_writes(graph, WRITES)
 
 
+def test_used_slots_are_put_first_once_for_all_ranges_of_columns(monkeypatch):
+    monkeypatch.setattr(configs, "COLUMN_UNIT", 32)
+
+    def step(h, a, experts, weights, w_down):
+        routing = launch_dispatch(experts, E)
+        return launch_expert_down(h, a, [w_down], [], weights, *routing, "swiglu", max_bytes=HINT * E * D)
+
+    with FakeTensorMode(allow_non_fake_inputs=False), fake_device():
+
+        def new(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        kernel_side_table.reset_table()
+        numbers = new(HINT, E, dtype=torch.int64), new(HINT, E, dtype=torch.float32)
+        graph = make_fx(step)(new(HINT * E, 2, F), new(HINT * E, F), *numbers, new(E, F, D))
+        names = [kernel_name(kernel) for kernel, _ in kernel_launches(graph)]
+        assert names.count("_used_first_kernel") == 1 and names.count("_combine_kernel") == 2
+        check_writes(graph, WRITES | {"_used_first_kernel": {"used_positions_ptr", "used_weights_ptr", "counts_ptr"}})
+
+
 def test_learned_parameters_are_read_and_their_sums_written():
     formula = "g * sigmoid(p0 * g) * (u + p1)"
 

@@ -206,3 +206,19 @@ def test_ops_that_write_take_no_tangents():
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="expert_bias_grad_add: forward-mode AD"):
         dual = forward_ad.make_dual(rows, rows)
         ops.expert_bias_grad_add(dual, torch.zeros(2, 3, dtype=DTYPE), None, slots, offsets, 1, False)
+
+
+@pytest.mark.parametrize("run", [lambda moe: moe, torch.compiler.disable], ids=["in_the_graph", "beside_it"])
+def test_backward_that_a_compiled_function_calls(run):
+    """Dynamo would trace the gradient formulas of what ran in eager mode."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
+    w_up, w_down = torch.randn(3, 12, 8, requires_grad=True), torch.randn(3, 8, 12)
+    layer = run(moeblaze_ops.moe)
+
+    def step(x):
+        out = layer(x, weights, torch.tensor([[0, 2]] * 6), w_up, w_down, activation="silu")
+        return torch.autograd.grad(out.square().sum(), (x, w_up))
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(step, backend="eager")(x), step(x))

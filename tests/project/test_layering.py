@@ -33,7 +33,7 @@ FLOORS = {
         ["rewrite"],
     ],
     "moeblaze_ops": [
-        ["config", "sources", "adapters", "arguments", "explanation", "unchanged"],
+        ["config", "sources", "adapters", "arguments", "explanation", "plain_words", "unchanged"],
         ["cpu", "memory", "comparison"],
         ["ops"],
         ["distributed"],

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moeblaze_ops
-from moeblaze_ops.explain import _first_line, _in_plain_words
+from moeblaze_ops.plain_words import first_line, in_plain_words
 from tests.tools.documents import blocks
 from tests.tools.rewrite_harness import rewriting_backend
 
@@ -266,9 +266,9 @@ def test_numbers_that_are_kept_are_named_with_what_would_do():
 
 def test_what_a_backend_raised_is_said():
     raised = "backend='backend' raised:\nGuardOnDataDependentSymNode: Could not guard on data-dependent expression u0 > 1\n\nmore"
-    assert _first_line(raised).startswith("GuardOnDataDependentSymNode: Could not guard")
-    assert _in_plain_words(raised).startswith("a branch depends on the elements of a tensor (Guard")
-    assert _first_line("backend='backend' raised:") == "backend='backend' raised:"
+    assert first_line(raised).startswith("GuardOnDataDependentSymNode: Could not guard")
+    assert in_plain_words(raised).startswith("a branch depends on the elements of a tensor (Guard")
+    assert first_line("backend='backend' raised:") == "backend='backend' raised:"
 
 
 def test_functions_without_operations_are_one_note():

@@ -1,6 +1,8 @@
 """Processes that run the checks of a test file together: one start of them serves all of its tests."""
 
+import faulthandler
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
+
+_SILENT_S = 60
+"""After so long a check shows where it is."""
 
 
 def run_checks(
@@ -56,6 +61,8 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
     dist.init_process_group(transport, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     outcomes = {}
     for name, check in checks.items():
+        start = time.perf_counter()
+        faulthandler.dump_traceback_later(_SILENT_S)
         torch.manual_seed(0)
         torch._dynamo.reset()
         try:
@@ -63,5 +70,8 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
             outcomes[name] = "passed"
         except Exception:
             outcomes[name] = traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
+        became = outcomes[name].splitlines()[-1]
+        print(f"rank {rank}: {name}: {became}, after {time.perf_counter() - start:.1f} s", flush=True)
         torch.save(outcomes, f"{folder}/{rank}")
     dist.destroy_process_group()

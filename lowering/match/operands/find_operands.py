@@ -9,7 +9,8 @@ from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.facts.zero_stops_gradient import is_rectified
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, fake_of, has_storage
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr
 

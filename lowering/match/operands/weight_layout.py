@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from moeblaze_ops.arguments.separate_experts import are_in_a_row
-from moeblaze_ops.lowering.graph.functional_view import Value, fake_of, has_storage
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
+from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove

@@ -139,7 +139,7 @@ _FOREIGN = (
 
 _LAYOUT = (
     "return out.as_strided(out.shape, out.stride())", "return torch.as_strided(out, (out.numel(),), (1,))", "return out.view(-1)",
-    "return out * 2 if out.is_contiguous() else out", "return out * out.stride(0)", "return out.mT",
+    "return out * 2 if out.is_contiguous() else out", "return out * out.stride(0) if len(out) > 1 else out", "return out.mT",
 )  # fmt: skip
 
 # Lines of ``__init__`` for experts in a list of modules, and for stacked ones.

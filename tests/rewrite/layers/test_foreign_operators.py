@@ -11,7 +11,8 @@ from torch import nn
 
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.functional_view import GraphView, fake_of, inplace_name, target_name, written_nodes
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.operators import operator_name
 from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 from tests.corpus.zoo import catalogue as zoo

@@ -1,5 +1,7 @@
 """Layers that are computed in blocks without gradients, where gradients are on around them."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +86,27 @@ def test_layers_in_inference_mode(fp64, spelling):
     run, backend = compiled(torch.inference_mode()(layer.forward))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch.testing.assert_close(run(x), layer(x))
+    assert_replaced(backend)
+
+
+@pytest.mark.parametrize("name", ["gathered_einsum", "stacked_loop", "dense_einsum", "packed_loop", "dbrx_loop"])
+def test_views_of_weights_for_a_layer_in_inference_mode(fp64, name):
+    """AOTAutograd does not trace views, made in such a block, of what was made outside."""
+    layer, x = zoo.stacked(name), torch.randn(zoo.D, T).T
+
+    @torch.inference_mode()
+    def forward(x):
+        x.mul_(2)
+        for parameter in layer.parameters():
+            parameter.mul_(0.9)
+        return layer(x)
+
+    run, backend = compiled(forward, aot=True)
+    state = copy.deepcopy(layer.state_dict())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = run(x.clone())
+    layer.load_state_dict(state)
+    torch.testing.assert_close(got, forward(x.clone()))
     assert_replaced(backend)
 
 

@@ -134,7 +134,14 @@ def test_layers_of_a_network(fp64, layer, checkpointed):
 
 @pytest.mark.parametrize(
     ("combine", "shape"),
-    [(zoo.masked_sum, (10,)), (zoo.masked_inplace, (2, 5)), (zoo.loop_mistral, (2, 5))],
+    [
+        (zoo.masked_sum, (10,)),
+        (zoo.masked_inplace, (2, 5)),
+        (zoo.masked_add_method, (10,)),
+        (zoo.loop_mistral, (2, 5)),
+        (zoo.loop_mixtral, (10,)),
+        (zoo.loop_mixtral, (2, 5)),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_layers_back_to_back(fp64, combine, shape):

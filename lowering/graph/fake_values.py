@@ -1,0 +1,26 @@
+"""The fake value that a node gives, and its memory."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def fake_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """The memory of a tensor, which its views share; None where it has none."""
+    fake = fake_of(node)
+    if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
+        return None
+    try:
+        return fake.untyped_storage()._cdata
+    except NotImplementedError:  # subclasses without storage
+        return None
+
+
+def has_storage(node: fx.Node) -> bool:
+    """Whether a tensor has memory that its aliases can be told by."""
+    return storage_of(node) is not None

@@ -1,0 +1,26 @@
+"""What Dynamo and a backend say of a frame, in words of the program."""
+
+import re
+
+_PLAIN_WORDS = {
+    "Data-dependent branching": "a branch depends on the elements of a tensor",
+    "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
+    "Could not extract specialized": "a branch or a size depends on the elements of a tensor",
+    "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
+    "Unsupported Tensor.item()": "a number is read from a tensor",
+    "Unsupported Tensor.tolist()": "numbers are read from a tensor",
+}
+
+
+def in_plain_words(reason: str) -> str:
+    """The first line of what Dynamo says, after what it means where that is known; the name of an error may stand before it."""
+    first = first_line(reason)
+    said = re.sub(r"^\w+: ", "", first)
+    meaning = next((words for begin, words in _PLAIN_WORDS.items() if said.startswith(begin)), None)
+    return f"{meaning} ({first})" if meaning else first
+
+
+def first_line(text: str) -> str:
+    """The first line that says why: what a backend raised stands behind the line that says so."""
+    first, _, rest = text.strip().partition("\n")
+    return first_line(rest) if first.endswith(" raised:") and rest.strip() else first
