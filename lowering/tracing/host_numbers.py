@@ -28,8 +28,9 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.graph.functional_view import target_name
+from moeblaze_ops.lowering.graph.functional_view import fake_of, target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_elements import is_written
@@ -117,10 +118,34 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         ids, number = counted
         counts = _traced(tx, counts_below, [ids, ConstantVariable.create(number)])
         return Counts(ids, counts.call_method(tx, "tolist", [], {}).items)
+    if name == "new_tensor" and len(args) == 1 and not kwargs:
+        return _selected_rows(tx, fake_value(x), args[0])
     if name == "__setitem__" and (bounds := _bounds_of_data(tx, args[0])):
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
     return handled(tx, torch.bincount, [x, *args], kwargs) if name == "bincount" else None
+
+
+def _selected_rows(tx: Any, like: torch.Tensor, numbers: VariableTracker) -> VariableTracker | None:
+    """How many rows masks select, in a tensor that is made of these numbers: it counts what is true instead.
+
+        x.new_tensor([len(rows) for rows in parts])     torch.stack([mask.count_nonzero() for mask in masks]).to(x.dtype)
+    """
+    items = numbers.items if isinstance(numbers, ListVariable) else []
+    if not items or not all(isinstance(item, SymNodeVariable) for item in items):
+        return None
+    mask_of: dict[Any, torch.fx.Node | None] = {}
+    for node in tx.output.graph.nodes:
+        if target_name(node) in ("nonzero", "where") and len(node.args) == 1:
+            size = size_of(tree_leaves(fake_of(node))[0].shape[0])
+            mask_of[size] = None if size in mask_of else node.args[0]
+    masks = [mask_of.get(_size_of(item)) for item in items]
+    if None in masks or is_written(set(masks)) or any(fake_of(mask).device != like.device for mask in masks):
+        return None
+    proxies = [torch.fx.Proxy(mask, tx.output.current_tracer) for mask in masks]
+    counts = [tx.output.create_proxy("call_function", torch.count_nonzero, (mask,), {}) for mask in proxies]
+    stacked = _traced(tx, torch.stack, [ListVariable([wrap_fx_proxy(tx, count) for count in counts])])
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "to", (stacked.as_proxy(), like.dtype), {}))
 
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
