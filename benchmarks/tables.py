@@ -170,11 +170,12 @@ def activations_table() -> str:
 
 def routing_table() -> str:
     """What a way to route costs beside plain top-k in the same run."""
-    files = "routing_h200.json", "routing_rounding_h200.json"
-    rows = [row for file in files for row in json.loads((RESULTS / file).read_text())["measurements"]]
+    many_slots = "routing_many_slots_h200.json"
+    files = {"fine": "routing_h200.json", "shaped": many_slots, "sparse_256": many_slots}
     sizes = {"fine": SHAPES["fine"], "shaped": (32768, 2048, 768, 32, 4), "sparse_256": (16384, 4096, 1024, 256, 8)}
+    rows_of = {question: json.loads((RESULTS / file).read_text())["measurements"] for question, file in files.items()}
     lines = []
-    for row in rows:
+    for row in (row for question in files for row in rows_of[question] if row["question"] == question):
         step = f"{row['step_ms']:.2f} ms", f"{row['ratio']:.2f}", f"{row['peak_mib']:.0f} MiB"
         lines.append([", ".join(map(str, sizes[row["question"]])), row["contender"], *step])
     return markdown(["T, D, F, E, K", "routing", "step", "over top-k", "peak"], lines)

@@ -105,7 +105,7 @@ def read_compared(
         same = other.expert is chosen.expert and _same_ids(algebra, other, chosen)
         prove(same, Reason.SLOT_WEIGHTS, "masks of different ids")
         distinct |= dict.fromkeys(other.distinct)
-        if other is not chosen and not other.once:
+        if other is not chosen and not other.once and other.slot is not None:
             distinct[other.ids, other.slot] = None
     if (chosen.once or chosen.factor in scale) and chosen.slot is not None:
         distinct[chosen.ids, chosen.slot] = None

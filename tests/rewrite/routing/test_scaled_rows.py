@@ -91,9 +91,9 @@ def test_rewritten(combine, activation, bias):
     assert len(rewriting.rewritten) == 1
 
 
-@pytest.mark.parametrize("combine", [added, written], ids=["added", "written"])
-def test_one_slot(combine):
-    layer = Layer(combine, bias=True, top_k=1).double()
+@pytest.mark.parametrize("combine, bias", [(added, True), (written, True), (of_sums, False)], ids=["added", "written", "of_sums"])
+def test_one_slot(combine, bias):
+    layer = Layer(combine, ACTIVATIONS["relu2"], bias, top_k=1).double()
     rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
     assert len(rewriting.rewritten) == 1
 
