@@ -30,7 +30,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.graph.functional_view import fake_of, target_name
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_elements import is_written
