@@ -171,7 +171,7 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
     _, _, fork = begin.args
     proof = _Proof(known, begin, end, fork)
     if not proof.assume():
-        return "no condition that says whether there are rows, as those of `if len(rows) > 0:` and `if mask.any():` do"
+        return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
         proof.zeros.beside = beside.zeros
     for before, after in zip(*end.args[1:3], strict=True):

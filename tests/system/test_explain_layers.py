@@ -242,7 +242,7 @@ class Branching(Guarded):
 
 def test_branch_on_data_is_named_with_its_line():
     branch, note, _ = moeblaze_ops.explain(Branching(), torch.randn(6, 16)).notes
-    assert re.search(r"test_explain_layers.py:\d+\): no condition that says whether there are rows, as", branch)
+    assert re.search(r"test_explain_layers.py:\d+\): the condition does not say whether there are rows, as", branch)
     assert "a branch depends on the elements of a tensor" in note and "(if token.numel() > 1:), inside a loop" in note
     assert re.search(r"at \S*test_explain_layers.py:\d+ ", note)
 
