@@ -295,10 +295,11 @@ def _input_scale(hidden: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr,
 
     Parameters of the activation may stand there, too.
     """
-    for half in halves:
-        if half.kind == "add":
-            (product,) = [t for t in half.args if t.has_dot]
-            return tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d")
+    biased = [next(t for t in half.args if t.has_dot) for half in halves if half.kind == "add"]
+    scales = [tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d") for product in biased]
+    if scales:
+        prove(len(set(scales)) == 1, Reason.ACTIVATION, "the up projections are scaled by different numbers before their biases")
+        return scales[0]
     for product in subexpressions(hidden, lambda e: e.kind == "mul" and e is not hidden and any(h in e.args for h in halves)):
         scale = tuple(f for f in product.args if not f.has_dot and f.kind != "const" and not is_changing(f))
         if scale := tuple(f for f in scale if f not in parameters):

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops.compile  # noqa: F401  (registers the backend where the package is not installed)
 from tests.corpus.codecs import NF4, Int8, unpacked
+from tests.corpus.zoo.catalogue import grouped_mm_fallback
 from tests.tools.rewrite_harness import check_against_eager
 
 pytestmark = pytest.mark.usefixtures("fp64")
@@ -198,3 +199,28 @@ def test_computed_weights_are_not_kept_for_backward(name, monkeypatch):
     assert kept[-1] < E * D * H
     assert x.grad is not None
     assert kept_beside(layer, x, layer)[-1] >= E * D * H
+
+
+@pytest.mark.parametrize("of_gate, of_up", [(1, 2), (2, 1), (2, 2)])
+def test_scaled_weights_beside_a_bias(of_gate, of_up):
+    """A number before the bias of one half is not one before the input of both."""
+
+    class Scaled(Layer):
+        def __init__(self):
+            super().__init__()
+            self.b_gate, self.b_up = nn.Parameter(torch.randn(E, H)), nn.Parameter(torch.randn(E, H))
+            self.w_gate, self.w_up = nn.Parameter(torch.randn(E, H, D)), nn.Parameter(torch.randn(E, H, D))
+            self.b_down = nn.Parameter(torch.randn(E, D))
+
+        def forward(self, x):
+            weights, ids = self.router(x).softmax(dim=-1).topk(K)
+            order = ids.flatten().argsort(stable=True)
+            chosen, token = ids.flatten()[order], order // K
+            ends = torch.bincount(chosen, minlength=E).cumsum(0).to(torch.int32)
+            w_gate, w_up = (of_gate * self.w_gate).transpose(-2, -1), (of_up * self.w_up).transpose(-2, -1)
+            gate = grouped_mm_fallback(x[token], w_gate, ends) + self.b_gate[chosen]
+            up = grouped_mm_fallback(x[token], w_up, ends) + self.b_up[chosen]
+            y = grouped_mm_fallback(gate * torch.sigmoid(gate) * up, self.w_down.transpose(-2, -1), ends) + self.b_down[chosen]
+            return torch.zeros_like(x).index_add(0, token, y * weights.flatten()[order, None])
+
+    check_against_eager(Scaled(), torch.randn(T, D))
