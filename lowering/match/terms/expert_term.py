@@ -295,8 +295,11 @@ def _input_scale(hidden: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr,
 
     Parameters of the activation may stand there, too.
     """
-    biased = [next(t for t in half.args if t.has_dot) for half in halves if half.kind == "add"]
-    scales = [tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d") for product in biased]
+    scales = []
+    for half in halves:
+        if half.kind == "add":
+            (product,) = [t for t in half.args if t.has_dot]
+            scales.append(tuple(f for f in factors_of(product) if f.kind != "sum" or f.args[0].args[2] != "d"))
     if scales:
         prove(len(set(scales)) == 1, Reason.ACTIVATION, "the up projections are scaled by different numbers before their biases")
         return scales[0]
