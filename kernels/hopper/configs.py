@@ -86,12 +86,31 @@ SIXTEEN_WARPS = Warps(4, 4, (160, 48, 144))
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """The columns that a low-rank addition adds to what is contracted, behind all others; rank 0 for none.
+
+    ``k_inner``: whether the ranks are the inner axis of the factor. A stage of them is no longer than they are: what is
+    multiplied beside the weight is not padded to ``block_k``.
+    """
+
+    rank: int = 0
+    k_inner: bool = True
+
+    @property
+    def block_k(self) -> int:
+        return next((block for block in (16, 32) if self.rank <= block), 64)
+
+    @property
+    def steps(self) -> int:
+        return ceil_div(self.rank, self.block_k)
+
+
+@dataclass(frozen=True)
 class RowsPlan:
     """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input.
 
     With one expert a token rows go ``to_tokens``, perhaps weighted, and with a product of ``channels`` added. ``early``, here
-    and below: products begin before the kernel launched last has ended. ``rank``, here and below: columns that a low-rank
-    addition adds to what is contracted, 0 for none.
+    and below: products begin before the kernel launched last has ended.
     """
 
     tile: Tile
@@ -104,7 +123,7 @@ class RowsPlan:
     has_weights: bool = False
     channels: int = 0
     early: bool = False
-    rank: int = 0
+    low: LowRank = LowRank()
     a_k_inner: bool = True
     gathered: bool = False
     instruction_n: int = 256
@@ -115,8 +134,8 @@ class RowsPlan:
 
     @property
     def steps(self) -> int:
-        """Stages that a tile takes."""
-        return self.parts * ceil_div(self.contracted, self.tile.block_k) + ceil_div(self.rank, self.tile.block_k)
+        """Stages that a tile takes, but for the low-rank ones."""
+        return self.parts * ceil_div(self.contracted, self.tile.block_k)
 
 
 @dataclass(frozen=True)
@@ -141,14 +160,14 @@ class GatherPlan:
     store_h: bool = True
     warps: Warps = TWELVE_WARPS
     early: bool = False
-    rank: int = 0
+    low: LowRank = LowRank()
     a_k_inner: bool = True
     gathered: bool = True
 
     @property
     def steps(self) -> int:
-        """Stages that a tile takes."""
-        return ceil_div(self.contracted, self.tile.block_k) + ceil_div(self.rank, self.tile.block_k)
+        """Stages that a tile takes, but for the low-rank ones."""
+        return ceil_div(self.contracted, self.tile.block_k)
 
     @property
     def instruction_n(self) -> int:
@@ -195,6 +214,7 @@ class WeightGradPlan:
     a_k_inner: bool = False
     b_k_inner: bool = False
     gathered: bool = True
+    low: LowRank = LowRank()
     instruction_n: int = 256
 
     @property
