@@ -20,6 +20,9 @@ COLUMN_UNIT = 256
 FEW_CHANNELS = 8
 """Channels of a product up to which multiplying them one by one is faster than tensor cores."""
 
+MOST_RANKS_AT_ONCE = 32
+"""Ranks of a low-rank part up to which one pass over a gradient gives both of what hangs on it."""
+
 _SHARED_MEMORY_BYTES = {
     (7, 5): 64 << 10,
     (8, 0): 163 << 10,
@@ -166,6 +169,24 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
     fitted = _fit(replace(tile, block_m=_clip(tile.block_m, F, 16)), operands, None, D, 1, capability)
     # The pipeline spends every other stage on the index that the gather waits for: stages come cheaper here.
     return replace(fitted, num_stages=2 * fitted.num_stages - 1)
+
+
+def choose_low_rank_backward(
+    operands: Operands, width: int | None, rank: int, capability: tuple[int, int]
+) -> GemmConfig | None:
+    """Tile of the one pass over the gradient of a low-rank part: ``block_m`` of its columns, ``block_n`` ranks, ``block_k`` rows.
+
+    None where ``rank`` fp32 sums for each tile are as many bytes as its columns are: then two passes read less.
+    """
+    block_n = _clip(MOST_RANKS_AT_ONCE, rank, 16)
+    if rank > MOST_RANKS_AT_ONCE:
+        return None
+    if not operands.tensor_cores:
+        return GemmConfig(_clip(64, width, 16), block_n, 32, 1, 4, 2)
+    tile = GemmConfig(_clip(256, width, 16), block_n, 64, 1, 4, 4)
+    limit = shared_memory_bytes(capability)
+    stage = tile.block_m * tile.block_k * operands.element_size
+    return replace(tile, num_stages=max(2, min(tile.num_stages, limit // (2 * stage))))
 
 
 def choose_rank_block(operands: Operands, rank: int) -> int:

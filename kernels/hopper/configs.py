@@ -26,6 +26,9 @@ _FAR_EPILOGUE_BOUND = 512
 """Width D up to which it takes so much longer that it gets half of the product's registers, too."""
 
 
+_FEW_COLUMNS = 64
+"""Columns up to which a product takes as long as its rows take to arrive: more of them are on their way then."""
+
 _MOST_STEPS = 18
 """Steps of a gated gradient that fit 144 registers, and if there are no more than two choices among them 96."""
 
@@ -89,12 +92,10 @@ SIXTEEN_WARPS = Warps(4, 4, (160, 48, 144))
 class LowRank:
     """The columns that a low-rank addition adds to what is contracted, behind all others; rank 0 for none.
 
-    ``k_inner``: whether the ranks are the inner axis of the factor. A stage of them is no longer than they are: what is
-    multiplied beside the weight is not padded to ``block_k``.
+    A stage of them is no longer than they are: what is multiplied beside the weight is not padded to the tile's ``block_k``.
     """
 
     rank: int = 0
-    k_inner: bool = True
 
     @property
     def block_k(self) -> int:
@@ -268,11 +269,15 @@ def ceil_div(size: int, block: int) -> int:
 
 def rows_tile(columns: int) -> Tile:
     """Tile of the down projection and of the up projection's input gradient."""
+    if columns <= _FEW_COLUMNS:
+        return Tile(block_n=_FEW_COLUMNS, stages=8)
     return Tile(block_n=_block_n(columns), stages=3)
 
 
 def up_tile(columns: int, parts: int) -> Tile:
     """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
+    if parts == 1 and columns <= _FEW_COLUMNS:
+        return Tile(block_n=_FEW_COLUMNS, stages=8, lead=1)
     return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
 
 

@@ -359,7 +359,8 @@ def hopper_down_backward(
     num_columns = h_NGF.shape[2]
     tile = down_backward_tile(num_columns, dout_TD.shape[1])
     weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
-    low, low_rank = describe_low_rank(q_NR, [lora_a_ERF], False, tile.block_m, tile.block_n)
+    factor = None if lora_a_ERF is None else lora_a_ERF.unsqueeze(1)
+    low, (low_rows, low_weight, _) = describe_low_rank(q_NR, factor, tile.block_m, tile.block_n)
     plan = _plan(
         dout_TD.shape[1],
         num_columns,
@@ -378,7 +379,8 @@ def hopper_down_backward(
         dout_TD,
         dout_TD.stride(0) // 8,
         weight_desc,
-        *low_rank,
+        low_rows,
+        low_weight,
         h_NGF,
         partials_CN if weights_TK is None else weights_TK,
         params_EP,

@@ -214,8 +214,8 @@ def hopper_expert_up(
     tile = up_tile(num_columns, len(weights))
     part_n = tile.block_n // len(weights)
     described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
-    factors = [None] if u_NR is None else part_views([lora_b_EGFR])
-    low, (low_rows, *low_factors) = describe_low_rank(u_NR, factors, True, tile.block_m, part_n)
+    factor = None if lora_b_EGFR is None else lora_b_EGFR.mT
+    low, low_rank = describe_low_rank(u_NR, factor, tile.block_m, part_n)
     plan = _plan(
         x_TD.shape[1],
         num_columns,
@@ -236,9 +236,7 @@ def hopper_expert_up(
         x_TD.stride(0) // 8,
         described[0][0],
         described[-1][0],
-        low_rows,
-        low_factors[0],
-        low_factors[-1],
+        *low_rank,
         biases,
         h_desc,
         h_NGF,

@@ -5,7 +5,7 @@ a launch remembers its kernel by what Triton specialises on, and descriptors are
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
@@ -63,29 +63,23 @@ def describe_weight(w_EFD: Tensor, contract_d: bool, block_n: int, block_k: int)
 
 
 def describe_low_rank(
-    rows_NR: Tensor | None, factors: Sequence[Tensor], contract_last: bool, block_m: int, block_n: int
+    rows_NR: Tensor | None, factor_EGRC: Tensor | None, block_m: int, block_n: int
 ) -> tuple[LowRank, tuple[TensorDescriptor | None, ...]]:
-    """What a plan holds of a low-rank addition, and the descriptors of its rows and of the factors beside each part.
+    """What a plan holds of a low-rank addition, and the descriptors of its rows and of the factor beside each part.
 
     Args:
         rows_NR: rows in expert order, contiguous; None for no addition.
-        factors: one matrix an expert for each part, all alike; a small copy is made of what TMA cannot describe.
-        contract_last: whether their last axis is contracted, or the one before.
+        factor_EGRC: a matrix for each expert and part. Where its columns are not its inner axis, a small copy is made: boxes of
+            few ranks a row would be many short reads.
         block_m, block_n: rows of a tile, and columns of one part.
     """
-    if rows_NR is None:
-        return LowRank(), (None,) * (1 + len(factors))
-    rank = rows_NR.shape[1]
-    block_k = LowRank(rank).block_k
-    described = [describe_weight(_describable(factor), contract_last, block_n, block_k) for factor in factors]
-    rows = describe(rows_NR.unsqueeze(0), 1, block_m, block_k)
-    return LowRank(rank, described[0][1]), (rows, *(descriptor for descriptor, _ in described))
-
-
-def _describable(factor_EXY: Tensor) -> Tensor:
-    *outer, inner = sorted(factor_EXY.stride(), reverse=True)
-    aligned = all(stride * factor_EXY.element_size() % _ALIGNMENT == 0 for stride in outer)
-    return factor_EXY if inner == 1 and aligned and factor_EXY.stride(0) != 1 else factor_EXY.contiguous()
+    if rows_NR is None or factor_EGRC is None:
+        return LowRank(), (None, None, None)
+    low = LowRank(rows_NR.shape[1])
+    if factor_EGRC.stride(3) != 1 or any(stride * factor_EGRC.element_size() % _ALIGNMENT for stride in factor_EGRC.stride()[:3]):
+        factor_EGRC = factor_EGRC.contiguous()
+    parts = [describe(part_ERC, 1, low.block_k, block_n) for part_ERC in factor_EGRC.unbind(1)]
+    return low, (describe(rows_NR.unsqueeze(0), 1, block_m, low.block_k), parts[0], parts[-1])
 
 
 def bias_stride(biases: list[Tensor]) -> int | None:

@@ -253,7 +253,8 @@ def _launch_rows(
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
     channels = 0 if left_TC is None else left_TC.shape[1]
     form = (rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
-    low, low_rank = describe_low_rank(low_NR, [factor_ERD], False, tile.block_m, tile.block_n)
+    factor = None if factor_ERD is None else factor_ERD.unsqueeze(1)
+    low, (low_rows, low_weight, _) = describe_low_rank(low_NR, factor, tile.block_m, tile.block_n)
     plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early, low)
     product = (y_ND, 0, 0, y_ND, 0, 0) if left_TC is None else (left_TC, *left_TC.stride(), right_CD, *right_CD.stride())
     launch_persistent(
@@ -262,7 +263,8 @@ def _launch_rows(
         describe(rows_NGF.transpose(0, 1), 1, tile.block_m, tile.block_k),
         described[0][0],
         described[-1][0],
-        *low_rank,
+        low_rows,
+        low_weight,
         tuple(biases),
         offsets_E1 if slots_N is None else slots_N,
         offsets_E1 if weights_TK is None else weights_TK,

@@ -207,12 +207,9 @@ def _view(matrix, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def low_rank_views(ring, step, PLAN: gl.constexpr):
-    """A stage as low-rank rows and as a block of their factor, in its order of axes."""
+    """A stage as low-rank rows ``[block_m, ranks]`` and as a block of their factor, ``[ranks, block_n]``."""
     rows = _view(ring.a.index(step % ring.STAGES), PLAN.tile.block_m, PLAN.low.block_k)
-    if PLAN.low.k_inner:
-        return rows, _view(ring.b_tile(step), PLAN.tile.block_n, PLAN.low.block_k)
-    else:
-        return rows, _view(ring.b_tile(step), PLAN.low.block_k, PLAN.tile.block_n)
+    return rows, _view(ring.b_tile(step), PLAN.low.block_k, PLAN.tile.block_n)
 
 
 @gluon.jit
@@ -228,7 +225,7 @@ def load_low_rank(ring, step, low_rank, expert, row, k, column, PLAN: gl.constex
     rows, factor = low_rank_views(ring, step, PLAN)
     load_matrix(low_rank[0], 0, row, k, ready, rows)
     for part in gl.static_range(parts):
-        load_part(factor, part, ready, low_rank[1 + part], expert, k, column, PLAN.low.k_inner)
+        load_part(factor, part, ready, low_rank[1 + part], expert, k, column, False)
 
 
 @gluon.constexpr_function
@@ -268,8 +265,6 @@ def multiply(ring, step, num_steps, accumulator, HALF: gl.constexpr, PLAN: gl.co
         for _ in range(gl.where(num_steps > 0, PLAN.low.steps, 0)):
             ring.wait_ready(step)
             rows, factor = low_rank_views(ring, step, PLAN)
-            if PLAN.low.k_inner:
-                factor = factor.permute((1, 0))
             accumulator = warpgroup_mma(rows.slice(HALF * half_m, half_m, 0), factor, accumulator, is_async=True)
             accumulator = warpgroup_mma_wait(1, deps=[accumulator])
             ring.release(step + ring.STAGES - 1)
