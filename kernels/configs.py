@@ -178,15 +178,12 @@ def choose_low_rank_backward(
 
     None where ``rank`` fp32 sums for each tile are as many bytes as its columns are: then two passes read less.
     """
-    block_n = _clip(MOST_RANKS_AT_ONCE, rank, 16)
     if rank > MOST_RANKS_AT_ONCE:
         return None
-    if not operands.tensor_cores:
-        return GemmConfig(_clip(64, width, 16), block_n, 32, 1, 4, 2)
-    tile = GemmConfig(_clip(256, width, 16), block_n, 64, 1, 4, 4)
-    limit = shared_memory_bytes(capability)
-    stage = tile.block_m * tile.block_k * operands.element_size
-    return replace(tile, num_stages=max(2, min(tile.num_stages, limit // (2 * stage))))
+    # The sums take 64 registers a thread, a stage 32 KB.
+    columns = _clip(512 if rank <= 16 else 256, width, 16) if operands.tensor_cores else _clip(64, width, 16)
+    tile = GemmConfig(columns, MOST_RANKS_AT_ONCE, min(128, 32768 // columns), 1, 4, 3)
+    return _fit(tile, operands, None, rank, 1, capability)
 
 
 def choose_rank_block(operands: Operands, rank: int) -> int:

@@ -243,6 +243,11 @@ class WeightGradPlan:
         return self.m_blocks * self.n_blocks * self.parts
 
     @property
+    def by_columns(self) -> bool:
+        """All experts have their turn with one tile before the next one, which shares no more than a few columns with it."""
+        return self.grouped_width <= _FEW_COLUMNS and not self.accumulate
+
+    @property
     def gathered_block(self) -> int:
         return self.tile.block_m if self.gathered_is_a else self.tile.block_n
 

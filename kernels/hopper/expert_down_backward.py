@@ -22,7 +22,6 @@ from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, down_backwa
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper.launch import (
-    describe,
     describe_low_rank,
     describe_weight,
     launch_persistent,

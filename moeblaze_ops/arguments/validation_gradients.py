@@ -49,6 +49,36 @@ def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw:
         _check_sums(op, "dw", gradient, gathered_TD)
 
 
+def check_low_rank_backward(
+    op: str,
+    dy: Tensor,
+    u_NR: Tensor,
+    b: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+) -> None:
+    check_float(op, "dy", dy)
+    require(dy.dim() in (2, 3), op, "dy", "have dimensions [N, G, F] or [T, D]", f"shape {shape_of(dy)}")
+    require(u_NR.dim() == 2, op, "u_NR", "have 2 dimensions [N, R]", f"shape {shape_of(u_NR)}")
+    check_like(op, "u_NR", u_NR, dy)
+    check_like(op, "b", b, dy)
+    for name, tensor in (("positions_TK", positions_TK), ("blocks_B2", blocks_B2)):
+        require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
+        require(tensor.dim() == 2, op, name, "have 2 dimensions (from dispatch)", f"shape {shape_of(tensor)}")
+        check_device(op, name, tensor, dy)
+    (T, top_k), (N, rank), E = positions_TK.shape, u_NR.shape, offsets_E1.shape[0] - 1
+    _check_slots(op, slots_N, offsets_E1, top_k, dy)
+    expected = [E, *dy.shape[1:], rank] if dy.dim() == 3 else [E, rank, dy.shape[1]]
+    require(list(b.shape) == expected, op, "b", f"have shape {expected}", f"shape {shape_of(b)}")
+    rows = N if dy.dim() == 3 else T
+    require(dy.shape[0] == rows, op, "dy", f"have {rows} rows", dy.shape[0])
+    require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", shape_of(slots_N))
+    _check_weights(op, weights_TK, T * top_k, dy)
+
+
 def check_bias_grad(
     op: str,
     rows_NC: Tensor,
