@@ -21,56 +21,8 @@ from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
 from moeblaze_ops.kernels.formulas.named import IDENTITY
-from moeblaze_ops.kernels.launch import allows_tf32, capability, ceil_div, is_multiple, launch, operands, static_size, strides_of
-from moeblaze_ops.kernels.tiles import load_slot_weights, load_tile, multiply_add
-
-
-@triton.jit
-def _add_rows(
-    db,
-    b,
-    rows,
-    row_in,
-    cols,
-    ranks,
-    W,
-    R: tl.constexpr,
-    dy_ptr,
-    u_ptr,
-    weights_ptr,
-    slots_ptr,
-    du_ptr,
-    stride_dy_n,
-    stride_dy_w,
-    stride_u_n,
-    stride_u_r,
-    stride_weights_t,
-    stride_weights_k,
-    TOP_K: tl.constexpr,
-    GATHERED: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    ALLOW_TF32: tl.constexpr,
-    FULL: tl.constexpr,
-    EVEN_W: tl.constexpr,
-    EVEN_R: tl.constexpr,
-):
-    """``db`` plus the outer products of some rows, whose products with ``b`` are stored; FULL means that every row is in."""
-    dy_rows = rows.to(tl.int64)
-    if GATHERED or HAS_WEIGHTS:
-        slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
-    if GATHERED:
-        dy_rows = (slots // TOP_K).to(tl.int64)
-    dy_tile = dy_ptr + dy_rows[:, None] * stride_dy_n + cols[None, :] * stride_dy_w
-    u_tile = u_ptr + rows.to(tl.int64)[:, None] * stride_u_n + ranks[None, :] * stride_u_r
-    dy = load_tile(dy_tile, row_in, cols < W, FULL, EVEN_W)  # [BLOCK_K, BLOCK_W]
-    u = load_tile(u_tile, row_in, ranks < R, FULL, EVEN_R)  # [BLOCK_K, BLOCK_R]
-    if HAS_WEIGHTS:
-        scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
-        u = (u.to(tl.float32) * scale[:, None]).to(dy.dtype)
-    du = multiply_add(dy, b, tl.zeros((rows.shape[0], ranks.shape[0]), tl.float32), ALLOW_TF32)
-    du_tile = du_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :]
-    tl.store(du_tile, du.to(du_ptr.dtype.element_ty), mask=row_in[:, None] & (ranks < R)[None, :])
-    return multiply_add(tl.trans(dy), u, db, ALLOW_TF32)
+from moeblaze_ops.kernels.launch import allows_tf32, capability, ceil_div, is_multiple, launch, operands, static_size
+from moeblaze_ops.kernels.tiles import load_tile, multiply_add
 
 
 @triton.jit
@@ -95,8 +47,6 @@ def _low_rank_backward_kernel(
     stride_b_g,
     stride_b_w,
     stride_b_r,
-    stride_weights_t,
-    stride_weights_k,
     stride_db_e,
     stride_db_g,
     stride_db_w,
@@ -127,68 +77,23 @@ def _low_rank_backward_kernel(
     b_tile = b_ptr + expert * stride_b_e + g * stride_b_g + wide_cols * stride_b_w + ranks[None, :] * stride_b_r
     b = load_tile(b_tile, cols < W, ranks < R, EVEN_W, EVEN_R)  # [BLOCK_W, BLOCK_R]
 
-    full_end = first + (end - first) // BLOCK_K * BLOCK_K
     db = tl.zeros((BLOCK_W, BLOCK_R), tl.float32)
-    for row in range(first, full_end, BLOCK_K):
+    for row in range(first, end, BLOCK_K):
         rows = row + tl.arange(0, BLOCK_K)
-        db = _add_rows(
-            db,
-            b,
-            rows,
-            rows < end,
-            cols,
-            ranks,
-            W,
-            R,
-            dy_ptr,
-            u_ptr,
-            weights_ptr,
-            slots_ptr,
-            du_ptr,
-            stride_dy_n,
-            stride_dy_w,
-            stride_u_n,
-            stride_u_r,
-            stride_weights_t,
-            stride_weights_k,
-            TOP_K,
-            GATHERED,
-            HAS_WEIGHTS,
-            ALLOW_TF32,
-            True,
-            EVEN_W,
-            EVEN_R,
-        )
-    if full_end < end:
-        rows = full_end + tl.arange(0, BLOCK_K)
-        db = _add_rows(
-            db,
-            b,
-            rows,
-            rows < end,
-            cols,
-            ranks,
-            W,
-            R,
-            dy_ptr,
-            u_ptr,
-            weights_ptr,
-            slots_ptr,
-            du_ptr,
-            stride_dy_n,
-            stride_dy_w,
-            stride_u_n,
-            stride_u_r,
-            stride_weights_t,
-            stride_weights_k,
-            TOP_K,
-            GATHERED,
-            HAS_WEIGHTS,
-            ALLOW_TF32,
-            False,
-            EVEN_W,
-            EVEN_R,
-        )
+        row_in = rows < end
+        dy_rows = rows.to(tl.int64)
+        if GATHERED:
+            dy_rows = (tl.load(slots_ptr + rows, mask=row_in, other=0) // TOP_K).to(tl.int64)
+        dy_tile = dy_ptr + dy_rows[:, None] * stride_dy_n + cols[None, :] * stride_dy_w
+        u_tile = u_ptr + rows.to(tl.int64)[:, None] * stride_u_n + ranks[None, :] * stride_u_r
+        dy = load_tile(dy_tile, row_in, cols < W, False, EVEN_W)  # [BLOCK_K, BLOCK_W]
+        u = load_tile(u_tile, row_in, ranks < R, False, EVEN_R)  # [BLOCK_K, BLOCK_R]
+        if HAS_WEIGHTS:
+            u = (u.to(tl.float32) * tl.load(weights_ptr + rows, mask=row_in, other=0.0)[:, None]).to(dy.dtype)
+        du = multiply_add(dy, b, tl.zeros((BLOCK_K, BLOCK_R), tl.float32), ALLOW_TF32)
+        du_tile = du_ptr + rows.to(tl.int64)[:, None] * R + ranks[None, :]
+        tl.store(du_tile, du, mask=row_in[:, None] & (ranks < R)[None, :])
+        db = multiply_add(tl.trans(dy), u, db, ALLOW_TF32)
     db_tile = db_ptr + expert * stride_db_e + g * stride_db_g + wide_cols * stride_db_w + ranks[None, :] * stride_db_r
     tl.store(db_tile, db.to(db_ptr.dtype.element_ty), mask=(cols < W)[:, None] & (ranks < R)[None, :])
 
@@ -217,12 +122,15 @@ def launch_low_rank_backward(
         fp32 sums; two runs agree bit for bit.
     """
     gathered, N, top_k, rank = dy.dim() == 2, u_NR.shape[0], positions_TK.shape[1], u_NR.shape[1]
-    config = choose_low_rank_backward(operands(dy), static_size(dy.shape[-1]), rank, capability(dy))
+    db, weights_N = torch.empty_like(b), None
+    dy_XGW, b_EGWR, db_EGWR = (dy.unsqueeze(1), b.mT.unsqueeze(1), db.mT.unsqueeze(1)) if gathered else _halves(dy, b, db)
+    E, G, W, _ = b_EGWR.shape
+    config = choose_low_rank_backward(operands(dy), static_size(W), rank, gathered, capability(dy))
     if config is None:
         return _apart(dy, u_NR, b, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
-    db = torch.empty_like(b)
-    dy_XGW, b_EGWR, db_EGWR = (dy.unsqueeze(1), b.mT.unsqueeze(1), db.mT.unsqueeze(1)) if gathered else (dy, b, db)
-    E, G, W, _ = b_EGWR.shape
+    if weights_TK is not None:
+        # In their dtype they are too short to be on their way while rows are multiplied.
+        weights_N = weights_TK.reshape(-1).index_select(0, slots_N.clamp(min=0)).float()
     num_tiles = G * ceil_div(W, config.block_m)
     du_CNR = dy.new_empty((num_tiles, N, rank), dtype=torch.float32)
     launch(
@@ -231,7 +139,7 @@ def launch_low_rank_backward(
         dy_XGW,
         u_NR,
         b_EGWR,
-        weights_TK,
+        weights_N,
         slots_N,
         offsets_E1,
         du_CNR,
@@ -242,7 +150,6 @@ def launch_low_rank_backward(
         *dy_XGW.stride(),
         *u_NR.stride(),
         *b_EGWR.stride(),
-        *strides_of(weights_TK, 2),
         *db_EGWR.stride(),
         R=rank,
         TOP_K=top_k,
@@ -258,6 +165,14 @@ def launch_low_rank_backward(
         num_stages=config.num_stages,
     )
     return du_CNR.sum(0).to(dy.dtype), db
+
+
+def _halves(dy_NGW: Tensor, b_EGWR: Tensor, db_EGWR: Tensor) -> list[Tensor]:
+    """The same with one half, of the columns of all, where memory has them so: fewer tiles then reach over an edge."""
+    operands_1GW = [dy_NGW, b_EGWR, db_EGWR]
+    if all(tensor.stride(1) == tensor.shape[2] * tensor.stride(2) for tensor in operands_1GW):
+        return [tensor.flatten(1, 2).unsqueeze(1) for tensor in operands_1GW]
+    return operands_1GW
 
 
 def _apart(dy, u_NR, b, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2) -> tuple[Tensor, Tensor]:

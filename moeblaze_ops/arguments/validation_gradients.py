@@ -5,7 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import check_device, check_float, check_like, may_be, require, require_dtype, shape_of
+from moeblaze_ops.arguments.validation import (
+    check_device,
+    check_float,
+    check_like,
+    check_routing,
+    check_routing_weights,
+    may_be,
+    require,
+    require_dtype,
+    shape_of,
+)
 
 
 def check_weight_grad(
@@ -65,18 +75,13 @@ def check_low_rank_backward(
     require(u_NR.dim() == 2, op, "u_NR", "have 2 dimensions [N, R]", f"shape {shape_of(u_NR)}")
     check_like(op, "u_NR", u_NR, dy)
     check_like(op, "b", b, dy)
-    for name, tensor in (("positions_TK", positions_TK), ("blocks_B2", blocks_B2)):
-        require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
-        require(tensor.dim() == 2, op, name, "have 2 dimensions (from dispatch)", f"shape {shape_of(tensor)}")
-        check_device(op, name, tensor, dy)
-    (T, top_k), (N, rank), E = positions_TK.shape, u_NR.shape, offsets_E1.shape[0] - 1
-    _check_slots(op, slots_N, offsets_E1, top_k, dy)
-    expected = [E, *dy.shape[1:], rank] if dy.dim() == 3 else [E, rank, dy.shape[1]]
+    in_rows, rank, E = dy.dim() == 3, u_NR.shape[1], b.shape[0] if b.dim() else 0
+    expected = [E, *dy.shape[1:], rank] if in_rows else [E, rank, dy.shape[1]]
     require(list(b.shape) == expected, op, "b", f"have shape {expected}", f"shape {shape_of(b)}")
-    rows = N if dy.dim() == 3 else T
-    require(dy.shape[0] == rows, op, "dy", f"have {rows} rows", dy.shape[0])
-    require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", shape_of(slots_N))
-    _check_weights(op, weights_TK, T * top_k, dy)
+    check_routing(op, dy, E, None if in_rows else dy.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
+    for name, rows in (("dy", dy), ("u_NR", u_NR))[not in_rows :]:
+        require(rows.shape[0] == slots_N.shape[0], op, name, f"have N={slots_N.shape[0]} rows", rows.shape[0])
+    check_routing_weights(op, weights_TK, dy, positions_TK)
 
 
 def check_bias_grad(

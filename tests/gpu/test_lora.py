@@ -95,9 +95,9 @@ def _calls(rank, num_experts=E, width=D, hidden=H, T=700):
         "down_backward": ("expert_down_backward", dout, h, w_down, [], weights, *routing, "swiglu", rows, down_a),
         "up_backward": ("expert_up_backward", h, None, w_up, None, *routing, None, None, None, rows, up_a),
         "d_up_a": ("expert_weight_grad", x, rows.unsqueeze(1), [up_a.unsqueeze(1)], None, slots, offsets, K),
-        "d_up_b": ("expert_weight_grad", rows, h, [up_b], None, numbers, offsets, 1),
+        "d_up_b": ("low_rank_backward", h, rows, up_b, None, *routing),
         "d_down_a": ("expert_weight_grad", a, rows.unsqueeze(1), [down_a], None, numbers, offsets, 1),
-        "d_down_b": ("expert_weight_grad", dout, rows.unsqueeze(1), [down_b], weights, slots, offsets, K),
+        "d_down_b": ("low_rank_backward", dout, rows, down_b, weights, *routing),
     }  # fmt: skip
 
 

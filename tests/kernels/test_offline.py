@@ -16,6 +16,7 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
+from moeblaze_ops.kernels.experts.low_rank_backward import launch_low_rank_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
@@ -87,7 +88,8 @@ def train_low_rank(dtype, sizes, activation, bias, weight_on_input, rank):
     dh, _, wa = launch_expert_down_backward(out, h, w_down, [], weights, *routing, activation, v, down[0])
     launch_expert_up_backward(dh, None, w_up, None, *routing, None, None, None, u, up[0])
     launch_expert_weight_grad(x, u.unsqueeze(1), [up[0].unsqueeze(1)], None, *routing[:2], K)
-    launch_expert_weight_grad(u, dh, [up[1]], None, *routing[:2], 1)
+    launch_low_rank_backward(dh, u, up[1], None, *routing)
+    launch_low_rank_backward(out, v, down[1], weights, *routing)
     launch_expert_weight_grad(wa, v.unsqueeze(1), [down[0]], None, *routing[:2], 1)
 
 
