@@ -187,6 +187,8 @@ def expected_tensor_core(launch, capability):
     """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
     if launch.arguments.keys() >= {"BLOCK_M", "BLOCK_K"}:
         rows = launch.arguments["BLOCK_M"]
+    elif launch.name == "_low_rank_backward_kernel":
+        rows = launch.arguments["BLOCK_K"]
     elif launch.arguments.get("HAS_PRODUCT") and not launch.arguments["FEW_CHANNELS"]:
         rows = launch.arguments["BLOCK_T"]
     else:
