@@ -172,7 +172,7 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
 
 
 def choose_low_rank_backward(
-    operands: Operands, width: int | None, rank: int, gathered: bool, capability: tuple[int, int]
+    operands: Operands, width: int | None, rank: int, capability: tuple[int, int]
 ) -> GemmConfig | None:
     """Tile of the one pass over the gradient of a low-rank part: ``block_m`` of its columns, ``block_n`` ranks, ``block_k`` rows.
 
@@ -180,14 +180,11 @@ def choose_low_rank_backward(
     """
     if rank > MOST_RANKS_AT_ONCE:
         return None
-    if not operands.tensor_cores:
-        tile = GemmConfig(64, MOST_RANKS_AT_ONCE, 64, 1, 4, 3)
-    else:
-        tile = GemmConfig(256, MOST_RANKS_AT_ONCE, 256, 1, 8, 3) if gathered else GemmConfig(256, MOST_RANKS_AT_ONCE, 64, 1, 4, 4)
-    fitted = _fit(replace(tile, block_m=_clip(tile.block_m, width, 16)), operands, None, rank, 1, capability)
-    # Stages of gathered rows as above; and most registers hold rows here, not results.
-    num_stages = 2 * fitted.num_stages - 1 if gathered else fitted.num_stages
-    return replace(fitted, num_warps=tile.num_warps, num_stages=num_stages)
+    # The sums take 64 registers a thread, a stage 32 KB.
+    most = (512 if feeds_from_shared_memory(capability) else 256) // (1 if rank <= 16 else 2)
+    columns = _clip(most if operands.tensor_cores else 64, width, 16)
+    tile = GemmConfig(columns, MOST_RANKS_AT_ONCE, min(128, 32768 // columns), 1, 4, 3)
+    return _fit(tile, operands, None, rank, 1, capability)
 
 
 def choose_rank_block(operands: Operands, rank: int) -> int:

@@ -81,12 +81,13 @@ def _low_rank_backward_kernel(
     for row in range(first, end, BLOCK_K):
         rows = row + tl.arange(0, BLOCK_K)
         row_in = rows < end
-        dy_rows = rows.to(tl.int64)
+        # Behind the end the last row is read again, for u of zeros: wide tiles need no mask.
+        dy_rows = tl.minimum(rows, end - 1)
         if GATHERED:
-            dy_rows = (tl.load(slots_ptr + rows, mask=row_in, other=0) // TOP_K).to(tl.int64)
-        dy_tile = dy_ptr + dy_rows[:, None] * stride_dy_n + cols[None, :] * stride_dy_w
+            dy_rows = tl.load(slots_ptr + dy_rows) // TOP_K
+        dy_tile = dy_ptr + dy_rows.to(tl.int64)[:, None] * stride_dy_n + cols[None, :] * stride_dy_w
         u_tile = u_ptr + rows.to(tl.int64)[:, None] * stride_u_n + ranks[None, :] * stride_u_r
-        dy = load_tile(dy_tile, row_in, cols < W, False, EVEN_W)  # [BLOCK_K, BLOCK_W]
+        dy = load_tile(dy_tile, row_in, cols < W, True, EVEN_W)  # [BLOCK_K, BLOCK_W]
         u = load_tile(u_tile, row_in, ranks < R, False, EVEN_R)  # [BLOCK_K, BLOCK_R]
         if HAS_WEIGHTS:
             u = (u.to(tl.float32) * tl.load(weights_ptr + rows, mask=row_in, other=0.0)[:, None]).to(dy.dtype)
@@ -113,19 +114,20 @@ def launch_low_rank_backward(
     Args:
         dy: rows in expert order, [N, G, W], or tokens, [T, W], any strides, contiguous in W is fast.
         u_NR: low-rank rows in expert order, dy's dtype, any strides.
-        b: the factor, [E, G, W, R], or [E, R, W] where dy is in token order; dy's dtype, any strides.
+        b: the factor, [E, G, W, R], or [E, W, R] where dy is in token order; dy's dtype, any strides.
         weights_TK: what y was scaled by, or None for 1. Shape [T, K], any strides.
         slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``, int32, contiguous; positions give K.
 
     Returns:
-        du_NR, contiguous, unwritten from ``offsets_E1[E]`` on, without s; and db like b, zero for an expert without rows.
+        du_NR, contiguous, unwritten from ``offsets_E1[E]`` on, without s; and db of b's shape, contiguous, zero for an expert
+        without rows.
         fp32 sums; two runs agree bit for bit.
     """
     gathered, N, top_k, rank = dy.dim() == 2, u_NR.shape[0], positions_TK.shape[1], u_NR.shape[1]
-    db, weights_N = torch.empty_like(b), None
-    dy_XGW, b_EGWR, db_EGWR = (dy.unsqueeze(1), b.mT.unsqueeze(1), db.mT.unsqueeze(1)) if gathered else _halves(dy, b, db)
+    db, weights_N = b.new_empty(b.shape), None
+    dy_XGW, b_EGWR, db_EGWR = (t.unsqueeze(1) for t in (dy, b, db)) if gathered else _halves(dy, b, db)
     E, G, W, _ = b_EGWR.shape
-    config = choose_low_rank_backward(operands(dy), static_size(W), rank, gathered, capability(dy))
+    config = choose_low_rank_backward(operands(dy), static_size(W), rank, capability(dy))
     if config is None:
         return _apart(dy, u_NR, b, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
     if weights_TK is not None:
@@ -178,15 +180,12 @@ def _halves(dy_NGW: Tensor, b_EGWR: Tensor, db_EGWR: Tensor) -> list[Tensor]:
 def _apart(dy, u_NR, b, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2) -> tuple[Tensor, Tensor]:
     """Both gradients, a pass over dy for each: ranks so high that what tiles add to du would be as wide as dy."""
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    like = b.new_empty(b.shape)
     if dy.dim() == 2:
-        du_NR = launch_expert_up(dy, [b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
-        gathered, grouped, slots, top_k = dy, u_NR.unsqueeze(1), slots_N, positions_TK.shape[1]
-    else:
-        du_NR = launch_expert_rows(dy, b, offsets_E1, blocks_B2)
-        if weights_TK is not None:
-            weights_N = weights_TK.reshape(-1)[slots_N.clamp(min=0).long()]
-            u_NR = (u_NR.float() * weights_N.unsqueeze(1)).to(u_NR.dtype)
-            weights_TK = None
-        slots = torch.arange(u_NR.shape[0], dtype=torch.int32, device=dy.device)
-        gathered, grouped, top_k = u_NR, dy, 1
-    return du_NR, launch_expert_weight_grad(gathered, grouped, [b], weights_TK, slots, offsets_E1, top_k)[0]
+        du_NR = launch_expert_up(dy, [b.mT.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
+        given = (dy, u_NR.unsqueeze(1), [like.mT], weights_TK, slots_N, offsets_E1, positions_TK.shape[1])
+        return du_NR, launch_expert_weight_grad(*given)[0].mT
+    weights_N1 = None if weights_TK is None else weights_TK.reshape(-1, 1).index_select(0, slots_N.clamp(min=0))
+    rows_N = torch.arange(u_NR.shape[0], dtype=torch.int32, device=dy.device)
+    db = launch_expert_weight_grad(u_NR, dy, [like], weights_N1, rows_N, offsets_E1, 1)[0]
+    return launch_expert_rows(dy, b, offsets_E1, blocks_B2), db

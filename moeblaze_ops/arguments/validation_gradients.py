@@ -76,7 +76,7 @@ def check_low_rank_backward(
     check_like(op, "u_NR", u_NR, dy)
     check_like(op, "b", b, dy)
     in_rows, rank, E = dy.dim() == 3, u_NR.shape[1], b.shape[0] if b.dim() else 0
-    expected = [E, *dy.shape[1:], rank] if in_rows else [E, rank, dy.shape[1]]
+    expected = [E, *dy.shape[1:], rank]
     require(list(b.shape) == expected, op, "b", f"have shape {expected}", f"shape {shape_of(b)}")
     check_routing(op, dy, E, None if in_rows else dy.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
     for name, rows in (("dy", dy), ("u_NR", u_NR))[not in_rows :]:

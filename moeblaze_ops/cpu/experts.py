@@ -229,13 +229,14 @@ def low_rank_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    like = b.new_empty(b.shape)
     if dy.dim() == 2:
-        du_N1R, _ = expert_up(dy, [b.unsqueeze(1)], [], None, slots_N, offsets_E1, positions_TK, blocks_B2, IDENTITY)
-        routed = (weights_TK, slots_N, offsets_E1, positions_TK.shape[1])
-        return du_N1R.squeeze(1), expert_weight_grad(dy, u_NR.unsqueeze(1), [b], *routed)[0]
-    weights_N1 = None if weights_TK is None else weights_TK.reshape(-1, 1)[slots_N.clamp(min=0).long()]
+        du_N1R, _ = expert_up(dy, [b.mT.unsqueeze(1)], [], None, slots_N, offsets_E1, positions_TK, blocks_B2, IDENTITY)
+        given = (dy, u_NR.unsqueeze(1), [like.mT], weights_TK, slots_N, offsets_E1, positions_TK.shape[1])
+        return du_N1R.squeeze(1), expert_weight_grad(*given)[0].mT
+    weights_N1 = None if weights_TK is None else weights_TK.reshape(-1, 1).index_select(0, slots_N.clamp(min=0))
     rows_N = torch.arange(slots_N.shape[0], dtype=torch.int32)
-    db = expert_weight_grad(u_NR, dy, [b], weights_N1, rows_N, offsets_E1, 1)[0]
+    db = expert_weight_grad(u_NR, dy, [like], weights_N1, rows_N, offsets_E1, 1)[0]
     return expert_rows(dy, b, offsets_E1, blocks_B2), db
 
 

@@ -48,7 +48,8 @@ def _expert_down_gradient(ctx, dout_TD):
     low_rank: tuple = ()
     q_NR, dlora_a, dlora_b, dparams_EP = None, None, None, None
     if ctx.needs_input_grad[12]:
-        q_NR, dlora_b = call(low_rank_backward, dout_TD, v_NR, lora_b, weights_TK, *routing)
+        q_NR, dlora_b_EDR = call(low_rank_backward, dout_TD, v_NR, lora_b.mT, weights_TK, *routing)
+        dlora_b = dlora_b_EDR.mT
     elif v_NR is not None:
         q_NR = call(expert_up, dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
     if v_NR is not None:

@@ -46,7 +46,7 @@ def check(rank, case="unused_slots", activation="swiglu", weight_on="output", dt
     arguments = (h, lora_b, dispatched[1], dispatched[3])
     assert_near(launch_expert_rows(*arguments), oracle("expert_rows", *arguments), used, roundings=8)
 
-    for arguments in ((h, u, lora_b, on_input, *dispatched), (dout, u, down_b, on_output, *dispatched)):
+    for arguments in ((h, u, lora_b, on_input, *dispatched), (dout, u, down_b.mT, on_output, *dispatched)):
         got, expected = launch_low_rank_backward(*arguments), oracle("low_rank_backward", *arguments)
         assert_near(got[0], expected[0], used, roundings=8)
         assert_near(got[1], expected[1], roundings=16)
@@ -88,7 +88,6 @@ def test_gradient_of_halves_that_lie_apart_in_memory():
         got, expected = launch_low_rank_backward(*arguments), oracle("low_rank_backward", *arguments)
         assert_near(got[0], expected[0], used, roundings=8)
         assert_near(got[1], expected[1], roundings=16)
-        assert got[1].stride() == torch.empty_like(b).stride()
 
 
 def test_one_expert_a_token():

@@ -89,7 +89,7 @@ def train_low_rank(dtype, sizes, activation, bias, weight_on_input, rank):
     launch_expert_up_backward(dh, None, w_up, None, *routing, None, None, None, u, up[0])
     launch_expert_weight_grad(x, u.unsqueeze(1), [up[0].unsqueeze(1)], None, *routing[:2], K)
     launch_low_rank_backward(dh, u, up[1], None, *routing)
-    launch_low_rank_backward(out, v, down[1], weights, *routing)
+    launch_low_rank_backward(out, v, down[1].mT, weights, *routing)
     launch_expert_weight_grad(wa, v.unsqueeze(1), [down[0]], None, *routing[:2], 1)
 
 
@@ -160,7 +160,7 @@ LOW_RANK = [
     ("many_rows", (8, 0), 256),
     ("many_rows", (9, 0), 16),
     ("many_rows", (10, 0), 256),
-    ("few_rows", (8, 0), 16),
+    ("few_rows", (8, 0), 24),
     ("few_rows", (9, 0), 256),
     ("few_rows", (10, 0), 16),
     ("fp32", (8, 0), 256),

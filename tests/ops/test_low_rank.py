@@ -253,7 +253,7 @@ def op_arguments(name, layer, rank=3):
         "expert_up_backward": (h.detach(), None, layer.w_up, None, *dispatched, None, None, None, rows, up[0]),
         "expert_rows": (h.detach(), up[1], dispatched[1], dispatched[3]),
         "low_rank_backward_up": (h.detach(), rows, up[1], None, *dispatched),
-        "low_rank_backward_down": (dout, rows, down[1], weights, *dispatched),
+        "low_rank_backward_down": (dout, rows, down[1].mT, weights, *dispatched),
     }[name]  # fmt: skip
 
 
@@ -301,14 +301,14 @@ def test_low_rank_backward_matches_products(weighted):
     N, bounds = layer.weights_TK.numel(), offsets.tolist()
     scale = weights.reshape(-1)[slots.clamp(min=0)].unsqueeze(1) if weighted else 1.0
     u, dy_NGF, b_EGFR = (torch.randn(shape, dtype=torch.float64) for shape in ((N, 7), (N, 2, 12), (5, 2, 12, 7)))
-    dout, b_ERD = torch.randn(layer.x_TD.shape, dtype=torch.float64), torch.randn(5, 7, D, dtype=torch.float64)
+    dout, b_EDR = torch.randn(layer.x_TD.shape, dtype=torch.float64), torch.randn(5, D, 7, dtype=torch.float64)
     dout_rows = dout[slots.clamp(min=0) // K]
     for dy, rows, b, b_EWR in (
         (dy_NGF, dy_NGF.flatten(1), b_EGFR, b_EGFR.flatten(1, 2)),
-        (dout, dout_rows, b_ERD, b_ERD.mT),
+        (dout, dout_rows, b_EDR, b_EDR),
     ):
         du, db = ops.low_rank_backward(dy, u, b, weights, *layer.routing)
-        db_EWR = db.mT if b is b_ERD else db.flatten(1, 2)
+        db_EWR = db if b is b_EDR else db.flatten(1, 2)
         for e in range(5):
             part = slice(bounds[e], bounds[e + 1])
             torch.testing.assert_close(du[part], rows[part] @ b_EWR[e])

@@ -1,6 +1,7 @@
 """``moeblaze::low_rank_backward``: gradients of a low-rank part of a projection, for its rows and for their factor, together."""
 
-import torch
+import math
+
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation_gradients import check_low_rank_backward
@@ -9,12 +10,11 @@ from moeblaze_ops.ops.register import register_op
 
 
 def _low_rank_backward_fake(dy, u_NR, b, *rest) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(u_NR.shape), torch.empty_like(b)
+    return dy.new_empty(u_NR.shape), b.new_empty(b.shape)
 
 
 def _low_rank_backward_flops(dy_shape, u_shape, b_shape, *args, **kwargs) -> int:
-    N, rank = u_shape
-    return 2 * 2 * N * (b_shape[1] * b_shape[2] * rank if len(dy_shape) == 3 else b_shape[2] * rank)
+    return 2 * 2 * u_shape[0] * math.prod(b_shape[1:])
 
 
 low_rank_backward = register_op(
@@ -35,13 +35,13 @@ Args:
     dy: gradient of y. Rows in expert order, [N, G, F], of an up projection, or tokens that rows are read of by index, [T, D],
         of a down projection; bf16, fp16, fp32, or fp64 on CPU, any strides; N may be 0.
     u_NR: the rows that were multiplied, in expert order, dtype of dy, any strides.
-    b: the factor. Shape [E, G, F, R], or [E, R, D] where dy is in token order; dtype of dy, any strides.
+    b: the factor. Shape [E, G, F, R], or [E, D, R] where dy is in token order; dtype of dy, any strides.
     weights_TK: routing weights s, or None for 1.
     slots_N, offsets_E1, positions_TK, blocks_B2: from ``dispatch``.
 
 Returns:
     du_NR: dtype of dy, contiguous. Rows of unused slots are zero on CPU, unspecified on CUDA.
-    db: shape and dtype of b, with its strides if they are dense; zero for an expert without tokens.
+    db: shape and dtype of b, contiguous; zero for an expert without tokens.
     Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
 
 Raises:

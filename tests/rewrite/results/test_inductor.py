@@ -188,10 +188,10 @@ def test_low_rank_columns_are_part_of_the_products(capability):
         assert not any(f"empty_strided_cuda({shape}" in code for shape in whole)
     forward, backward = sources
     # B with its scale, as products read it, is made once in either graph, and not kept.
+    assert len([name for name in fakecuda.launches(backward) if "_clone_" in name and "_mul_" in name]) >= 2
     for shape in (rf"\({E}, 2, {F}, {rank}\), \(\d+, \d+, 1, \d+\)", rf"\({E}, {rank}, {D}\), \(\d+, {D}, 1\)"):
         made = re.findall(rf"(buf\d+) = empty_strided_cuda\({shape}", forward)
         assert len(made) == 1 and re.search(rf"\bdel {made[0]}\b", forward)
-        assert re.search(rf"empty_strided_cuda\({shape}", backward)
     if capability == (9, 0):
         assert forward.count("moeblaze_hopper.expert_up") >= 2 and "moeblaze_hopper.down_rows" in forward
     else:
