@@ -20,6 +20,9 @@ COLUMN_UNIT = 256
 FEW_CHANNELS = 8
 """Channels of a product up to which multiplying them one by one is faster than tensor cores."""
 
+MOST_RANKS_AT_ONCE = 32
+"""Ranks of a low-rank part up to which one pass over a gradient gives both of what hangs on it."""
+
 _SHARED_MEMORY_BYTES = {
     (7, 5): 64 << 10,
     (8, 0): 163 << 10,
@@ -166,6 +169,22 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
     fitted = _fit(replace(tile, block_m=_clip(tile.block_m, F, 16)), operands, None, D, 1, capability)
     # The pipeline spends every other stage on the index that the gather waits for: stages come cheaper here.
     return replace(fitted, num_stages=2 * fitted.num_stages - 1)
+
+
+def choose_low_rank_backward(
+    operands: Operands, width: int | None, rank: int, capability: tuple[int, int]
+) -> GemmConfig | None:
+    """Tile of the one pass over the gradient of a low-rank part: ``block_m`` of its columns, ``block_n`` ranks, ``block_k`` rows.
+
+    None where ``rank`` fp32 sums for each tile are as many bytes as its columns are: then two passes read less.
+    """
+    if rank > MOST_RANKS_AT_ONCE:
+        return None
+    # The sums take 64 registers a thread, a stage 32 KB.
+    most = (512 if feeds_from_shared_memory(capability) else 256) // (1 if rank <= 16 else 2)
+    columns = _clip(most if operands.tensor_cores else 64, width, 16)
+    tile = GemmConfig(columns, MOST_RANKS_AT_ONCE, min(128, 32768 // columns), 1, 4, 3)
+    return _fit(tile, operands, None, rank, 1, capability)
 
 
 def choose_rank_block(operands: Operands, rank: int) -> int:

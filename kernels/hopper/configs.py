@@ -26,6 +26,9 @@ _FAR_EPILOGUE_BOUND = 512
 """Width D up to which it takes so much longer that it gets half of the product's registers, too."""
 
 
+_FEW_COLUMNS = 64
+"""Columns up to which a product takes as long as its rows take to arrive: more of them are on their way then."""
+
 _MOST_STEPS = 18
 """Steps of a gated gradient that fit 144 registers, and if there are no more than two choices among them 96."""
 
@@ -86,12 +89,29 @@ SIXTEEN_WARPS = Warps(4, 4, (160, 48, 144))
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """The columns that a low-rank addition adds to what is contracted, behind all others; rank 0 for none.
+
+    A stage of them is no longer than they are: what is multiplied beside the weight is not padded to the tile's ``block_k``.
+    """
+
+    rank: int = 0
+
+    @property
+    def block_k(self) -> int:
+        return next((block for block in (16, 32) if self.rank <= block), 64)
+
+    @property
+    def steps(self) -> int:
+        return ceil_div(self.rank, self.block_k)
+
+
+@dataclass(frozen=True)
 class RowsPlan:
     """``rows @ weight`` with ``parts`` (gate, up) summed: down projection, gradient of the up projection's input.
 
     With one expert a token rows go ``to_tokens``, perhaps weighted, and with a product of ``channels`` added. ``early``, here
-    and below: products begin before the kernel launched last has ended. ``rank``, here and below: columns that a low-rank
-    addition adds to what is contracted, 0 for none.
+    and below: products begin before the kernel launched last has ended.
     """
 
     tile: Tile
@@ -104,7 +124,7 @@ class RowsPlan:
     has_weights: bool = False
     channels: int = 0
     early: bool = False
-    rank: int = 0
+    low: LowRank = LowRank()
     a_k_inner: bool = True
     gathered: bool = False
     instruction_n: int = 256
@@ -115,8 +135,8 @@ class RowsPlan:
 
     @property
     def steps(self) -> int:
-        """Stages that a tile takes."""
-        return self.parts * ceil_div(self.contracted, self.tile.block_k) + ceil_div(self.rank, self.tile.block_k)
+        """Stages that a tile takes, but for the low-rank ones."""
+        return self.parts * ceil_div(self.contracted, self.tile.block_k)
 
 
 @dataclass(frozen=True)
@@ -141,14 +161,14 @@ class GatherPlan:
     store_h: bool = True
     warps: Warps = TWELVE_WARPS
     early: bool = False
-    rank: int = 0
+    low: LowRank = LowRank()
     a_k_inner: bool = True
     gathered: bool = True
 
     @property
     def steps(self) -> int:
-        """Stages that a tile takes."""
-        return ceil_div(self.contracted, self.tile.block_k) + ceil_div(self.rank, self.tile.block_k)
+        """Stages that a tile takes, but for the low-rank ones."""
+        return ceil_div(self.contracted, self.tile.block_k)
 
     @property
     def instruction_n(self) -> int:
@@ -195,6 +215,7 @@ class WeightGradPlan:
     a_k_inner: bool = False
     b_k_inner: bool = False
     gathered: bool = True
+    low: LowRank = LowRank()
     instruction_n: int = 256
 
     @property
@@ -220,6 +241,11 @@ class WeightGradPlan:
     def blocks(self) -> int:
         """Output tiles of one expert, all parts."""
         return self.m_blocks * self.n_blocks * self.parts
+
+    @property
+    def by_columns(self) -> bool:
+        """All experts have their turn with one tile before the next one, which shares no more than a few columns with it."""
+        return self.grouped_width <= _FEW_COLUMNS and not self.accumulate
 
     @property
     def gathered_block(self) -> int:
@@ -248,11 +274,15 @@ def ceil_div(size: int, block: int) -> int:
 
 def rows_tile(columns: int) -> Tile:
     """Tile of the down projection and of the up projection's input gradient."""
+    if columns <= _FEW_COLUMNS:
+        return Tile(block_n=_FEW_COLUMNS, stages=8)
     return Tile(block_n=_block_n(columns), stages=3)
 
 
 def up_tile(columns: int, parts: int) -> Tile:
     """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
+    if parts == 1 and columns <= _FEW_COLUMNS:
+        return Tile(block_n=_FEW_COLUMNS, stages=8, lead=1)
     return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
 
 

@@ -18,12 +18,11 @@ from torch import Tensor
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_program
 from moeblaze_ops.kernels.hopper.activations import activate_backward, load_parameters
-from moeblaze_ops.kernels.hopper.configs import GatherPlan, down_backward_tile, down_backward_warps
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
 from moeblaze_ops.kernels.hopper.launch import (
-    describe,
-    describe_factor,
+    describe_low_rank,
     describe_weight,
     launch_persistent,
     needs_wide_offsets,
@@ -262,7 +261,7 @@ def _down_backward_kernel(
     handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
     begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
-    if PLAN.rank > 0:
+    if PLAN.low.rank > 0:
         low_rank = (low_rows_desc, low_weight_desc)
     else:
         low_rank = ()
@@ -295,7 +294,7 @@ def _plan(
     activation: str,
     has_weights: bool,
     early: bool,
-    rank: int,
+    low: LowRank,
 ) -> GatherPlan:
     return GatherPlan(
         tile=down_backward_tile(columns, contracted),
@@ -311,7 +310,7 @@ def _plan(
         has_weights=has_weights,
         warps=down_backward_warps(contracted, activation),
         early=early,
-        rank=rank,
+        low=low,
     )
 
 
@@ -359,6 +358,8 @@ def hopper_down_backward(
     num_columns = h_NGF.shape[2]
     tile = down_backward_tile(num_columns, dout_TD.shape[1])
     weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
+    factor = None if lora_a_ERF is None else lora_a_ERF.unsqueeze(1)
+    low, (low_rows, low_weight, _) = describe_low_rank(q_NR, factor, tile.block_m, tile.block_n)
     plan = _plan(
         dout_TD.shape[1],
         num_columns,
@@ -369,19 +370,16 @@ def hopper_down_backward(
         activation,
         weights_TK is not None,
         early,
-        0 if q_NR is None else q_NR.shape[1],
+        low,
     )
-    low_rank = (None, None)
-    if q_NR is not None:
-        factor = describe_factor(lora_a_ERF, False, tile.block_n, tile.block_k, b_k_inner)
-        low_rank = describe(q_NR.unsqueeze(0), 1, tile.block_m, tile.block_k), factor
     launch_persistent(
         _down_backward_kernel,
         dout_TD.device,
         dout_TD,
         dout_TD.stride(0) // 8,
         weight_desc,
-        *low_rank,
+        low_rows,
+        low_weight,
         h_NGF,
         partials_CN if weights_TK is None else weights_TK,
         params_EP,

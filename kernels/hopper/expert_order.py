@@ -2,7 +2,8 @@
 
 Programs take tiles forth and back, so that all end at about the same time however skewed the routing is. Behind the experts
 in this order stands how many of them have rows or are marked as fresh: where gradients are added to what is there, nothing
-is to be done for the rest.
+is to be done for the rest. Where a tile reads much more of the gathered tokens than of rows, all experts with rows have
+their turn with one block of columns before the next one: of tokens that several experts read, those columns are in L2.
 """
 
 import torch
@@ -44,19 +45,23 @@ def _order_experts_kernel(offsets_ptr, fresh_ptr, order_ptr, num_experts, HAS_FR
 
 @aggregate
 class ExpertTiles:
-    """Output tiles, those of the most loaded expert first."""
+    """Output tiles, those of the most loaded expert first, or with BY_COLUMNS the first ones of all ``num_busy`` experts."""
 
     order_ptr: gl.tensor
     offsets_ptr: gl.tensor
     num_experts: gl.tensor
+    num_busy: gl.tensor
     BLOCKS: gl.constexpr
+    BY_COLUMNS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, order_ptr, offsets_ptr, num_experts, BLOCKS):
+    def __init__(self, order_ptr, offsets_ptr, num_experts, num_busy, BLOCKS, BY_COLUMNS):
         self.order_ptr = order_ptr
         self.offsets_ptr = offsets_ptr
         self.num_experts = num_experts
+        self.num_busy = num_busy
         self.BLOCKS = gl.constexpr(BLOCKS)
+        self.BY_COLUMNS = gl.constexpr(BY_COLUMNS)
 
     @gluon.jit
     def rounds(self):
@@ -70,10 +75,17 @@ class ExpertTiles:
         index = turn * gl.num_programs(0) + place
         exists = index < self.num_experts * self.BLOCKS
         index = gl.where(exists, index, 0)
-        expert = gl.load(self.order_ptr + index // self.BLOCKS)
+        rank = index // self.BLOCKS
+        tile = index % self.BLOCKS
+        if self.BY_COLUMNS:
+            num_busy = gl.maximum(self.num_busy, 1)
+            is_busy = index < self.num_busy * self.BLOCKS
+            rank = gl.where(is_busy, index % num_busy, rank)
+            tile = gl.where(is_busy, index // num_busy, tile)
+        expert = gl.load(self.order_ptr + rank)
         first = gl.load(self.offsets_ptr + expert)
         end = gl.load(self.offsets_ptr + expert + 1)
-        return expert, index % self.BLOCKS, first, gl.where(exists, end, first), exists
+        return expert, tile, first, gl.where(exists, end, first), exists
 
 
 def order_experts(offsets_E1: Tensor, fresh_E: Tensor | None = None) -> Tensor:

@@ -14,13 +14,13 @@ from moeblaze_ops.kernels.activations import IDENTITY
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper.activations import activate, load_parameters
-from moeblaze_ops.kernels.hopper.configs import GatherPlan, up_tile
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, up_tile
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
     describe,
-    describe_factor,
+    describe_low_rank,
     describe_weight,
     launch_persistent,
     needs_wide_offsets,
@@ -125,7 +125,7 @@ def _expert_up_kernel(
     begin(False)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
-    if PLAN.rank == 0:
+    if PLAN.low.rank == 0:
         low_rank = ()
     elif PLAN.parts == 1:
         low_rank = (low_rows_desc, first_low_desc)
@@ -158,7 +158,7 @@ def _plan(
     activation: str,
     bias_stride: int | None,
     store_h: bool,
-    rank: int,
+    low: LowRank,
 ) -> GatherPlan:
     return GatherPlan(
         tile=up_tile(columns, parts),
@@ -173,7 +173,7 @@ def _plan(
         num_parameters=num_parameters(activation),
         bias_stride=bias_stride,
         store_h=store_h,
-        rank=rank,
+        low=low,
     )
 
 
@@ -214,6 +214,8 @@ def hopper_expert_up(
     tile = up_tile(num_columns, len(weights))
     part_n = tile.block_n // len(weights)
     described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
+    factor = None if lora_b_EGFR is None else lora_b_EGFR.mT
+    low, low_rank = describe_low_rank(u_NR, factor, tile.block_m, part_n)
     plan = _plan(
         x_TD.shape[1],
         num_columns,
@@ -224,13 +226,8 @@ def hopper_expert_up(
         activation,
         bias_stride(biases),
         h_NGF.shape[0] > 0,
-        0 if u_NR is None else u_NR.shape[1],
+        low,
     )
-    low_rank = (None, None, None)
-    if u_NR is not None:
-        blocks = (part_n, tile.block_k, described[0][1])
-        factors = [describe_factor(factor_EFR, True, *blocks) for factor_EFR in part_views([lora_b_EGFR])]
-        low_rank = describe(u_NR.unsqueeze(0), 1, tile.block_m, tile.block_k), factors[0], factors[-1]
     h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(
         _expert_up_kernel,

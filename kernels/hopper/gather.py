@@ -131,13 +131,14 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, low_rank, PL
             _copy_step_rows(ring, step + 1, x_ptr, row_offsets, k + block_k, PLAN)
             step += 1
         row_offsets = row_starts(next_slots, stride_x8, PLAN)
-        if PLAN.rank > 0:
-            last_r: gl.constexpr = (PLAN.rank - 1) // block_k * block_k
+        if PLAN.low.rank > 0:
+            low_k: gl.constexpr = PLAN.low.block_k
+            last_r: gl.constexpr = (PLAN.low.steps - 1) * low_k
             ring.wait_empty(step + 1)
             _load_step_weights(ring, step, weight_descs, expert, last_k, column, PLAN)
             copy_rows_arrive(ring.ready.index((step + 1) % ring.STAGES), increment_count=False)
             step += 1
-            for r in range(0, last_r, block_k):
+            for r in range(0, last_r, low_k):
                 ring.wait_empty(step + 1)
                 load_low_rank(ring, step, low_rank, expert, row, r, column, PLAN)
                 copy_rows_arrive(ring.ready.index((step + 1) % ring.STAGES), increment_count=False)
@@ -164,16 +165,15 @@ def consume(HALF: gl.constexpr, ring, order, bias_ptrs, handoff, PLAN: gl.conste
     tile: gl.constexpr = PLAN.tile
     half_m: gl.constexpr = tile.half_m
     layout: gl.constexpr = accumulator_layout(PLAN)
-    num_steps: gl.constexpr = PLAN.steps
     step = 0
     num_tiles = 0
     next_expert, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
     for index in range(gl.program_id(0), order.count(), gl.num_programs(0)):
-        multiplied = gl.where(next_first + HALF * half_m < next_end, num_steps, 0)
+        multiplied = gl.where(next_first + HALF * half_m < next_end, PLAN.steps, 0)
         accumulator = bias_accumulator(bias_ptrs, next_expert, next_column_block * PLAN.part_n, half_m, layout, PLAN)
         next_expert, next_first, next_end, next_column_block = order.locate(index + gl.num_programs(0))
         accumulator, step = multiply(ring, step, multiplied, accumulator, HALF, PLAN)
-        step = skip(ring, step, num_steps - multiplied)
+        step = skip(ring, step, gl.where(multiplied > 0, 0, PLAN.steps + PLAN.low.steps))
         mbarrier.wait(handoff.empty.index(HALF), (num_tiles & 1) ^ 1)
         handoff.tiles.index(HALF).store(accumulator.to(handoff.tiles.dtype))
         fence_async_shared()

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.configs import REGISTERS
+from moeblaze_ops.kernels.hopper.configs import REGISTERS, LowRank
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
 from moeblaze_ops.kernels.launch import specialization
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
-_POINTER_ALIGNMENT = 16
-"""TMA takes addresses that are a multiple of this."""
+_ALIGNMENT = 16
+"""TMA takes addresses, and steps but for the inner ones, that are a multiple of this."""
 
 _compiled_kernels: dict[Hashable, object] = {}
 
@@ -37,7 +37,7 @@ def _description(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, 
 
 def describe(tensor: Tensor, *block: int) -> TensorDescriptor:
     """A TMA descriptor of ``tensor`` for boxes of shape ``block``. The last stride of ``tensor`` must be 1."""
-    assert tensor.data_ptr() % _POINTER_ALIGNMENT == 0, "a tensor that TMA describes begins at a multiple of 16 bytes"
+    assert tensor.data_ptr() % _ALIGNMENT == 0, "a tensor that TMA describes begins at a multiple of 16 bytes"
     descriptor = object.__new__(TensorDescriptor)
     vars(descriptor).update(_description(tensor.shape, tensor.stride(), block, tensor.dtype), base=tensor)
     return descriptor
@@ -62,19 +62,24 @@ def describe_weight(w_EFD: Tensor, contract_d: bool, block_n: int, block_k: int)
     return describe(stored, 1, *((block_n, block_k) if k_inner else (block_k, block_n))), k_inner
 
 
-def describe_factor(
-    factor_EXY: Tensor, contract_last: bool, block_n: int, block_k: int, k_inner: bool
-) -> TensorDescriptor:
-    """The descriptor of a low-rank factor in the order of axes of the weight beside it, to which a small copy may bring it.
+def describe_low_rank(
+    rows_NR: Tensor | None, factor_EGRC: Tensor | None, block_m: int, block_n: int
+) -> tuple[LowRank, tuple[TensorDescriptor | None, ...]]:
+    """What a plan holds of a low-rank addition, and the descriptors of its rows and of the factor beside each part.
 
     Args:
-        factor_EXY: one matrix an expert. contract_last: whether its last axis is contracted, or the one before.
-        block_n, block_k: as for ``describe_weight``.
-        k_inner: whether the contracted axis of the weight is its inner one.
+        rows_NR: rows in expert order, contiguous; None for no addition.
+        factor_EGRC: a matrix for each expert and part. Where its columns are not its inner axis, a small copy is made: boxes of
+            few ranks a row would be many short reads.
+        block_m, block_n: rows of a tile, and columns of one part.
     """
-    last_inner = k_inner == contract_last
-    stored = factor_EXY if last_inner else factor_EXY.transpose(1, 2)
-    return describe(stored.contiguous(), 1, *((block_n, block_k) if k_inner else (block_k, block_n)))
+    if rows_NR is None or factor_EGRC is None:
+        return LowRank(), (None, None, None)
+    low = LowRank(rows_NR.shape[1])
+    if factor_EGRC.stride(3) != 1 or any(stride * factor_EGRC.element_size() % _ALIGNMENT for stride in factor_EGRC.stride()[:3]):
+        factor_EGRC = factor_EGRC.contiguous()
+    parts = [describe(part_ERC, 1, low.block_k, block_n) for part_ERC in factor_EGRC.unbind(1)]
+    return low, (describe(rows_NR.unsqueeze(0), 1, block_m, low.block_k), parts[0], parts[-1])
 
 
 def bias_stride(biases: list[Tensor]) -> int | None:

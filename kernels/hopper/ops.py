@@ -5,6 +5,7 @@ in the graph instead, on buffers that Inductor allocates and plans; eager launch
 optional because AOTInductor hands over None for an empty list.
 """
 
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -23,6 +24,7 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
     name = schema.split("(", 1)[0]
 
     def run(*args) -> None:
+        _bind_context()
         _remembered(function)(*args)
 
     # Inductor must hand the kernels the strides that `select` has seen.
@@ -36,6 +38,17 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
         (op if is_traceable() else run)(*args)
 
     return call
+
+
+_threads = threading.local()
+
+
+def _bind_context() -> None:
+    """The driver describes tensors in a context of the thread, which gets one when it first asks the runtime for anything: one of
+    autograd may have come here without."""
+    if not hasattr(_threads, "bound"):
+        torch.cuda.mem_get_info()
+        _threads.bound = True
 
 
 @cache

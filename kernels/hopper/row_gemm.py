@@ -13,12 +13,12 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.configs import RowsPlan, rows_tile
+from moeblaze_ops.kernels.hopper.configs import LowRank, RowsPlan, rows_tile
 from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gdc_wait, gl, gluon, mbarrier, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
     describe,
-    describe_factor,
+    describe_low_rank,
     describe_weight,
     launch_persistent,
     part_views,
@@ -61,8 +61,8 @@ def _produce(ring, order, rows_desc, weight_descs, low_rank, PLAN: gl.constexpr)
                 load_matrix(rows_desc, part, first, k, ready, ring.a.index(stage))
                 load_weight(ring, step, 0, weight_descs[part], expert, k, column, PLAN)
                 step += 1
-        if PLAN.rank > 0:
-            for k in range(0, PLAN.rank, tile.block_k):
+        if PLAN.low.rank > 0:
+            for k in range(0, PLAN.low.rank, PLAN.low.block_k):
                 ring.wait_empty(step)
                 load_low_rank(ring, step, low_rank, expert, first, k, column, PLAN)
                 step += 1
@@ -138,7 +138,6 @@ def _consume(
     tile: gl.constexpr = PLAN.tile
     half_m: gl.constexpr = tile.half_m
     layout: gl.constexpr = accumulator_layout(PLAN)
-    num_steps: gl.constexpr = PLAN.steps
     staged = staging.index(HALF)
     step = 0
     next_expert, next_first, next_end, next_column_block = order.locate(gl.program_id(0))
@@ -148,12 +147,12 @@ def _consume(
         end = next_end
         column = next_column_block * tile.block_n
         next_expert, next_first, next_end, next_column_block = order.locate(index + gl.num_programs(0))
-        multiplied = gl.where(row < end, num_steps, 0)
+        multiplied = gl.where(row < end, PLAN.steps, 0)
         if PLAN.to_tokens:
             tokens, weights = _look_up(row, end, routing, PLAN)
         accumulator = bias_accumulator(bias_ptrs, expert, column, half_m, layout, PLAN)
         accumulator, step = multiply(ring, step, multiplied, accumulator, HALF, PLAN)
-        step = skip(ring, step, num_steps - multiplied)
+        step = skip(ring, step, gl.where(multiplied > 0, 0, PLAN.steps + PLAN.low.steps))
         y = accumulator.to(y_desc.dtype)
         if PLAN.early:
             gdc_wait()
@@ -194,7 +193,7 @@ def _rows_kernel(
     begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, tile.group)
     weight_descs = (first_weight_desc, last_weight_desc)
-    if PLAN.rank > 0:
+    if PLAN.low.rank > 0:
         low_rank = (low_rows_desc, low_weight_desc)
     else:
         low_rank = ()
@@ -226,10 +225,10 @@ def _plan(
     has_weights: bool,
     channels: int,
     early: bool,
-    rank: int,
+    low: LowRank,
 ) -> RowsPlan:
     form = (contracted, columns, parts, b_k_inner, bias_stride)
-    return RowsPlan(rows_tile(columns), *form, to_tokens, has_weights, channels, early, rank)
+    return RowsPlan(rows_tile(columns), *form, to_tokens, has_weights, channels, early, low)
 
 
 def _launch_rows(
@@ -254,12 +253,9 @@ def _launch_rows(
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
     channels = 0 if left_TC is None else left_TC.shape[1]
     form = (rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
-    low_rank, rank = (None, None), 0
-    if low_NR is not None:
-        rank = low_NR.shape[1]
-        factor = describe_factor(factor_ERD, False, tile.block_n, tile.block_k, described[0][1])
-        low_rank = describe(low_NR.unsqueeze(0), 1, tile.block_m, tile.block_k), factor
-    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early, rank)
+    factor = None if factor_ERD is None else factor_ERD.unsqueeze(1)
+    low, (low_rows, low_weight, _) = describe_low_rank(low_NR, factor, tile.block_m, tile.block_n)
+    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early, low)
     product = (y_ND, 0, 0, y_ND, 0, 0) if left_TC is None else (left_TC, *left_TC.stride(), right_CD, *right_CD.stride())
     launch_persistent(
         _rows_kernel,
@@ -267,7 +263,8 @@ def _launch_rows(
         describe(rows_NGF.transpose(0, 1), 1, tile.block_m, tile.block_k),
         described[0][0],
         described[-1][0],
-        *low_rank,
+        low_rows,
+        low_weight,
         tuple(biases),
         offsets_E1 if slots_N is None else slots_N,
         offsets_E1 if weights_TK is None else weights_TK,

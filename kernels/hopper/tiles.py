@@ -183,9 +183,14 @@ def load_matrix(descriptor, plane, row, column, barrier, buffer, pred=True):
 @gluon.jit
 def load_weight(ring, step, part: gl.constexpr, descriptor, expert, k, column, PLAN: gl.constexpr):
     """Starts the load of one part's block of columns into its place in the b tile."""
-    buffer = ring.b_tile(step)
     ready = ring.ready.index(step % ring.STAGES)
-    if PLAN.b_k_inner:
+    load_part(ring.b_tile(step), part, ready, descriptor, expert, k, column, PLAN.b_k_inner)
+
+
+@gluon.jit
+def load_part(buffer, part: gl.constexpr, ready, descriptor, expert, k, column, K_INNER: gl.constexpr):
+    """Starts the load of one part's block of columns into its place in a matrix of all parts."""
+    if K_INNER:
         part_n: gl.constexpr = descriptor.block_type.shape[1]
         load_matrix(descriptor, expert, column, k, ready, buffer.slice(part * part_n, part_n, 0))
     else:
@@ -194,17 +199,33 @@ def load_weight(ring, step, part: gl.constexpr, descriptor, expert, k, column, P
 
 
 @gluon.jit
+def _view(matrix, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The beginning of a matrix in shared memory as a smaller one, as TMA writes and wgmma reads it."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], matrix.dtype)
+    return reinterpret(matrix, matrix.dtype, [ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def low_rank_views(ring, step, PLAN: gl.constexpr):
+    """A stage as low-rank rows ``[block_m, ranks]`` and as a block of their factor, ``[ranks, block_n]``."""
+    rows = _view(ring.a.index(step % ring.STAGES), PLAN.tile.block_m, PLAN.low.block_k)
+    return rows, _view(ring.b_tile(step), PLAN.low.block_k, PLAN.tile.block_n)
+
+
+@gluon.jit
 def load_low_rank(ring, step, low_rank, expert, row, k, column, PLAN: gl.constexpr):
     """Starts the loads of a stage of low-rank columns: rows in expert order, and each part's block of columns of the factor.
 
     Rows past the expert's are those of other experts: what comes of them is not stored.
     """
+    tile: gl.constexpr = PLAN.tile
     parts: gl.constexpr = len(low_rank) - 1
     ready = ring.ready.index(step % ring.STAGES)
-    mbarrier.expect(ready, PLAN.tile.a_bytes + PLAN.tile.b_bytes)
-    load_matrix(low_rank[0], 0, row, k, ready, ring.a.index(step % ring.STAGES))
+    mbarrier.expect(ready, (tile.a_bytes + tile.b_bytes) // tile.block_k * PLAN.low.block_k)
+    rows, factor = low_rank_views(ring, step, PLAN)
+    load_matrix(low_rank[0], 0, row, k, ready, rows)
     for part in gl.static_range(parts):
-        load_weight(ring, step, part, low_rank[1 + part], expert, k, column, PLAN)
+        load_part(factor, part, ready, low_rank[1 + part], expert, k, column, False)
 
 
 @gluon.constexpr_function
@@ -215,9 +236,10 @@ def accumulator_layout(plan):
 
 @gluon.jit
 def multiply(ring, step, num_steps, accumulator, HALF: gl.constexpr, PLAN: gl.constexpr):
-    """``accumulator`` plus the product of the next ``num_steps`` stages, and the step after them.
+    """``accumulator`` plus the product of the next ``num_steps`` stages, with the low-rank ones behind them, and the step after.
 
-    One product is always in flight: a stage is given back when the product after it has been issued.
+    One product is always in flight: a stage is given back when the product after it has been issued. Without any step there are
+    no low-rank stages either.
     """
     half_m: gl.constexpr = PLAN.tile.half_m
     for k in range(num_steps):
@@ -239,6 +261,14 @@ def multiply(ring, step, num_steps, accumulator, HALF: gl.constexpr, PLAN: gl.co
         if k > 0:
             ring.release(step + ring.STAGES - 1)
         step += 1
+    if PLAN.low.rank > 0:
+        for _ in range(gl.where(num_steps > 0, PLAN.low.steps, 0)):
+            ring.wait_ready(step)
+            rows, factor = low_rank_views(ring, step, PLAN)
+            accumulator = warpgroup_mma(rows.slice(HALF * half_m, half_m, 0), factor, accumulator, is_async=True)
+            accumulator = warpgroup_mma_wait(1, deps=[accumulator])
+            ring.release(step + ring.STAGES - 1)
+            step += 1
     accumulator = warpgroup_mma_wait(0, deps=[accumulator])
     if num_steps > 0:
         ring.release(step + ring.STAGES - 1)

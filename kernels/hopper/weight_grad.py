@@ -142,7 +142,7 @@ def _produce_gathered(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLA
             row = first + k * block_k
             x_offsets = row_starts(next_slots, stride_x8, PLAN)
             rows_inside = row + ks < end
-            # No tile with rows comes after one without: experts are visited in the order of their loads.
+            # No tile with rows comes after one without: experts without rows are visited last.
             is_last = row + block_k >= end
             ahead = gl.where(is_last, next_first, row + block_k) + ks
             next_slots = gl.load(slots_ptr + ahead, mask=ahead < gl.where(is_last, next_end, end), other=0)
@@ -223,10 +223,11 @@ def _weight_grad_kernel(
     staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
     stage = (staging, allocate_barriers(2, 1))
     begin(PLAN.early)
+    num_busy = gl.load(order_ptr + num_experts)
     num_visited = gl.to_tensor(num_experts)
     if PLAN.accumulate:
-        num_visited = gl.load(order_ptr + num_experts)
-    tiles = ExpertTiles(order_ptr, offsets_ptr, num_visited, PLAN.blocks)
+        num_visited = num_busy
+    tiles = ExpertTiles(order_ptr, offsets_ptr, num_visited, num_busy, PLAN.blocks, PLAN.by_columns)
     dw_descs = (first_dw_desc, last_dw_desc)
     stride_e8 = gl.to_tensor(stride_dw_e8)
     stride_m8 = gl.to_tensor(stride_dw_m8)

@@ -6,6 +6,7 @@ projection of each layer, all weights would be kept in the dtype of the products
 and to write it, which is little beside the products with it.
 
     w = (codes.to(x.dtype) * scales).transpose(1, 2)      the cast and the product are repeated; views are free
+    w = base + 2.0 * b @ a                                b's product with the scale is: a layer takes both factors as weights
     w = rotation @ stored                                 left to the partitioner: a product of matrices is not cheap
     w = all_gather(shard)                                 left to it as well: what moves between ranks is dear
 """
@@ -17,7 +18,7 @@ from torch import fx
 
 from moeblaze_ops.lowering import torch_internals
 
-_OPERANDS = ("w_up", "w_down")
+_OPERANDS = ("w_up", "w_down", "lora_a_ERD", "lora_b_EGFR", "lora_a_ERF", "lora_b_ERD")
 _MOST_NODES = 4096
 _DEAR = frozenset(("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm", "linear", "einsum"))
 
@@ -26,9 +27,11 @@ def repeat_weights(node: fx.Node) -> None:
     """Mark what computes the weights of ``node``, an operator of a layer in a joint graph, to be repeated in backward."""
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    for weight in (weight for name in _OPERANDS for weight in given.get(name) or ()):
-        for step in _steps(weight):
-            torch_internals.repeat_in_backward(step)
+    for name in _OPERANDS:
+        weights = given.get(name) or ()
+        for weight in (weights,) if isinstance(weights, fx.Node) else weights:
+            for step in _steps(weight):
+                torch_internals.repeat_in_backward(step)
 
 
 def _steps(weight: fx.Node) -> list[fx.Node]:

@@ -268,19 +268,20 @@ def check_routing(
     op: str,
     like: Tensor,
     num_experts: int,
-    num_tokens: int,
+    num_tokens: int | None,
     slots_N: Tensor,
     offsets_E1: Tensor,
     positions_TK: Tensor,
     blocks_B2: Tensor,
 ) -> None:
-    """The four tensors of ``dispatch``: int32, on one device, and of sizes that agree with each other."""
+    """The four tensors of ``dispatch``: int32, on one device, and of sizes that agree; None: no other argument has all tokens."""
     routing = {"slots_N": slots_N, "offsets_E1": offsets_E1, "positions_TK": positions_TK, "blocks_B2": blocks_B2}
     for name, tensor in routing.items():
         require_dtype(tensor.dtype == torch.int32, op, name, "be int32 (from dispatch)", tensor.dtype)
         check_device(op, name, tensor, like)
     T, K = _num_tokens(op, positions_TK), positions_TK.shape[1]
-    require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
+    if num_tokens is not None:
+        require(num_tokens == T, op, "positions_TK", f"have {num_tokens} rows, one per token", T)
     fits = slots_N.dim() == 1 and may_be(slots_N.shape[0] <= T * K)
     require(fits, op, "slots_N", f"have shape [{T * K}] (slots of positions_TK), or [used slots]", shape_of(slots_N))
     require(

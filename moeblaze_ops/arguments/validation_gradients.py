@@ -5,7 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import check_device, check_float, check_like, may_be, require, require_dtype, shape_of
+from moeblaze_ops.arguments.validation import (
+    check_device,
+    check_float,
+    check_like,
+    check_routing,
+    check_routing_weights,
+    may_be,
+    require,
+    require_dtype,
+    shape_of,
+)
 
 
 def check_weight_grad(
@@ -47,6 +57,31 @@ def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw:
     check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
     for gradient in dw:
         _check_sums(op, "dw", gradient, gathered_TD)
+
+
+def check_low_rank_backward(
+    op: str,
+    dy: Tensor,
+    u_NR: Tensor,
+    b: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+) -> None:
+    check_float(op, "dy", dy)
+    require(dy.dim() in (2, 3), op, "dy", "have dimensions [N, G, F] or [T, D]", f"shape {shape_of(dy)}")
+    require(u_NR.dim() == 2, op, "u_NR", "have 2 dimensions [N, R]", f"shape {shape_of(u_NR)}")
+    check_like(op, "u_NR", u_NR, dy)
+    check_like(op, "b", b, dy)
+    in_rows, rank, E = dy.dim() == 3, u_NR.shape[1], b.shape[0] if b.dim() else 0
+    expected = [E, *dy.shape[1:], rank]
+    require(list(b.shape) == expected, op, "b", f"have shape {expected}", f"shape {shape_of(b)}")
+    check_routing(op, dy, E, None if in_rows else dy.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
+    for name, rows in (("dy", dy), ("u_NR", u_NR))[not in_rows :]:
+        require(rows.shape[0] == slots_N.shape[0], op, name, f"have N={slots_N.shape[0]} rows", rows.shape[0])
+    check_routing_weights(op, weights_TK, dy, positions_TK)
 
 
 def check_bias_grad(

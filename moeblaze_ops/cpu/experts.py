@@ -26,6 +26,7 @@ from moeblaze_ops.cpu.rows import (
     sum_dtype,
     transposed,
 )
+from moeblaze_ops.cpu.weight_grad import expert_weight_grad
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 
 
@@ -216,6 +217,27 @@ def expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2:
     for block in row_blocks(offsets_E1, rows_NGF.shape[0], max(w_EGFC.shape[2:])):
         y_NC[block.rows] = _sum_of_products(parts, block, w_EGFC.shape[3])
     return y_NC
+
+
+def low_rank_backward(
+    dy: Tensor,
+    u_NR: Tensor,
+    b: Tensor,
+    weights_TK: Tensor | None,
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+) -> tuple[Tensor, Tensor]:
+    like = b.new_empty(b.shape)
+    if dy.dim() == 2:
+        du_N1R, _ = expert_up(dy, [b.mT.unsqueeze(1)], [], None, slots_N, offsets_E1, positions_TK, blocks_B2, IDENTITY)
+        given = (dy, u_NR.unsqueeze(1), [like.mT], weights_TK, slots_N, offsets_E1, positions_TK.shape[1])
+        return du_N1R.squeeze(1), expert_weight_grad(*given)[0].mT
+    weights_N1 = None if weights_TK is None else weights_TK.reshape(-1, 1).index_select(0, slots_N.clamp(min=0))
+    rows_N = torch.arange(slots_N.shape[0], dtype=torch.int32)
+    db = expert_weight_grad(u_NR, dy, [like], weights_N1, rows_N, offsets_E1, 1)[0]
+    return expert_rows(dy, b, offsets_E1, blocks_B2), db
 
 
 def expert_up_backward_part(

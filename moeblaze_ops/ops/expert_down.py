@@ -15,7 +15,8 @@ from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.expert_up import expert_up, low_rank_flops, refuse_tangents_with_parameters, routing_gradient_like
-from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
+from moeblaze_ops.ops.low_rank.expert_rows import expert_rows
+from moeblaze_ops.ops.low_rank.low_rank_backward import low_rank_backward
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, weight_gradients
 
@@ -46,8 +47,12 @@ def _expert_down_gradient(ctx, dout_TD):
     dout_TD = dout_TD.contiguous()
     low_rank: tuple = ()
     q_NR, dlora_a, dlora_b, dparams_EP = None, None, None, None
-    if v_NR is not None:
+    if ctx.needs_input_grad[12]:
+        q_NR, dlora_b_EDR = call(low_rank_backward, dout_TD, v_NR, lora_b.mT, weights_TK, *routing)
+        dlora_b = dlora_b_EDR.mT
+    elif v_NR is not None:
         q_NR = call(expert_up, dout_TD, [lora_b.unsqueeze(1)], [], None, *routing, IDENTITY)[0].squeeze(1)
+    if v_NR is not None:
         low_rank = (q_NR, lora_a)
     given = (dout_TD, h_NGF, w_down, b_down, weights_TK, *routing, ctx.activation)
     if params_EP is None:
@@ -56,10 +61,8 @@ def _expert_down_gradient(ctx, dout_TD):
         given = (*given, *(low_rank or (None, None)), params_EP)
         dh_NGF, dweights_TK, wa_NF, dparams_EP = call(expert_down_backward_learned, *given)
     if ctx.needs_input_grad[11]:
-        dlora_a = row_products_grad(wa_NF, q_NR.unsqueeze(1), lora_a, None, offsets_E1)
-    if ctx.needs_input_grad[12]:
-        gathered_and_grouped = (dout_TD, v_NR.unsqueeze(1))
-        (dlora_b,) = call(expert_weight_grad, *gathered_and_grouped, [lora_b], weights_TK, slots_N, offsets_E1, top_k)
+        rows_N = torch.arange(wa_NF.shape[0], dtype=torch.int32, device=wa_NF.device)
+        (dlora_a,) = call(expert_weight_grad, wa_NF, q_NR.unsqueeze(1), [lora_a], None, rows_N, offsets_E1, 1)
     dw_down: list = [None] * ctx.num_w_down
     db_down: list = b_none
     if any(ctx.needs_input_grad[2]):

@@ -13,7 +13,8 @@ from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.direct import call
-from moeblaze_ops.ops.low_rank.expert_rows import expert_rows, row_products_grad
+from moeblaze_ops.ops.low_rank.expert_rows import expert_rows
+from moeblaze_ops.ops.low_rank.low_rank_backward import low_rank_backward
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, up_bias_gradients, weight_gradients
 
@@ -51,7 +52,9 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
     dw_up: list = [None] * ctx.num_w_up
     db_up: list = [None] * ctx.num_b_up
     needs_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[3]
-    if u_NR is not None and (needs_x or ctx.needs_input_grad[10]):
+    if ctx.needs_input_grad[11]:
+        du_NR, dlora_b = call(low_rank_backward, dh_NGF, u_NR, lora_b, weights_TK, *routing)
+    elif u_NR is not None and (needs_x or ctx.needs_input_grad[10]):
         du_NR = call(expert_rows, dh_NGF, lora_b, offsets_E1, blocks_B2)
     if needs_x:
         x_or_none = None if weights_TK is None else x_TD
@@ -62,8 +65,6 @@ def _expert_up_gradient(ctx, dh_NGF, da_NF):
         like = [lora_a.unsqueeze(1)]
         given = (x_TD, du_NR.unsqueeze(1), like, weights_TK, slots_N, offsets_E1, top_k)
         dlora_a = call(expert_weight_grad, *given)[0].squeeze(1)
-    if ctx.needs_input_grad[11]:
-        dlora_b = row_products_grad(u_NR, dh_NGF, lora_b, _weights_of_rows(weights_TK, slots_N), offsets_E1)
     if any(ctx.needs_input_grad[2]):
         db_up = up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, ctx.num_joined_b_up)
     # Last: expert_up_backward needs room for [N, D], which the weight gradient would be allocated on top of.
@@ -167,7 +168,7 @@ expert_up_backward = register_op(
 ``dweights_TK[t, k] = <rows[positions_TK[t, k]], x_TD[t]>``; without weights s is 1 and dweights is [0, K].
 ``dlogits_TE @ w_router_ED``, the gradient that reaches x through a linear router, is added to dx_TD if given (dtype of dh, any
 strides, E any number): in the same fp32 sum, where a product of its own would read and write dx_TD once more.
-With a low-rank addition ``du_NR[r] @ lora_a_ERD[e]`` is added in the sum of ``rows[r]``; du is ``dh B``, from ``expert_rows``.
+With a low-rank addition ``du_NR[r] @ lora_a_ERD[e]`` is added in the sum of ``rows[r]``; du is ``dh B``.
 On CUDA ``rows`` takes at most max_bytes, or those of 256 columns; None: ``config.max_transient_bytes``.
 Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
 """

@@ -7,6 +7,7 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
+from moeblaze_ops.kernels.experts.low_rank_backward import launch_low_rank_backward
 from tests.tools.kernel_helpers import assert_near, layer_for, oracle, poison_unused
 
 
@@ -45,6 +46,11 @@ def check(rank, case="unused_slots", activation="swiglu", weight_on="output", dt
     arguments = (h, lora_b, dispatched[1], dispatched[3])
     assert_near(launch_expert_rows(*arguments), oracle("expert_rows", *arguments), used, roundings=8)
 
+    for arguments in ((h, u, lora_b, on_input, *dispatched), (dout, u, down_b.mT, on_output, *dispatched)):
+        got, expected = launch_low_rank_backward(*arguments), oracle("low_rank_backward", *arguments)
+        assert_near(got[0], expected[0], used, roundings=8)
+        assert_near(got[1], expected[1], roundings=16)
+
 
 @pytest.mark.parametrize("rank", [1, 16, 20, 72])
 def test_ranks(rank):
@@ -70,6 +76,18 @@ def test_factors_with_experts_on_the_fastest_axis():
 
 def test_bf16():
     check(8, dtype=torch.bfloat16)
+
+
+def test_gradient_of_halves_that_lie_apart_in_memory():
+    layer = layer_for("unused_slots", "swiglu", bias=False)
+    E, G, F, _ = layer.w_up[0].shape
+    N, used = layer.routing[0].shape[0], int(layer.routing[1][-1])
+    interleaved = torch.randn(E, F, G, 8).transpose(1, 2)
+    for dy, b in ((torch.randn(N, G, F), interleaved), (torch.randn(N, F, G).transpose(1, 2), torch.randn(E, G, F, 8))):
+        arguments = (dy, torch.randn(N, 8), b, None, *layer.routing)
+        got, expected = launch_low_rank_backward(*arguments), oracle("low_rank_backward", *arguments)
+        assert_near(got[0], expected[0], used, roundings=8)
+        assert_near(got[1], expected[1], roundings=16)
 
 
 def test_one_expert_a_token():

@@ -16,6 +16,7 @@ from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
+from moeblaze_ops.kernels.experts.low_rank_backward import launch_low_rank_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
@@ -87,7 +88,8 @@ def train_low_rank(dtype, sizes, activation, bias, weight_on_input, rank):
     dh, _, wa = launch_expert_down_backward(out, h, w_down, [], weights, *routing, activation, v, down[0])
     launch_expert_up_backward(dh, None, w_up, None, *routing, None, None, None, u, up[0])
     launch_expert_weight_grad(x, u.unsqueeze(1), [up[0].unsqueeze(1)], None, *routing[:2], K)
-    launch_expert_weight_grad(u, dh, [up[1]], None, *routing[:2], 1)
+    launch_low_rank_backward(dh, u, up[1], None, *routing)
+    launch_low_rank_backward(out, v, down[1].mT, weights, *routing)
     launch_expert_weight_grad(wa, v.unsqueeze(1), [down[0]], None, *routing[:2], 1)
 
 
@@ -158,7 +160,7 @@ LOW_RANK = [
     ("many_rows", (8, 0), 256),
     ("many_rows", (9, 0), 16),
     ("many_rows", (10, 0), 256),
-    ("few_rows", (8, 0), 16),
+    ("few_rows", (8, 0), 24),
     ("few_rows", (9, 0), 256),
     ("few_rows", (10, 0), 16),
     ("fp32", (8, 0), 256),
@@ -185,6 +187,8 @@ def expected_tensor_core(launch, capability):
     """The instruction that a GEMM should multiply with: the asynchronous ones take 64 rows or more."""
     if launch.arguments.keys() >= {"BLOCK_M", "BLOCK_K"}:
         rows = launch.arguments["BLOCK_M"]
+    elif launch.name == "_low_rank_backward_kernel":
+        rows = launch.arguments["BLOCK_K"]
     elif launch.arguments.get("HAS_PRODUCT") and not launch.arguments["FEW_CHANNELS"]:
         rows = launch.arguments["BLOCK_T"]
     else:

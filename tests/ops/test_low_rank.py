@@ -252,11 +252,20 @@ def op_arguments(name, layer, rank=3):
         ),
         "expert_up_backward": (h.detach(), None, layer.w_up, None, *dispatched, None, None, None, rows, up[0]),
         "expert_rows": (h.detach(), up[1], dispatched[1], dispatched[3]),
+        "low_rank_backward_up": (h.detach(), rows, up[1], None, *dispatched),
+        "low_rank_backward_down": (dout, rows, down[1].mT, weights, *dispatched),
     }[name]  # fmt: skip
 
 
 FORWARD = ("expert_up", "expert_up_weighted", "expert_down")
-OPS = (*FORWARD, "expert_down_backward", "expert_up_backward", "expert_rows")
+OPS = (
+    *FORWARD,
+    "expert_down_backward",
+    "expert_up_backward",
+    "expert_rows",
+    "low_rank_backward_up",
+    "low_rank_backward_down",
+)
 
 
 @pytest.mark.parametrize(("name", "requires_grad"), [*((name, False) for name in OPS), *((name, True) for name in FORWARD)])
@@ -267,7 +276,8 @@ def test_low_rank_opcheck(name, case, requires_grad):
     arguments = op_arguments(name, layer)
     if name not in FORWARD:
         arguments = detach(arguments)
-    opcheck(getattr(ops, name.removesuffix("_weighted")).default, arguments)
+    name = "low_rank_backward" if name.startswith("low_rank_backward") else name.removesuffix("_weighted")
+    opcheck(getattr(ops, name).default, arguments)
 
 
 def test_expert_rows_matches_products():
@@ -280,6 +290,29 @@ def test_expert_rows_matches_products():
         part = slice(bounds[e], bounds[e + 1])
         torch.testing.assert_close(y[part], torch.einsum("ngf,gfc->nc", rows[part], w[e]))
     assert y[bounds[-1] :].eq(0).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_low_rank_backward_matches_products(weighted):
+    torch.manual_seed(15)
+    layer = make_layer("unused_slots", requires_grad=False)
+    slots, offsets, _, _ = layer.routing
+    weights = layer.weights_TK.double() if weighted else None
+    N, bounds = layer.weights_TK.numel(), offsets.tolist()
+    scale = weights.reshape(-1)[slots.clamp(min=0)].unsqueeze(1) if weighted else 1.0
+    u, dy_NGF, b_EGFR = (torch.randn(shape, dtype=torch.float64) for shape in ((N, 7), (N, 2, 12), (5, 2, 12, 7)))
+    dout, b_EDR = torch.randn(layer.x_TD.shape, dtype=torch.float64), torch.randn(5, D, 7, dtype=torch.float64)
+    dout_rows = dout[slots.clamp(min=0) // K]
+    for dy, rows, b, b_EWR in (
+        (dy_NGF, dy_NGF.flatten(1), b_EGFR, b_EGFR.flatten(1, 2)),
+        (dout, dout_rows, b_EDR, b_EDR),
+    ):
+        du, db = ops.low_rank_backward(dy, u, b, weights, *layer.routing)
+        db_EWR = db if b is b_EDR else db.flatten(1, 2)
+        for e in range(5):
+            part = slice(bounds[e], bounds[e + 1])
+            torch.testing.assert_close(du[part], rows[part] @ b_EWR[e])
+            torch.testing.assert_close(db_EWR[e], rows[part].T @ (scale * u)[part])
 
 
 def test_flops_of_low_rank_columns_are_counted():
@@ -361,7 +394,7 @@ def test_forward_mode(weight_on):
 @pytest.mark.parametrize("rank", [1, 8, 11])
 def test_padding_adds_ranks_of_zeros(rank):
     a, b = low_rank.padded(torch.ones(2, rank, 3), torch.ones(2, 4, rank))
-    assert a.shape[1] == b.shape[2] == -(-rank // 8) * 8 and a.is_contiguous() and b.is_contiguous()
+    assert a.shape[1] == b.shape[2] == -(-rank // 8) * 8 and a.is_contiguous() and b.mT.is_contiguous()
     assert torch.equal(b @ a, torch.full((2, 4, 3), float(rank)))
 
 

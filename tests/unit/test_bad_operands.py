@@ -59,6 +59,7 @@ def _arguments() -> dict[str, dict[str, Any]]:
         | {"q_NR": rows, "lora_a_ERF": a_down, "params_EP": torch.rand(5, 1)},
         "expert_rows": {"rows_NGF": h, "w_EGFC": torch.randn(5, 2, 12, 3)}
         | {name: routing[name] for name in ("offsets_E1", "blocks_B2")},
+        "low_rank_backward": {"dy": h, "u_NR": rows, "b": torch.randn(5, 2, 12, 3)} | weights | routing,
         "expert_mlp": mlp,
         "expert_mlp_backward": dout | mlp,
         "expert_mlp_chunked": chunked,

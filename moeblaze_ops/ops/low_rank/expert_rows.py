@@ -1,18 +1,14 @@
-"""``moeblaze::expert_rows``: rows in expert order times their expert's matrix, and the gradients of low-rank factors.
+"""``moeblaze::expert_rows``: rows in expert order times their expert's matrix.
 
 A low-rank addition to a weight, ``W + B A``, is computed beside it: u = x A^T is R columns a row, and ``u B^T`` is added in the
-sum of the product with W. Of its factors' gradients one is that of a weight with u in place of hidden rows; the other one
-contracts two sides that both are in expert order.
+sum of the product with W.
 """
 
-import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.validation import check_expert_rows
 from moeblaze_ops.cpu import experts as cpu
-from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
-from moeblaze_ops.ops.weight_grad import expert_weight_grad
 
 
 def _expert_rows_fake(rows_NGF, w_EGFC, offsets_E1, blocks_B2) -> Tensor:
@@ -48,15 +44,3 @@ Returns:
 Raises:
     ValueError, TypeError: an argument breaks one of the rules above.
 """
-
-
-def row_products_grad(left_NX: Tensor, right_NGY: Tensor, like: Tensor, weights_N1: Tensor | None, offsets_E1: Tensor) -> Tensor:
-    """``dW[e, g, y, :] = sum_r s[r] * right[r, g, y] * left[r, :]``, both sides in expert order.
-
-    Args:
-        left_NX, right_NGY: rows in expert order.
-        like: what the gradient is of, [E, G, Y, X], or [E, Y, X] where G is 1.
-        weights_N1: s, one for each row, or None for 1.
-    """
-    rows_N = torch.arange(left_NX.shape[0], dtype=torch.int32, device=left_NX.device)
-    return call(expert_weight_grad, left_NX, right_NGY, [like], weights_N1, rows_N, offsets_E1, 1)[0]
