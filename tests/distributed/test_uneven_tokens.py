@@ -190,7 +190,7 @@ def check_calls() -> None:
         assert (ours.get("most_tokens", 0), ours["used_slots"]) == (questions, 1), ours
 
 
-# Equal numbers of tokens meet every spelling, in `test_sharded_tokens`. Here one of each kind that is given its tokens differently.
+# Equal numbers of tokens meet every spelling, in `test_sharded_tokens`. Here is one of each kind of layer.
 CHECKS = {
     "stacked_loop": functools.partial(check_steps, "stacked_loop"),
     "dense_einsum": functools.partial(check_steps, "dense_einsum", FEW_STEPS),
