@@ -280,7 +280,9 @@ class Algebra:
         """Bind ``var``, renamed after the binders inside ``body`` so that equal functions get equal names."""
         bound = self.var(_BOUND - body.height, *var.args[1:])
         assert bound is var or bound not in body.free, "a bound variable escaped"
-        return self._intern(kind, bound, self.substitute(body, {var: bound}), *rest)
+        # Rebuilding what has its names already would rebuild each sum inside, and those inside it, twice.
+        renamed = body if bound is var else self.substitute(body, {var: bound})
+        return self._intern(kind, bound, renamed, *rest)
 
     def open(self, e: Expr) -> tuple[Expr, Expr]:
         """The variable and body of a binder, under a name that no other binder around or inside it takes."""

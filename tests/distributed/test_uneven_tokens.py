@@ -190,12 +190,11 @@ def check_calls() -> None:
         assert (ours.get("most_tokens", 0), ours["used_slots"]) == (questions, 1), ours
 
 
-ALL_STEPS = ("stacked_loop", "dense_einsum")
-SPELLINGS = ("loop_mixtral", "masked_sum", "gpt_oss_loop")
+# Equal numbers of tokens meet every spelling, in `test_sharded_tokens`. Here is one of each kind of layer.
 CHECKS = {
-    **{name: functools.partial(check_steps, name) for name in ALL_STEPS},
-    **{name: functools.partial(check_steps, name, FEW_STEPS) for name in SPELLINGS},
-    "dense_bmm": functools.partial(check_steps, "dense_bmm", WITHOUT_NONE),
+    "stacked_loop": functools.partial(check_steps, "stacked_loop"),
+    "dense_einsum": functools.partial(check_steps, "dense_einsum", FEW_STEPS),
+    "loop_mixtral": functools.partial(check_steps, "loop_mixtral", FEW_STEPS),
     "sorted_transformers": functools.partial(check_steps, "sorted_transformers", WITHOUT_NONE),
     "skipped experts": check_skipped_experts,
     "all to one rank": functools.partial(check_steps, "stacked_loop", FEW_STEPS, first_only=True),
@@ -209,7 +208,7 @@ CHECKS = {
     "asks once": check_asks_once,
     "calls": check_calls,
 }
-RANKS = {2: tuple(CHECKS), 4: ALL_STEPS}
+RANKS = {2: tuple(CHECKS), 4: ("stacked_loop",)}
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,9 @@ def test_training_step(name, monkeypatch):
     assert calls.count == LAYERS
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_compiled_training_step(name):
+    """The experts of other models have the flags of Mixtral's."""
     model = models.make_model(name, layers=LAYERS, experts="eager")
     ids = models.decided_tokens(models.in_double(model, name))
     expected = models.training_step(model, model, ids)

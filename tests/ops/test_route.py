@@ -130,7 +130,8 @@ def test_route_opcheck(name, case, requires_grad):
     router = ROUTERS[name]
     logits_TE = make_logits(case, router.num_experts).requires_grad_(requires_grad)
     opcheck(op.default, router.arguments(logits_TE, router.bias()))
-    opcheck(route_backward, tuple(_detached(backward_arguments(router, logits_TE))))
+    if not requires_grad:
+        opcheck(route_backward, tuple(_detached(backward_arguments(router, logits_TE))))
 
 
 def _detached(arguments):

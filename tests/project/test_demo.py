@@ -1,5 +1,6 @@
 """The example, run as a user runs it, at a tiny size."""
 
+import importlib.util
 import json
 import math
 import os
@@ -49,6 +50,8 @@ def check_three_ways(folder, device, largest_difference):
         assert curves[way] == pytest.approx(curves["eager"], abs=largest_difference)
     assert results["moeblaze"]["rewritten"] == "1 MoE layers"
     assert results["moeblaze"]["kept_bytes"] <= results["compile"]["kept_bytes"] / 2
+    if importlib.util.find_spec("matplotlib"):
+        assert (folder / "train_moe_lm.png").read_bytes().startswith(b"\x89PNG")
     return results
 
 
@@ -62,12 +65,6 @@ def test_demo_trains_three_ways_alike_on_gpu(tmp_path):
     # As on a CPU, with float32 matrix products that sum in another order in each way.
     results = check_three_ways(tmp_path, "cuda", largest_difference=5e-5)
     assert all(result["peak_bytes"] > result["kept_bytes"] for result in results.values())
-
-
-def test_demo_draws_its_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    run_demo(tmp_path, "--device", "cpu", "--ways", "eager")
-    assert (tmp_path / "train_moe_lm.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_demo_says_what_is_missing(tmp_path):

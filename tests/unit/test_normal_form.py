@@ -114,3 +114,17 @@ def test_sum_that_falls_apart_inside_another(algebra):
         return algebra.sum(a, algebra.sum(n, body))
 
     assert algebra.substitute(nested(s), {s: algebra.zero}) is nested(algebra.zero)
+
+
+def test_a_nest_of_sums_is_rebuilt_once(algebra, monkeypatch):
+    """Sums of sums, as where tokens are mixed before a layer: the time for each level more does not double."""
+    t, tokens = algebra.var(0, 5, "t"), algebra.var(1, 7, "t")
+    nest = t
+    for depth in range(16):
+        row = algebra.var(10 + depth, 3, "r")
+        nest = algebra.sum(row, algebra.call("sin", (algebra.mul(nest, algebra.call("cos", (row,))),)))
+    closed, close = [], algebra._close
+    monkeypatch.setattr(algebra, "_close", lambda *args: closed.append(args) or close(*args))
+    moved = algebra.substitute(nest, {t: tokens})
+    assert len(closed) == 16
+    assert algebra.substitute(moved, {tokens: t}) is nest

@@ -156,8 +156,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda function: function.__name__)
+# Each setting around two layers, in turns.
+CASES = [(setting, [*LAYERS][(number + i) % 3]) for number, setting in enumerate(SETTINGS) for i in range(2)]
+
+
+@pytest.mark.parametrize(("setting", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_setting(setting, name):
     torch.manual_seed(0)
     layer = LAYERS[name]().double()

@@ -104,8 +104,11 @@ def test_the_layer_itself_becomes_products(layer):
     assert [c.became for c in backend.rewritten] == [BECAME]
 
 
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("layer", LAYERS)
+# How a layer is spelled decides where its factors are found, and a twin what is found: each meets three or more of the other.
+CASES = [(layer, twin) for i, layer in enumerate(LAYERS) for j, twin in enumerate(TWINS) if (i + j) % 7 in (0, 1, 3)]
+
+
+@pytest.mark.parametrize(("layer", "twin"), CASES)
 def test_twins_of_compiled_layers_are_equal_or_left_alone(layer, twin):
     x, module, itself = torch.randn(T, D), LAYERS[layer](TWINS[twin]), LAYERS[layer](plain)
     itself.load_state_dict(module.state_dict())
