@@ -104,6 +104,8 @@ class Zeros:
                 self.add(term, variables)
         else:
             factors = [f for f in factors_of(e) if f.kind not in ("distinct", "const")]
+            if not factors:
+                return  # that a number is zero says nothing of what is no number: `counts[0] = 0`, `if counts[0] > 0:`
             bound = variables
             if len(factors) == 1 and factors[0].kind == "call" and factors[0].args[0] == "ge":
                 self._patterns.append((bound, [self.algebra.eq(*factors[0].args[1])]))  # what is below a number is not that

@@ -307,6 +307,40 @@ def test_ids_that_change_behind_a_helper(name, loop):
     assert check(changed(ALIASES[name], loop=loop)) == 0
 
 
+# Counts that do not say which experts have tokens.
+
+
+def counted(change):
+    """A loop that goes by ``change`` of the numbers of tokens, which says the same of an expert whatever its tokens are."""
+
+    def combine(self, x, weights, ids):
+        out, counts = torch.zeros_like(x), change(torch.bincount(ids.flatten(), minlength=E))
+        for e, expert in enumerate(self.experts):
+            if counts[e] > 0:
+                self.add(out, expert, x, weights, ids, e)
+        return out
+
+    return combine
+
+
+def without_first(counts):
+    counts[0] = 0
+    return counts
+
+
+COUNTED = {
+    "a count is written": without_first,
+    "a count is multiplied away": lambda counts: counts * torch.arange(E).clamp(max=1),
+    "all ids are one": lambda counts: torch.bincount(counts * 0, minlength=E),
+    "only the first is kept": lambda counts: torch.cat([counts[:1], torch.zeros_like(counts[1:])]),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_experts_that_are_skipped_whatever_their_tokens_are(name):
+    assert check(counted(COUNTED[name])) == 0
+
+
 # Guards that nothing but Dynamo's instructions show, which are taken.
 
 
