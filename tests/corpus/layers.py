@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.kernels.formulas.named import is_gated
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 
 E, K, D, F = 5, 2, 24, 12
 

@@ -6,7 +6,7 @@ import torch
 import moeblaze_ops
 from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import ACTIVATIONS
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 
 pytestmark = pytest.mark.gpu

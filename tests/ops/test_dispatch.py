@@ -5,7 +5,7 @@ from torch.library import opcheck
 
 import moeblaze_ops
 from moeblaze_ops import config
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 from tests.corpus.layers import ROUTINGS, E, K, routing
 
 dispatch = torch.ops.moeblaze.dispatch

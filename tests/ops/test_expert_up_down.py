@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 from tests.corpus.layers import ROUTINGS, STORAGES, make_layer
 from tests.tools.op_harness import assert_one_graph_for_several_token_counts, detach
 

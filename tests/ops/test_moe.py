@@ -5,7 +5,7 @@ import moeblaze_ops
 from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.arguments.activations import ACTIVATIONS
 from moeblaze_ops.kernels.formulas.named import is_gated
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 
 T, K, E, D, F = 17, 2, 4, 8, 6
 

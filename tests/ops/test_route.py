@@ -4,9 +4,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
-from moeblaze_ops.ops import reference
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.route import route, route_backward
+from tests.corpus import reference
 from tests.corpus.router_cases import LOGITS, ROUTERS, Router, make_logits
 
 op = torch.ops.moeblaze.route

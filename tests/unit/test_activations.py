@@ -5,7 +5,7 @@ import torch
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS, activate, activation_gradient
 from moeblaze_ops.kernels.formulas.named import CLAMP_LIMIT, SILU_LIMIT
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 
 CORNERS = [0.0, 1.5, -1.5, 20.0, -20.0, float("nan")]
 CORNERS += [sign * limit + step for limit in (CLAMP_LIMIT, SILU_LIMIT) for sign in (1, -1) for step in (-0.5, 0.0, 0.5)]

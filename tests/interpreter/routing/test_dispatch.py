@@ -6,7 +6,7 @@ import torch
 from moeblaze_ops.kernels.configs import DispatchConfig
 from moeblaze_ops.kernels.routing import dispatch as dispatch_module
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
-from moeblaze_ops.ops import reference
+from tests.corpus import reference
 from tests.corpus.layers import ROUTINGS, routing
 
 SMALL = DispatchConfig(chunk=16, step=8, bins=16, num_warps=4)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from moeblaze_ops.kernels.routing.route import launch_route, launch_route_backward
-from moeblaze_ops.ops import reference
 from moeblaze_ops.ops.route import route_backward
+from tests.corpus import reference
 from tests.corpus.router_cases import LOGITS, ROUTERS, Router, make_logits
 
 LARGE = {
