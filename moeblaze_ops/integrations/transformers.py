@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from moeblaze_ops.arguments.activations import ACTIVATIONS
+from moeblaze_ops.arguments.packed_gates import formula_of_gate
 from moeblaze_ops.functional import moe
-from moeblaze_ops.lowering.match.terms.gate import pointwise, recognise_gate
 
 try:
     from transformers import activations as _activations
@@ -62,8 +63,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         Shape and dtype of ``hidden_states``.
 
     Warns:
-        UserWarning: the module's activation, gate or flags are none of the fused ones; it ran as "grouped_mm". Once
-            for each kind of module.
+        UserWarning: the ops cannot express the module's activation, gate or flags; it ran as "grouped_mm". Once for each
+            kind of module.
     """
     w_up = self.gate_up_proj if self.has_gate else self.up_proj
     act_fn = getattr(self, "act_fn", None)
@@ -119,16 +120,14 @@ def _names_in_gate(experts_class: Any) -> tuple[str, ...]:
 def _recognise(
     experts_class: Any, has_gate: bool, act_class: type, numbers: tuple[tuple[str, Any], ...]
 ) -> tuple[str, bool, str | None]:
-    """The activation of a kind of module, whether it is interleaved, and the reason if it is no fused one."""
+    """The activation of a kind of module, whether it is interleaved, and the reason if there is none."""
     act_name = _act_names().get(act_class)
     if not has_gate:
-        reason = None if act_name else f"its activation {act_class.__name__} is not a fused one"
+        reason = None if act_name else f"its activation {act_class.__name__} is not known"
         return act_name or "", False, reason
-    act_fn = pointwise(act_name) if act_name else None
-    found = recognise_gate(experts_class._apply_gate, dict(numbers), act_fn)
-    if found is None:
-        constants = ", ".join(f"{name}={value}" for name, value in numbers)
-        return "", False, f"its gate ({', '.join(filter(None, (act_class.__name__, constants)))}) is not a fused activation"
+    found = formula_of_gate(experts_class._apply_gate, numbers, ACTIVATIONS[act_name].value if act_name else None)
+    if isinstance(found, str):
+        return "", False, f"its gate with {act_class.__name__} is no pointwise function of the halves: {found}"
     return *found, None
 
 

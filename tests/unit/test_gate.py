@@ -1,15 +1,20 @@
-"""Gates that are recognised by running them on symbols, and their near-miss twins."""
+"""Gates that are recognised by tracing them on halves, and their near-miss twins."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from moeblaze_ops.arguments.activations import ACTIVATIONS
-from moeblaze_ops.lowering.match.terms.gate import pointwise, recognise_gate
+from moeblaze_ops.arguments.activations import ACTIVATIONS, activation_of
+from moeblaze_ops.arguments.packed_gates import formula_of_gate
 
 NUMBERS = {"alpha": 1.702, "limit": 7.0, "swiglu_limit": 10.0, "calls": 0}
+
+
+def formula_of(gate, numbers=NUMBERS, act_fn=F.silu):
+    return formula_of_gate(gate, tuple(numbers.items()), act_fn)
 
 
 def by_act_fn(self, gate_up):
@@ -78,11 +83,6 @@ def scaled(self, gate_up):
     return F.silu(gate) * up * 2
 
 
-def rounded_lower(self, gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).to(torch.float16) * up
-
-
 def branching(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up if gate else up
@@ -97,6 +97,15 @@ def counting(self, gate_up):
 def dropping(self, gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.dropout(F.silu(gate) * up, 0.1, True)
+
+
+def along_the_features(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.softmax(-1) * up
+
+
+def as_they_are(self, gate_up):
+    return gate_up.relu()
 
 
 def in_place(self, gate_up):
@@ -118,41 +127,68 @@ def in_place(self, gate_up):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_recognised(gate, expected):
-    assert recognise_gate(gate, NUMBERS, pointwise("silu")) == expected
+def test_named(gate, expected):
+    assert formula_of(gate) == expected
 
 
 @pytest.mark.parametrize(
-    "gate",
-    [clamped_silu, halves_swapped, mixed_packing, one_half_twice, scaled, rounded_lower, branching, counting, dropping, in_place],
-    ids=lambda gate: gate.__name__,
+    "gate, change",
+    [
+        (clamped_silu, {}),
+        (halves_swapped, {}),
+        (one_half_twice, {}),
+        (scaled, {}),
+        (clamped, {"limit": 0.5}),
+        (clamped, {"alpha": 1.7}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
+def test_formulas(gate, change):
+    """What has no name is a formula, which computes the same of rows that are packed as the gate takes them."""
+    numbers = {**NUMBERS, **change}
+    formula, is_interleaved = formula_of(gate, numbers)
+    assert formula not in ACTIVATIONS
+    halves = torch.randn(2, 5, 3, dtype=torch.float64)
+    packed = torch.stack(tuple(halves), -1).flatten(1) if is_interleaved else torch.cat(tuple(halves), -1)
+    expected = gate(SimpleNamespace(**numbers), packed)
+    torch.testing.assert_close(activation_of(formula).value(*halves), expected)
+
+
+LEFT_ALONE = {
+    mixed_packing: "two ways",
+    branching: "",
+    counting: "sets calls",
+    dropping: "calls aten",
+    along_the_features: "calls aten",
+    as_they_are: "",
+    in_place: "",
+}
+
+
+@pytest.mark.parametrize("gate", LEFT_ALONE, ids=lambda gate: gate.__name__)
 def test_left_alone(gate):
-    assert recognise_gate(gate, NUMBERS, pointwise("silu")) is None
+    reason = formula_of(gate)
+    assert isinstance(reason, str)
+    assert LEFT_ALONE[gate] in reason
 
 
-@pytest.mark.parametrize("change", [{"limit": 6.0}, {"alpha": 1.7}, {"limit": "7"}], ids=str)
-def test_other_constants_are_left_alone(change):
-    assert recognise_gate(clamped, {**NUMBERS, **change}, None) is None
+@pytest.mark.parametrize("limit", ["7", None])
+def test_other_attributes_are_left_alone(limit):
+    assert isinstance(formula_of(clamped_silu, {"limit": limit} if limit else {}), str)
 
 
 def test_limits_without_effect():
-    assert recognise_gate(clamped_silu, {"limit": math.inf}, None) == ("swiglu", False)
+    assert formula_of(clamped_silu, {"limit": math.inf}) == ("swiglu", False)
 
 
 def test_missing_attributes_are_left_alone():
-    assert recognise_gate(clamped, {"alpha": 1.702}, None) is None
-    assert recognise_gate(by_act_fn, {}, None) is None
+    assert "limit" in formula_of(clamped, {"alpha": 1.702}, None)
+    assert "act_fn" in formula_of(by_act_fn, {}, None)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
-def test_pointwise_names(name):
-    activation, packed_interleaved = recognise_gate(by_act_fn, {}, pointwise(name))
-    assert not packed_interleaved
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+def test_functions_of_the_module(name):
+    formula, is_interleaved = formula_of(by_act_fn, {}, ACTIVATIONS[name].value)
+    assert not is_interleaved
     gate, up = torch.randn(2, 100)
-    torch.testing.assert_close(ACTIVATIONS[activation].value(gate, up), ACTIVATIONS[name].value(gate) * up)
-
-
-def test_squared_relu_gate_is_left_alone():
-    """There is no gated activation of that name."""
-    assert recognise_gate(by_act_fn, {}, pointwise("relu2")) is None
+    torch.testing.assert_close(activation_of(formula).value(gate, up), ACTIVATIONS[name].value(gate) * up)
