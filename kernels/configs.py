@@ -56,6 +56,12 @@ class GemmConfig:
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What a kernel is compiled and launched with."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP": self.group}
+        return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 @dataclass(frozen=True)
 class TileConfig:

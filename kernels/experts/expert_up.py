@@ -290,11 +290,6 @@ def launch_expert_up(
         ALLOW_TF32=allows_tf32(),
         EVEN_D=is_multiple(D, config.block_k),
         EVEN_F=is_multiple(F, config.block_n),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP=config.group,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )
     return h_NGF, a_NF

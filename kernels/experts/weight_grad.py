@@ -313,10 +313,5 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
         EVEN_D=is_multiple(D, config.block_n),
         ACCUMULATE=accumulate,
         HAS_FRESH=fresh_E is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP=config.group,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )

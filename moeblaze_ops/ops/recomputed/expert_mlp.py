@@ -5,6 +5,7 @@ repeats the up projection, never the down projection, and writes the gradient of
 """
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -100,41 +101,26 @@ def split_groups(tensors: list[Tensor], counts: list[int]) -> list[list[Tensor]]
     return groups
 
 
-def _expert_mlp_backward_fake(
-    dout_TD,
-    x_TD,
-    w_up,
-    b_up,
-    w_down,
-    b_down,
-    weights_TK,
-    slots_N,
-    offsets_E1,
-    positions_TK,
-    blocks_B2,
-    activation,
-    weight_on_input,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _expert_mlp_backward_fake(dout_TD, x_TD, w_up, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *_, weights_TK, slots_N, _, positions_TK, _, _, weight_on_input = rest
     N, shape = slots_N.shape[0], up_shape(w_up)
     dh_NGF = x_TD.new_empty((N, shape.G, shape.F))
     on_output = None if weight_on_input else weights_TK
     return dh_NGF, routing_gradient_like(on_output, positions_TK), x_TD.new_empty((N, shape.F))
 
 
-def mlp_flops(
-    x_shape: Sequence[int],
-    w_up_shapes: list[Sequence[int]],
-    b_up: Any,
-    w_down_shapes: list[Sequence[int]],
-    b_down: Any,
-    weights: Any,
-    slots_shape: Sequence[int],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    _, F, D = w_down_shapes[0]
-    per_slot = sum(2 * G * F * D for _, G, F, D in w_up_shapes) + 2 * F * D
-    return slots_shape[0] * per_slot
+def mlp_flops(x_shape: Sequence[int], w_up_shapes: list[Sequence[int]], *rest: Any, **kwargs: Any) -> int:
+    """Of all slots, from the shapes of the arguments: behind the parameters and the weights come the slots, or the ids."""
+    _, ((_, F, D),), _, _, slots_shape, *_ = rest
+    return prod(slots_shape) * (sum(2 * G * F * D for _, G, F, D in w_up_shapes) + 2 * F * D)
+
+
+def mlp_backward_flops(needs: Sequence[bool], w_up_shapes: list[Sequence[int]], *rest: Any) -> int:
+    """h again, dA, and as much as forward for each of what is needed: dX and the weight gradients."""
+    needs_x, needs_w_up, _, needs_w_down, _ = needs
+    _, ((_, F, D),), _, _, slots_shape, *_ = rest
+    up, down = sum(2 * G * F * D for _, G, F, D in w_up_shapes), 2 * F * D
+    return prod(slots_shape) * (up * (1 + needs_x + needs_w_up) + down * (1 + needs_w_down))
 
 
 expert_mlp_backward = register_op(

@@ -15,7 +15,14 @@ from moeblaze_ops.memory.token_chunks import token_ranges
 from moeblaze_ops.ops.accumulation import buffers_of
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_up import expert_up_backward, routing_gradient_like
-from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, expert_mlp_forward_mode, split_groups
+from moeblaze_ops.ops.recomputed.expert_mlp import (
+    expert_mlp,
+    expert_mlp_backward,
+    expert_mlp_forward_mode,
+    mlp_backward_flops,
+    mlp_flops,
+    split_groups,
+)
 from moeblaze_ops.ops.register import register_op
 from moeblaze_ops.ops.weight_grad import expert_bias_grad_add, expert_weight_grad_add
 
@@ -226,29 +233,13 @@ def _expert_mlp_chunked_backward(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, 
     return dx_TD, dweights_TK, sums.rounded()
 
 
-def _flops(x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, experts_shape, *args, **kwargs) -> int:
-    _, F, D = w_down_shapes[0]
-    per_slot = sum(2 * G * F * D for _, G, F, D in w_up_shapes) + 2 * F * D
-    return experts_shape[0] * experts_shape[1] * per_slot
-
-
-def _backward_flops(dout_shape, x_shape, w_up_shapes, b_up, w_down_shapes, *rest, **kwargs) -> int:
-    """h again, dA, and as much as forward for each of what is needed: dX and the weight gradients."""
-    _, experts_shape, *_, needs = rest[1:]
-    needs_x, needs_w_up, _, needs_w_down, _ = needs
-    _, F, D = w_down_shapes[0]
-    up, down = sum(2 * G * F * D for _, G, F, D in w_up_shapes), 2 * F * D
-    per_slot = up * (1 + needs_x + needs_w_up) + down * (1 + needs_w_down)
-    return experts_shape[0] * experts_shape[1] * per_slot
-
-
 expert_mlp_chunked_backward = register_op(
     "expert_mlp_chunked_backward",
     f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs) -> (Tensor, Tensor, Tensor[])",
     fake=_expert_mlp_chunked_backward_fake,
     cpu=_expert_mlp_chunked_backward,
     launcher=lambda: _expert_mlp_chunked_backward,
-    flops=_backward_flops,
+    flops=lambda dout_shape, x_shape, *rest, **kwargs: mlp_backward_flops(rest[-1], *rest),
     inline=False,
 )
 """All gradients of ``expert_mlp_chunked``.
@@ -274,7 +265,7 @@ expert_mlp_chunked = register_op(
     setup_context=_setup_context,
     forward_mode=_forward_mode,
     autocast=(0, 1, 2, 3, 4),
-    flops=_flops,
+    flops=mlp_flops,
     inline=False,
 )
 """``dispatch`` and ``expert_mlp`` on at most ``chunk_tokens`` tokens at a time; backward keeps x and the expert ids.

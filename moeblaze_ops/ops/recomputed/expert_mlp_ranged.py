@@ -4,6 +4,7 @@ What backward allocates beside its results is that of one range, see ``row_range
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from moeblaze_ops.ops.recomputed.expert_mlp import (
     ARGUMENTS,
     expert_mlp_forward_mode,
     expert_mlp_gradient,
+    mlp_backward_flops,
     mlp_flops,
     setup_context,
     split_groups,
@@ -29,6 +31,8 @@ from moeblaze_ops.ops.recomputed.ranged_backward import Backward, Device, cpu_de
 from moeblaze_ops.ops.register import register_op
 
 _ARGUMENTS = f"{ARGUMENTS}, int max_bytes"
+_NUM_GIVEN = 15
+"""Arguments of backward in front of what gradients are added to."""
 
 
 def _check(op: str, x_TD: Tensor, *rest) -> None:
@@ -108,51 +112,33 @@ def _traced_column_bytes(
     return None if left is None else capped(left)
 
 
-def _check_backward(op: str, arguments: Sequence, max_bytes: int, needs: Sequence[bool], buffers: Sequence[list[Tensor]]) -> None:
+def _checked(op: str, args: Sequence) -> tuple[Sequence, int, Sequence[bool], Sequence[list[Tensor]]]:
+    """The arguments of ``expert_mlp_backward``, ``max_bytes``, ``needs``, and what gradients are added to."""
+    *arguments, max_bytes, needs = args[:_NUM_GIVEN]
+    buffers = args[_NUM_GIVEN:] or ([], [])
     check_expert_mlp_backward(op, *arguments)
     require(max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
     check_needs(op, needs)
     _, x_TD, w_up, _, w_down, *_ = arguments
     for name, sums, weights in (("dw_up", buffers[0], w_up), ("dw_down", buffers[1], w_down)):
         check_sums_like(op, name, sums, weights, x_TD)
+    return arguments, max_bytes, needs, buffers
 
 
-def _run(op: str, device: Device, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *arguments, max_bytes, needs = args
-    _check_backward(op, arguments, max_bytes, needs, buffers)
+def _backward(op: str, device: Device, *args) -> tuple[Tensor, Tensor, list[Tensor]]:
+    arguments, max_bytes, needs, buffers = _checked(op, args)
     dout_TD, x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input = arguments
     settings = (activation, weight_on_input, needs, buffers, max_bytes)
     backward = Backward(device, dout_TD, x_TD, (w_up, b_up, w_down, b_down), weights_TK, routing, *settings)
     return gradients_in_ranges(op, backward)
 
 
-def _backward_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run("expert_mlp_ranged_backward", cpu_device(), args, ([], []))
+def backward_launcher(op: str = "expert_mlp_ranged_backward") -> Callable:
+    return lambda *args: _backward(op, gpu_device(), *args)
 
 
-def backward_launcher() -> Callable:
-    return lambda *args: _run("expert_mlp_ranged_backward", gpu_device(), args, ([], []))
-
-
-def _backward_add_cpu(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _run("expert_mlp_ranged_backward_add", cpu_device(), args[:-2], args[-2:])
-
-
-def _backward_add_launcher():
-    return lambda *args: _run("expert_mlp_ranged_backward_add", gpu_device(), args[:-2], args[-2:])
-
-
-def _backward_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _fake_gradients("expert_mlp_ranged_backward", args, ([], []))
-
-
-def _backward_add_fake(*args) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return _fake_gradients("expert_mlp_ranged_backward_add", args[:-2], args[-2:])
-
-
-def _fake_gradients(op: str, args: Sequence, buffers: Sequence[list[Tensor]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *arguments, max_bytes, needs = args
-    _check_backward(op, arguments, max_bytes, needs, buffers)
+def _backward_fake(op: str, *args) -> tuple[Tensor, Tensor, list[Tensor]]:
+    arguments, _, needs, buffers = _checked(op, args)
     _, x_TD, w_up, b_up, w_down, b_down, weights_TK, _, _, positions_TK, *_ = arguments
     needs_x, *needs_groups = needs
     added_up, added_down = map(bool, buffers)
@@ -169,19 +155,15 @@ def _fake_gradients(op: str, args: Sequence, buffers: Sequence[list[Tensor]]) ->
     return dx_TD, routing_gradient_like(weights_TK, positions_TK), gradients
 
 
-def _backward_flops(dout_shape, x_shape, w_up_shapes, b_up, w_down_shapes, b_down, weights, slots_shape, *rest, **kwargs) -> int:
-    """h again, dA, and as much as forward for each of what is needed: dX and the weight gradients."""
-    needs_x, needs_w_up, _, needs_w_down, _ = rest[6]
-    _, F, D = w_down_shapes[0]
-    up, down = sum(2 * G * F * D for _, G, F, D in w_up_shapes), 2 * F * D
-    return slots_shape[0] * (up * (1 + needs_x + needs_w_up) + down * (1 + needs_w_down))
+def _backward_flops(*shapes, **kwargs) -> int:
+    return mlp_backward_flops(shapes[_NUM_GIVEN - 1], *shapes[2:])
 
 
 expert_mlp_ranged_backward = register_op(
     "expert_mlp_ranged_backward",
     f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs) -> (Tensor, Tensor, Tensor[])",
-    fake=_backward_fake,
-    cpu=_backward_cpu,
+    fake=partial(_backward_fake, "expert_mlp_ranged_backward"),
+    cpu=lambda *args: _backward("expert_mlp_ranged_backward", cpu_device(), *args),
     launcher=backward_launcher,
     flops=_backward_flops,
     inline=False,
@@ -203,9 +185,9 @@ Returns:
 expert_mlp_ranged_backward_add = register_op(
     "expert_mlp_ranged_backward_add",
     f"(Tensor dout_TD, {_ARGUMENTS}, bool[] needs, Tensor(a!)[] dw_up, Tensor(b!)[] dw_down) -> (Tensor, Tensor, Tensor[])",
-    fake=_backward_add_fake,
-    cpu=_backward_add_cpu,
-    launcher=_backward_add_launcher,
+    fake=partial(_backward_fake, "expert_mlp_ranged_backward_add"),
+    cpu=lambda *args: _backward("expert_mlp_ranged_backward_add", cpu_device(), *args),
+    launcher=partial(backward_launcher, "expert_mlp_ranged_backward_add"),
     flops=_backward_flops,
     inline=False,
 )
