@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation_values import check_activation_text
+from moeblaze_ops.arguments.validation_values import ID_DTYPES, check_activation_text, check_float_dtype
 from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
 from moeblaze_ops.kernels.configs import ROW_BLOCK
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated, num_parameters
 
 MAX_EXPERTS = 4096
-
-_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ID_DTYPES = (torch.int32, torch.int64)
 
 
 def schedule_rows(num_slots: int, num_experts: int) -> int:
@@ -36,9 +33,15 @@ def require_dtype(condition: bool, op: str, argument: str, rule: str, value: obj
         raise TypeError(f"{op}: {argument} must {rule}, got {value}")
 
 
+def check_shape(op: str, name: str, tensor: Tensor, expected: list, meaning: str = "") -> None:
+    """A tensor of these sizes, of which an error says the ``meaning``."""
+    if list(tensor.shape) != expected:
+        require(False, op, name, f"have shape {expected}{meaning}", f"shape {shape_of(tensor)}")
+
+
 def check_dispatch(op: str, experts_TK: Tensor, num_experts: int) -> None:
     require(experts_TK.dim() == 2, op, "experts_TK", "have 2 dimensions [T, K]", f"shape {shape_of(experts_TK)}")
-    require_dtype(experts_TK.dtype in _ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
+    require_dtype(experts_TK.dtype in ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
     require(1 <= num_experts <= MAX_EXPERTS, op, "num_experts", f"be between 1 and {MAX_EXPERTS}", num_experts)
     top_k = experts_TK.shape[1]
     require(top_k >= 1, op, "experts_TK", "have 1 column or more", top_k)
@@ -81,13 +84,12 @@ def _check_low_rank(
     require(fits, op, name, f"have shape [{num_rows}, R], one row per slot", f"shape {shape_of(rows)}")
     check_like(op, name, rows, like)
     for factor, (tensor, sizes) in factors.items():
-        expected = [rows.shape[1] if size == "R" else size for size in sizes]
-        require(list(tensor.shape) == expected, op, factor, f"have shape {expected}", f"shape {shape_of(tensor)}")
+        check_shape(op, factor, tensor, [rows.shape[1] if size == "R" else size for size in sizes])
         check_like(op, factor, tensor, like)
 
 
 def check_expert_rows(op: str, rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2: Tensor) -> None:
-    check_float(op, "rows_NGF", rows_NGF)
+    check_float_dtype(op, "rows_NGF", rows_NGF)
     require(rows_NGF.dim() == 3, op, "rows_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(rows_NGF)}")
     require(w_EGFC.dim() == 4, op, "w_EGFC", "have 4 dimensions [E, G, F, C]", f"shape {shape_of(w_EGFC)}")
     check_like(op, "w_EGFC", w_EGFC, rows_NGF)
@@ -104,7 +106,7 @@ def check_expert_rows(op: str, rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Ten
 
 
 def _check_projection(op: str, x_TD: Tensor, w_up: list[Tensor], b_up: list[Tensor], activation: str) -> UpShape:
-    check_float(op, "x_TD", x_TD)
+    check_float_dtype(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {shape_of(x_TD)}")
     shape = check_up_weights(op, w_up, b_up, x_TD)
     require(x_TD.shape[1] == shape.D, op, "w_up", f"have last size D={x_TD.shape[1]} of x_TD", shape.D)
@@ -126,8 +128,7 @@ def check_up_weights(op: str, w_up: list[Tensor], b_up: list[Tensor], like: Tens
     shape = up_shape(w_up)
     require(len(b_up) in (0, len(w_up)), op, "b_up", f"hold as many tensors as w_up ({len(w_up)}) or none", len(b_up))
     for b, w in zip(b_up, w_up, strict=False):
-        expected = list(w.shape[:3])
-        require(list(b.shape) == expected, op, "b_up", f"have shape {expected} of w_up", f"shape {shape_of(b)}")
+        check_shape(op, "b_up", b, list(w.shape[:3]), " of w_up")
         check_like(op, "b_up", b, like)
     return shape
 
@@ -149,14 +150,13 @@ def check_expert_down(
     lora_b_ERD: Tensor | None = None,
     params_EP: Tensor | None = None,
 ) -> None:
-    check_float(op, "h_NGF", h_NGF)
+    check_float_dtype(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
     N, G, F = h_NGF.shape
     check_activation(op, activation, G)
     require(activation != IDENTITY or G == 1, op, "h_NGF", "have G = 1 with activation 'identity'", f"shape {shape_of(h_NGF)}")
     if a_NF is not None:
-        expected = f"have shape [{N}, {F}] (rows and width of h_NGF)"
-        require(list(a_NF.shape) == [N, F], op, "a_NF", expected, f"shape {shape_of(a_NF)}")
+        check_shape(op, "a_NF", a_NF, [N, F], " (rows and width of h_NGF)")
         check_like(op, "a_NF", a_NF, h_NGF)
     check_down_weights(op, w_down, b_down, h_NGF)
     require(w_down[0].shape[1] == F, op, "w_down", f"have size F={F} of h_NGF on axis 1", f"shape {shape_of(w_down[0])}")
@@ -177,8 +177,7 @@ def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like
     check_like(op, "w_down", w, like)
     require(len(b_down) <= 1, op, "b_down", "hold one tensor or none", f"{len(b_down)} tensors")
     for b in b_down:
-        expected = [w.shape[0], w.shape[2]]
-        require(list(b.shape) == expected, op, "b_down", f"have shape {expected} ([E, D] of w_down)", f"shape {shape_of(b)}")
+        check_shape(op, "b_down", b, [w.shape[0], w.shape[2]], " ([E, D] of w_down)")
         check_like(op, "b_down", b, like)
 
 
@@ -259,8 +258,7 @@ def check_expert_mlp_backward(op: str, dout_TD: Tensor, x_TD: Tensor, *rest: Any
 
 
 def _check_dout(op: str, dout_TD: Tensor, x_TD: Tensor, w_down: list[Tensor]) -> None:
-    expected = [x_TD.shape[0], w_down[0].shape[2]]
-    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
+    check_shape(op, "dout_TD", dout_TD, [x_TD.shape[0], w_down[0].shape[2]])
     check_like(op, "dout_TD", dout_TD, x_TD)
 
 
@@ -319,16 +317,14 @@ def check_routing_weights(
     """``choices_TK``: what has an entry for every slot, and its ``name``."""
     if weights_TK is None:
         return
-    require(
-        weights_TK.shape == choices_TK.shape,
-        op,
-        "weights_TK",
-        f"have shape {shape_of(choices_TK)} of {name}",
-        f"shape {shape_of(weights_TK)}",
-    )
+    check_shape(op, "weights_TK", weights_TK, shape_of(choices_TK), f" of {name}")
+    check_float32_or_like(op, "weights_TK", weights_TK, like)
+
+
+def check_float32_or_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     allowed = (torch.float32, like.dtype)
-    require_dtype(weights_TK.dtype in allowed, op, "weights_TK", f"be float32 or {like.dtype}", weights_TK.dtype)
-    check_device(op, "weights_TK", weights_TK, like)
+    require_dtype(tensor.dtype in allowed, op, name, f"be float32 or {like.dtype}", tensor.dtype)
+    check_device(op, name, tensor, like)
 
 
 def _check_parameters(op: str, activation: str, params_EP: Tensor | None, E: int, like: Tensor) -> None:
@@ -371,19 +367,17 @@ def check_expert_up_backward(
     shape = check_up_weights(op, w_up, [], dh_NGF)
     T = _num_tokens(op, positions_TK)
     check_routing(op, dh_NGF, shape.E, T, slots_N, offsets_E1, positions_TK, blocks_B2)
-    expected = [slots_N.shape[0], shape.G, shape.F]
-    require(list(dh_NGF.shape) == expected, op, "dh_NGF", f"have shape {expected}", f"shape {shape_of(dh_NGF)}")
+    check_shape(op, "dh_NGF", dh_NGF, [slots_N.shape[0], shape.G, shape.F])
     check_routing_weights(op, weights_TK, dh_NGF, positions_TK)
     require((x_TD is None) == (weights_TK is None), op, "x_TD", "be given exactly when weights_TK is", x_TD)
     if x_TD is not None:
-        require(list(x_TD.shape) == [T, shape.D], op, "x_TD", f"have shape {[T, shape.D]}", f"shape {shape_of(x_TD)}")
+        check_shape(op, "x_TD", x_TD, [T, shape.D])
         check_like(op, "x_TD", x_TD, dh_NGF)
     require((dlogits_TE is None) == (w_router_ED is None), op, "dlogits_TE", "be given exactly when w_router_ED is", dlogits_TE)
     if dlogits_TE is not None:
         fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T
         require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {shape_of(dlogits_TE)}")
-        expected, given = [dlogits_TE.shape[1], shape.D], shape_of(w_router_ED)
-        require(given == expected, op, "w_router_ED", f"have shape {expected}", f"shape {given}")
+        check_shape(op, "w_router_ED", w_router_ED, [dlogits_TE.shape[1], shape.D])
         check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
         check_like(op, "w_router_ED", w_router_ED, dh_NGF)
     require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
@@ -409,8 +403,7 @@ def check_expert_down_backward(
 ) -> None:
     given = (h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     check_expert_down(op, *given, params_EP=params_EP)
-    expected = [positions_TK.shape[0], w_down[0].shape[2]]
-    require(list(dout_TD.shape) == expected, op, "dout_TD", f"have shape {expected}", f"shape {shape_of(dout_TD)}")
+    check_shape(op, "dout_TD", dout_TD, [positions_TK.shape[0], w_down[0].shape[2]])
     check_like(op, "dout_TD", dout_TD, h_NGF)
     E, F, _ = w_down[0].shape
     _check_low_rank(op, "q_NR", q_NR, slots_N.shape[0], {"lora_a_ERF": (lora_a_ERF, [E, "R", F])}, h_NGF)
@@ -425,12 +418,6 @@ def check_like(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
 def check_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.device != like.device:
         require(False, op, name, f"be on {like.device} like the activations", tensor.device)
-
-
-def check_float(op: str, name: str, tensor: Tensor) -> None:
-    rule = "be bfloat16, float16, float32 or (on CPU) float64"
-    if tensor.dtype not in _FLOAT_DTYPES or (tensor.dtype == torch.float64 and tensor.is_cuda):
-        require_dtype(False, op, name, rule, f"{tensor.dtype} on {tensor.device}")
 
 
 def shape_of(tensor: Tensor) -> list[int]:

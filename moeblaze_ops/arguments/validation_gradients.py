@@ -7,15 +7,17 @@ from torch import Tensor
 
 from moeblaze_ops.arguments.validation import (
     check_device,
-    check_float,
+    check_float32_or_like,
     check_like,
     check_routing,
     check_routing_weights,
+    check_shape,
     may_be,
     require,
     require_dtype,
     shape_of,
 )
+from moeblaze_ops.arguments.validation_values import check_float_dtype
 
 
 def check_weight_grad(
@@ -31,14 +33,14 @@ def check_weight_grad(
     require(gathered_TD.dim() == 2, op, "gathered_TD", "have 2 dimensions [T, D]", f"shape {shape_of(gathered_TD)}")
     require(grouped_NGF.dim() == 3, op, "grouped_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(grouped_NGF)}")
     check_like(op, "grouped_NGF", grouped_NGF, gathered_TD)
-    check_float(op, "gathered_TD", gathered_TD)
+    check_float_dtype(op, "gathered_TD", gathered_TD)
     _check_slots(op, slots_N, offsets_E1, top_k, gathered_TD)
     N, G, F = grouped_NGF.shape
     E, D = offsets_E1.shape[0] - 1, gathered_TD.shape[1]
     expected = {(1, 4): [E, G, F, D], (2, 4): [E, 1, F, D], (1, 3): [E, F, D]}.get((len(like), like[0].dim() if like else 0))
     require(expected is not None, op, "like", "hold one [E, G, F, D] or [E, F, D] tensor, or gate and up", len(like))
     for w in like:
-        require(list(w.shape) == expected, op, "like", f"have shape {expected}", f"shape {shape_of(w)}")
+        check_shape(op, "like", w, expected)
     most = gathered_TD.shape[0] * top_k
     require(may_be(most >= N), op, "grouped_NGF", f"have T*K={most} rows, or as many as slots are used", N)
     require(list(slots_N.shape) == [N], op, "slots_N", f"have shape [{N}]", shape_of(slots_N))
@@ -56,7 +58,7 @@ def check_weight_grad_add(op: str, gathered_TD: Tensor, grouped_NGF: Tensor, dw:
     """``rest``: the arguments of ``expert_weight_grad`` after ``like``."""
     check_weight_grad(op, gathered_TD, grouped_NGF, dw, *rest)
     for gradient in dw:
-        _check_sums(op, "dw", gradient, gathered_TD)
+        check_float32_or_like(op, "dw", gradient, gathered_TD)
 
 
 def check_low_rank_backward(
@@ -70,14 +72,13 @@ def check_low_rank_backward(
     positions_TK: Tensor,
     blocks_B2: Tensor,
 ) -> None:
-    check_float(op, "dy", dy)
+    check_float_dtype(op, "dy", dy)
     require(dy.dim() in (2, 3), op, "dy", "have dimensions [N, G, F] or [T, D]", f"shape {shape_of(dy)}")
     require(u_NR.dim() == 2, op, "u_NR", "have 2 dimensions [N, R]", f"shape {shape_of(u_NR)}")
     check_like(op, "u_NR", u_NR, dy)
     check_like(op, "b", b, dy)
     in_rows, rank, E = dy.dim() == 3, u_NR.shape[1], b.shape[0] if b.dim() else 0
-    expected = [E, *dy.shape[1:], rank]
-    require(list(b.shape) == expected, op, "b", f"have shape {expected}", f"shape {shape_of(b)}")
+    check_shape(op, "b", b, [E, *dy.shape[1:], rank])
     check_routing(op, dy, E, None if in_rows else dy.shape[0], slots_N, offsets_E1, positions_TK, blocks_B2)
     for name, rows in (("dy", dy), ("u_NR", u_NR))[not in_rows :]:
         require(rows.shape[0] == slots_N.shape[0], op, name, f"have N={slots_N.shape[0]} rows", rows.shape[0])
@@ -94,7 +95,7 @@ def check_bias_grad(
     gathered: bool,
 ) -> None:
     require(rows_NC.dim() == 2, op, "rows_NC", "have 2 dimensions", f"shape {shape_of(rows_NC)}")
-    check_float(op, "rows_NC", rows_NC)
+    check_float_dtype(op, "rows_NC", rows_NC)
     _check_slots(op, slots_N, offsets_E1, top_k, rows_NC)
     N = slots_N.shape[0]
     rows = rows_NC.shape[0] * (top_k if gathered else 1)
@@ -114,9 +115,8 @@ def check_bias_grad_add(
 ) -> None:
     """``rest``: the arguments of ``expert_bias_grad`` after ``offsets_E1``."""
     check_bias_grad(op, rows_NC, weights_TK, slots_N, offsets_E1, *rest)
-    expected = [offsets_E1.shape[0] - 1, rows_NC.shape[1]]
-    require(list(db_EC.shape) == expected, op, "db_EC", f"have shape {expected}", f"shape {shape_of(db_EC)}")
-    _check_sums(op, "db_EC", db_EC, rows_NC)
+    check_shape(op, "db_EC", db_EC, [offsets_E1.shape[0] - 1, rows_NC.shape[1]])
+    check_float32_or_like(op, "db_EC", db_EC, rows_NC)
 
 
 def check_sums_like(op: str, name: str, sums: list[Tensor], weights: list[Tensor], like: Tensor) -> None:
@@ -125,8 +125,8 @@ def check_sums_like(op: str, name: str, sums: list[Tensor], weights: list[Tensor
         len(sums) in (0, len(weights)), op, name, f"hold as many tensors as there are weights ({len(weights)}) or none", len(sums)
     )
     for gradient, w in zip(sums, weights, strict=False):
-        require(gradient.shape == w.shape, op, name, f"have shape {shape_of(w)} of the weight", f"shape {shape_of(gradient)}")
-        _check_sums(op, name, gradient, like)
+        check_shape(op, name, gradient, shape_of(w), " of the weight")
+        check_float32_or_like(op, name, gradient, like)
 
 
 def _check_slots(op: str, slots_N: Tensor, offsets_E1: Tensor, top_k: int, like: Tensor) -> None:
@@ -142,13 +142,4 @@ def _check_weights(op: str, weights_TK: Tensor | None, N: int, like: Tensor) -> 
     if weights_TK is None:
         return
     require(weights_TK.numel() == N, op, "weights_TK", f"have {N} elements", f"shape {shape_of(weights_TK)}")
-    allowed = (torch.float32, like.dtype)
-    require_dtype(weights_TK.dtype in allowed, op, "weights_TK", f"be float32 or {like.dtype}", weights_TK.dtype)
-    check_device(op, "weights_TK", weights_TK, like)
-
-
-def _check_sums(op: str, name: str, sums: Tensor, like: Tensor) -> None:
-    """What gradients are added to: fp32, or the dtype of what is summed."""
-    allowed = (torch.float32, like.dtype)
-    require_dtype(sums.dtype in allowed, op, name, f"be float32 or {like.dtype}", sums.dtype)
-    check_device(op, name, sums, like)
+    check_float32_or_like(op, "weights_TK", weights_TK, like)

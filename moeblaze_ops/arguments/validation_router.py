@@ -5,18 +5,16 @@ import math
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import MAX_EXPERTS, require, require_dtype
+from moeblaze_ops.arguments.validation import MAX_EXPERTS, require
 from moeblaze_ops.arguments.validation_calls import SCORINGS
-from moeblaze_ops.arguments.validation_values import FLOAT_DTYPES
+from moeblaze_ops.arguments.validation_values import check_float_dtype
 
 
 def check_logits(op: str, logits_TE: Tensor) -> None:
     shape = list(logits_TE.shape)
     require(logits_TE.dim() == 2, op, "logits_TE", "have 2 dimensions [T, E]", f"shape {shape}")
     require(1 <= logits_TE.shape[1] <= MAX_EXPERTS, op, "logits_TE", f"have 1 to {MAX_EXPERTS} experts", f"shape {shape}")
-    allowed = logits_TE.dtype in FLOAT_DTYPES and not (logits_TE.dtype == torch.float64 and logits_TE.is_cuda)
-    rule = "be bfloat16, float16, float32 or (on CPU) float64"
-    require_dtype(allowed, op, "logits_TE", rule, f"{logits_TE.dtype} on {logits_TE.device}")
+    check_float_dtype(op, "logits_TE", logits_TE)
 
 
 def check_like_logits(op: str, name: str, tensor: Tensor, logits_TE: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.geometry import once
-from moeblaze_ops.arguments.validation import require, require_dtype
+from moeblaze_ops.arguments.validation import check_shape, require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, TOP_K_BOUNDS, check_route_call
 from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, not_scriptable
@@ -96,8 +96,7 @@ def check_route(
     largest = min(E, MAX_TOP_K)
     require(1 <= top_k <= largest, op, "top_k", f"be between 1 and {largest}{TOP_K_BOUNDS}", top_k)
     if bias_E is not None:
-        shape = list(bias_E.shape)
-        require(shape == [E], op, "bias_E", f"have shape [{E}] (experts of logits_TE)", f"shape {shape}")
+        check_shape(op, "bias_E", bias_E, [E], " (experts of logits_TE)")
         allowed = (torch.float32, logits_TE.dtype)
         require_dtype(bias_E.dtype in allowed, op, "bias_E", f"be float32 or {logits_TE.dtype}", bias_E.dtype)
         check_like_logits(op, "bias_E", bias_E, logits_TE)
@@ -123,25 +122,13 @@ def check_route_backward(
 ) -> None:
     check_logits(op, logits_TE)
     check_scoring(op, scoring, scale)
-    require(
-        experts_TK.dim() == 2 and experts_TK.shape[0] == logits_TE.shape[0],
-        op,
-        "experts_TK",
-        f"have shape [{logits_TE.shape[0]}, K]",
-        f"shape {list(experts_TK.shape)}",
-    )
+    fits = experts_TK.dim() == 2 and experts_TK.shape[0] == logits_TE.shape[0]
+    require(fits, op, "experts_TK", f"have shape [{logits_TE.shape[0]}, K]", f"shape {list(experts_TK.shape)}")
     require_dtype(experts_TK.dtype in ID_DTYPES, op, "experts_TK", "be int32 or int64", experts_TK.dtype)
     check_like_logits(op, "experts_TK", experts_TK, logits_TE)
     wide = wide_dtype(logits_TE)
     for name, tensor in {"dweights_TK": dweights_TK, "weights_TK": weights_TK}.items():
-        expected = list(experts_TK.shape)
-        require(
-            tensor.shape == experts_TK.shape,
-            op,
-            name,
-            f"have shape {expected} of experts_TK",
-            f"shape {list(tensor.shape)}",
-        )
+        check_shape(op, name, tensor, list(experts_TK.shape), " of experts_TK")
         require_dtype(tensor.dtype == wide, op, name, f"be {wide}", tensor.dtype)
         check_like_logits(op, name, tensor, logits_TE)
 

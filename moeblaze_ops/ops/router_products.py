@@ -6,7 +6,8 @@ The rewriter puts them in place of a recognised router's products where matrix l
 
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import check_float, check_like, require
+from moeblaze_ops.arguments.validation import check_like, require
+from moeblaze_ops.arguments.validation_values import check_float_dtype
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
 
@@ -15,7 +16,7 @@ MOST_EXPERTS = 16
 
 def _check(op: str, x_TD: Tensor, name: str, other: Tensor, experts_axis: int) -> None:
     """Check the tokens, and a tensor that has the experts at one axis and the other axis of the tokens."""
-    check_float(op, "x_TD", x_TD)
+    check_float_dtype(op, "x_TD", x_TD)
     require(x_TD.dim() == 2, op, "x_TD", "have 2 dimensions [T, D]", f"shape {list(x_TD.shape)}")
     shape, shared = list(other.shape), 1 - experts_axis
     fits = len(shape) == 2 and shape[shared] == x_TD.shape[shared] and 1 <= shape[experts_axis] <= MOST_EXPERTS

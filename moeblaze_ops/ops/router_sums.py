@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.validation import check_dispatch, require, require_dtype
+from moeblaze_ops.arguments.validation import check_dispatch, check_shape, require_dtype
 from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, wide_dtype
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.register import register_op
@@ -12,8 +12,7 @@ from moeblaze_ops.ops.register import register_op
 def _check(op: str, logits_TE: Tensor, kept_T: Tensor | None) -> None:
     check_logits(op, logits_TE)
     if kept_T is not None:
-        shape, T = list(kept_T.shape), logits_TE.shape[0]
-        require(len(shape) == 1 and shape[0] == T, op, "kept_T", f"have shape [{T}] (tokens of logits_TE)", f"shape {shape}")
+        check_shape(op, "kept_T", kept_T, [logits_TE.shape[0]], " (tokens of logits_TE)")
         require_dtype(kept_T.dtype == torch.bool, op, "kept_T", "be bool", kept_T.dtype)
         check_like_logits(op, "kept_T", kept_T, logits_TE)
 
@@ -23,7 +22,7 @@ def _check_backward(op: str, dsums_E: Tensor | None, dsquares: Tensor | None, lo
     wide = wide_dtype(logits_TE)
     for name, given, expected in (("dsums_E", dsums_E, [logits_TE.shape[1]]), ("dsquares", dsquares, [])):
         if given is not None:
-            require(list(given.shape) == expected, op, name, f"have shape {expected}", f"shape {list(given.shape)}")
+            check_shape(op, name, given, expected)
             require_dtype(given.dtype == wide, op, name, f"be {wide}", given.dtype)
             check_like_logits(op, name, given, logits_TE)
 
