@@ -69,21 +69,11 @@ def _children(e: Expr) -> Iterable[Expr]:
     kind, args = e.kind, e.args
     if kind == "linear":
         return [atom for _, atom in args[1]]
-    if kind in ("div", "mod"):
-        return args[:1]
     if kind in ("leaf", "call"):
         return args[1]
-    if kind in ("add", "mul"):
-        return args
-    if kind in ("cast", "inverse"):
+    if kind in (*BINDERS, "distinct"):
         return args[1:]
-    if kind == "nonzero":
-        return args[2:3]
-    if kind in ("sum", "any", "prefix", "group", "distinct"):
-        return args[1:]
-    if kind == "eq":
-        return args
-    return ()
+    return args if kind in ("add", "mul", "eq") else [arg for arg in args if isinstance(arg, Expr)]
 
 
 def lower_bound(e: Expr) -> float:

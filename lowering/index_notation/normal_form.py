@@ -368,36 +368,20 @@ class Algebra:
 
     def _rebuild(self, e: Expr, visit: Callable[[Expr], Expr]) -> Expr:
         kind, args = e.kind, e.args
-        if kind in ("var", "const"):
-            return e
-        if kind == "linear":
-            return self.linear(args[0], [(c, visit(a)) for c, a in args[1]])
-        if kind == "div":
-            return self.div(visit(args[0]), args[1])
-        if kind == "mod":
-            return self.mod(visit(args[0]), args[1])
-        if kind == "leaf":
-            return self.leaf(args[0], tuple(map(visit, args[1])))
-        if kind == "add":
-            return self.add(*map(visit, args))
-        if kind == "mul":
-            return self.mul(*map(visit, args))
-        if kind in ("sum", "any", "prefix"):
-            return getattr(self, kind)(args[0], *map(visit, args[1:]))
-        if kind == "group":
-            return self.group(args[0], visit(args[1]), visit(args[2]))
-        if kind == "eq":
-            return self.eq(*map(visit, args))
-        if kind == "call":
-            return self.call(args[0], tuple(map(visit, args[1])), *args[2])
-        if kind == "cast":
-            return self.cast(args[0], visit(args[1]))
-        if kind == "nonzero":
-            return self.nonzero(args[0], args[1], visit(args[2]), args[3])
-        if kind == "inverse":
-            return self.inverse(args[0], visit(args[1]))
-        assert kind == "distinct", kind
-        return self.distinct(*map(visit, args))
+        match kind:
+            case "var" | "const":
+                return e
+            case "linear":
+                return self.linear(args[0], [(c, visit(a)) for c, a in args[1]])
+            case "leaf":
+                return self.leaf(args[0], tuple(map(visit, args[1])))
+            case "call":
+                return self.call(args[0], tuple(map(visit, args[1])), *args[2])
+            case "add" | "mul" | "eq":
+                return getattr(self, kind)(*map(visit, args))
+            case "sum" | "any" | "prefix" | "group":
+                return getattr(self, kind)(args[0], *map(visit, args[1:]))
+        return getattr(self, kind)(*(visit(arg) if isinstance(arg, Expr) else arg for arg in args))
 
 
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:

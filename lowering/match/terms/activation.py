@@ -72,7 +72,8 @@ class Formulas:
 
     def _rounded(self, e: Expr) -> Expr:
         """Constants rounded, so that 1 / sqrt(2) written in two ways is one number."""
-        return _map_constants(self._algebra, e)
+        constants = subexpressions(e, lambda part: part.kind == "const" and isinstance(part.args[0], float))
+        return self._algebra.substitute(e, {c: self._algebra.const(float(f"{c.args[0]:.5g}")) for c in constants})
 
     def _all(self) -> Iterator[tuple[str, list[Expr]]]:
         g, u = self.gate, self.up
@@ -130,21 +131,3 @@ class Formulas:
 
 def _is_linear(root: Node, name: str) -> bool:
     return name not in symbols_of(derivative(root, symbol(name)))
-
-
-def _map_constants(algebra: Algebra, e: Expr) -> Expr:
-    constants: dict[Expr, Expr] = {}
-    stack: list[Expr] = [e]
-    seen: set[Expr] = set()
-    while stack:
-        top = stack.pop()
-        if top in seen:
-            continue
-        seen.add(top)
-        if top.kind == "const" and isinstance(top.args[0], float):
-            constants[top] = algebra.const(float(f"{top.args[0]:.5g}"))
-        elif top.kind in ("add", "mul"):
-            stack.extend(top.args)
-        elif top.kind == "call":
-            stack.extend(top.args[1])
-    return algebra.substitute(e, constants) if constants else e
