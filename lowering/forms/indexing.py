@@ -30,6 +30,7 @@ from moeblaze_ops.lowering.forms.views import (
     require,
     reshaped,
     selected,
+    short_forms,
     sliced,
     tensor,
 )
@@ -154,16 +155,6 @@ def _masked_select(view: GraphView, x: Any, mask: Any) -> Any:
     return _getitem(view, x, mask)
 
 
-@form("setitem", "__setitem__")
-def _setitem(view: GraphView, x: Any, key: Any, values: Any) -> Value:
-    return _put(view, tensor(x), key, values, False)
-
-
-@form("index_put", "_index_put_impl")
-def _index_put(view: GraphView, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Value:
-    return _put(view, tensor(x), tuple(indices), values, accumulate)
-
-
 def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> Value:
     if isinstance(values, (int, float)):
         values = full(view, values, (), x.dtype)
@@ -263,11 +254,6 @@ def _index_copy(view: GraphView, x: Any, dim: int, index: Any, source: Any) -> V
     return _put(view, x, index, source, False)
 
 
-@form("gather")
-def _gather(view: GraphView, x: Any, dim: int, index: Any, **kwargs: Any) -> Value:
-    return view.make("take", tensor(x), axis(x, dim), tensor(index))
-
-
 @form("take_along_dim")
 def _take_along_dim(view: GraphView, x: Any, indices: Any, dim: int | None = None) -> Value:
     """A gather whose other axes are broadcast."""
@@ -288,16 +274,6 @@ def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumul
     if _is_inverse_permutation(x, [index] if len(x.shape) == 1 else [], source, accumulate):
         return view.make("inverse", index, shape=x.shape, dtype=x.dtype)
     return view.make("scatter", x, d, index, source, accumulate, shape=x.shape, dtype=x.dtype)
-
-
-@form("scatter")
-def _scatter_set(view: GraphView, x: Any, dim: int, index: Any, src: Any = None, *, value: Any = None) -> Value:
-    return _scatter(view, x, dim, index, value if src is None else src, False)
-
-
-@form("scatter_add")
-def _scatter_add(view: GraphView, x: Any, dim: int, index: Any, src: Any) -> Value:
-    return _scatter(view, x, dim, index, src, True)
 
 
 @form("scatter_reduce")
@@ -390,11 +366,6 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
     return counts_of(view, tensor(ids), output_shape(view)[0])
 
 
-@form("counts_below")
-def _counts_below(view: GraphView, ids: Any, num_experts: int) -> Value:
-    return counts_of(view, tensor(ids), num_experts)
-
-
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
@@ -409,11 +380,6 @@ def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, si
     require(right or side == "right", "ends that are no part of what they end")
     require(len(tensor(ends).shape) == 1 and kwargs.get("sorter") is None, "one row of sorted ends")
     return view.make("searched", ends, tensor(x))
-
-
-@form("bucketize")
-def _bucketize(view: GraphView, x: Any, ends: Any, *, right: bool = False, **kwargs: Any) -> Value:
-    return _searchsorted(view, ends, x, right=right)
 
 
 @form("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
@@ -456,4 +422,19 @@ def _argmax(view: GraphView, x: Any, dim: Any = None, keepdim: bool = False) -> 
     index = view.make("argmax", tensor(x), dim, keepdim)
     index.bound = math.prod(x.shape) if dim is None else x.shape[axis(x, dim)]
     return index
+
+
+short_forms({
+    ("setitem", "__setitem__"): lambda view, x, key, values: _put(view, tensor(x), key, values, False),
+    ("index_put", "_index_put_impl"): lambda view, x, indices, values, accumulate=False: _put(
+        view, tensor(x), tuple(indices), values, accumulate
+    ),
+    ("gather",): lambda view, x, dim, index, **kwargs: view.make("take", tensor(x), axis(x, dim), tensor(index)),
+    ("scatter",): lambda view, x, dim, index, src=None, *, value=None: _scatter(
+        view, x, dim, index, value if src is None else src, False
+    ),
+    ("scatter_add",): lambda view, x, dim, index, src: _scatter(view, x, dim, index, src, True),
+    ("counts_below",): lambda view, ids, num_experts: counts_of(view, tensor(ids), num_experts),
+    ("bucketize",): lambda view, x, ends, *, right=False, **kwargs: _searchsorted(view, ends, x, right=right),
+})  # fmt: skip
 

@@ -11,7 +11,7 @@ known kind is one function in one of them, or in `forms.masks`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ def form(*names: str) -> Callable:
         return function
 
     return register
+
+
+def short_forms(forms: dict[tuple[str, ...], Callable]) -> None:
+    """Register operators that are others with some arguments, by all their names: a line each."""
+    for names, function in forms.items():
+        form(*names)(function)
 
 
 def _by_place(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -101,29 +107,19 @@ def _detach(view: GraphView, x: Any) -> Value:
     return tensor(x)
 
 
-@form("contiguous", "clone")
-def _same(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
-    return tensor(x)
-
-
 @form("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
     require(p == 0 or kwargs.get("train", training) is False, "nothing that is dropped")
     return tensor(x)
 
 
-def permuted(view: GraphView, x: Value, dims: tuple[int, ...]) -> Value:
+def permuted(view: GraphView, x: Value, dims: Sequence[int]) -> Value:
     dims = tuple(axis(x, d) for d in dims)
     if x.op == "permute":
         x, dims = x.args[0], tuple(x.args[1][d] for d in dims)
     if dims == tuple(range(len(dims))):
         return x
     return view.make("permute", x, dims, shape=tuple(x.shape[d] for d in dims), dtype=x.dtype)
-
-
-@form("permute")
-def _permute(view: GraphView, x: Any, *dims: Any) -> Value:
-    return permuted(view, tensor(x), tuple(dims[0]) if isinstance(dims[0], (tuple, list)) else dims)
 
 
 @form("transpose", "swapaxes", "swapdims")
@@ -134,11 +130,6 @@ def _transpose(view: GraphView, x: Any, dim0: int = -2, dim1: int = -1) -> Value
     return permuted(view, x, tuple(order))
 
 
-@form("t", "adjoint", "mT")
-def _t(view: GraphView, x: Any) -> Value:
-    return _transpose(view, x) if len(tensor(x).shape) > 1 else x
-
-
 @form("movedim")
 def _movedim(view: GraphView, x: Any, source: int, destination: int) -> Value:
     order = [d for d in range(len(tensor(x).shape)) if d != axis(x, source)]
@@ -146,16 +137,11 @@ def _movedim(view: GraphView, x: Any, source: int, destination: int) -> Value:
     return permuted(view, x, tuple(order))
 
 
-@form("numpy_T")
-def _reversed(view: GraphView, x: Any) -> Value:
-    return permuted(view, x, tuple(reversed(range(len(tensor(x).shape)))))
-
-
 @form("getattr")
 def _getattr(view: GraphView, x: Any, name: str) -> Any:
     # From torch 2.15 on these are captured as aten.numpy_T and aten.mT.
     require(name in ("T", "mT"), name)
-    return _reversed(view, x) if name == "T" else _t(view, x)
+    return TABLE["numpy_T" if name == "T" else "mT"](view, x)
 
 
 def sliced(view: GraphView, x: Value, dim: int, start: Size, step: int, length: Size) -> Value:
@@ -185,11 +171,6 @@ def _narrow(view: GraphView, x: Any, dim: int, start: int, length: int) -> Value
     return sliced(view, tensor(x), axis(x, dim), start, 1, length)
 
 
-@form("select")
-def _select(view: GraphView, x: Any, dim: int, index: int) -> Value:
-    return selected(view, tensor(x), axis(x, dim), index)
-
-
 @form("unbind")
 def _unbind(view: GraphView, x: Any, dim: int = 0) -> tuple[Value, ...]:
     d = axis(tensor(x), dim)
@@ -206,18 +187,8 @@ def pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: A
     return tuple(found)
 
 
-@form("expand", "expand_as", "broadcast_to")
-def _expand(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
-    return expanded(view, tensor(x), output_shape(view))
-
-
 def expanded(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
     return x if x.shape == shape else view.make("expand", x, shape=shape, dtype=x.dtype)
-
-
-@form("repeat", "tile")
-def _tile(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
-    return view.make("tile", tensor(x))
 
 
 @form("repeat_interleave")
@@ -240,11 +211,6 @@ def concatenated(view: GraphView, xs: Any, d: int) -> Value:
 
 
 # Numbers.
-
-
-@form("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool", "cpu")
-def _cast(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
-    return cast(view, tensor(x), output_dtype(view))
 
 
 def cast(view: GraphView, x: Value, dtype: torch.dtype) -> Value:
@@ -278,33 +244,14 @@ def full(view: GraphView, number: float, shape: tuple[Size, ...], dtype: torch.d
     return view.make("full", number, shape=shape, dtype=dtype)
 
 
-@form("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty")
-def _zeros(view: GraphView, *args: Any, **kwargs: Any) -> Value:
-    # Memory that nothing was written to may hold zeros as well as anything else.
-    return full(view, 0, output_shape(view), output_dtype(view))
-
-
-@form("ones", "ones_like", "new_ones")
-def _ones(view: GraphView, *args: Any, **kwargs: Any) -> Value:
-    return full(view, 1, output_shape(view), output_dtype(view))
-
-
-@form("full", "full_like", "new_full", "fill")
-def _full(view: GraphView, like: Any, fill_value: Any, **kwargs: Any) -> Value:
-    require(isinstance(fill_value, (int, float)), "a number")
-    return full(view, fill_value, output_shape(view), output_dtype(view))
-
-
-@form("tensor")
-def _tensor(view: GraphView, data: Any, **kwargs: Any) -> Value:
-    number = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
+def _filled(view: GraphView, number: Any) -> Value:
     require(isinstance(number, (int, float)), "a number")
     return full(view, number, output_shape(view), output_dtype(view))
 
 
-@form("copy")
-def _copy(view: GraphView, target: Any, source: Any, non_blocking: bool = False) -> Value:
-    return cast(view, expanded(view, tensor(source), tensor(target).shape), target.dtype)
+@form("tensor")
+def _tensor(view: GraphView, data: Any, **kwargs: Any) -> Value:
+    return _filled(view, data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data)
 
 
 @form("arange")
@@ -313,3 +260,23 @@ def _arange(view: GraphView, *args: Any, **kwargs: Any) -> Value:
     start = args[0] if len(args) > 1 else kwargs.get("start", 0)
     step = args[2] if len(args) > 2 else kwargs.get("step", 1)
     return view.make("arange", start, step)
+
+
+# Memory that nothing was written to may hold zeros as well as anything else.
+_ZEROS = ("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty")
+_CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool", "cpu")
+
+short_forms({
+    ("contiguous", "clone"): lambda view, x, *args, **kwargs: tensor(x),
+    ("permute",): lambda view, x, *dims: permuted(view, tensor(x), dims[0] if isinstance(dims[0], (tuple, list)) else dims),
+    ("t", "adjoint", "mT"): lambda view, x: _transpose(view, x) if len(tensor(x).shape) > 1 else x,
+    ("numpy_T",): lambda view, x: permuted(view, x, tuple(reversed(range(len(tensor(x).shape))))),
+    ("select",): lambda view, x, dim, index: selected(view, tensor(x), axis(x, dim), index),
+    ("expand", "expand_as", "broadcast_to"): lambda view, x, *args, **kwargs: expanded(view, tensor(x), output_shape(view)),
+    ("repeat", "tile"): lambda view, x, *args, **kwargs: view.make("tile", tensor(x)),
+    _CASTS: lambda view, x, *args, **kwargs: cast(view, tensor(x), output_dtype(view)),
+    _ZEROS: lambda view, *args, **kwargs: _filled(view, 0),
+    ("ones", "ones_like", "new_ones"): lambda view, *args, **kwargs: _filled(view, 1),
+    ("full", "full_like", "new_full", "fill"): lambda view, like, fill_value, **kwargs: _filled(view, fill_value),
+    ("copy",): lambda view, x, source, non_blocking=False: cast(view, expanded(view, tensor(source), tensor(x).shape), x.dtype),
+})  # fmt: skip
