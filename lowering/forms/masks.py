@@ -7,7 +7,7 @@ import torch
 
 from moeblaze_ops.lowering.forms.indexing import bound_of, coordinates, counts_of
 from moeblaze_ops.lowering.forms.pointwise import pointwise
-from moeblaze_ops.lowering.forms.views import form, full, output_dtype, output_shape, require, selected, tensor
+from moeblaze_ops.lowering.forms.views import form, full, output_dtype, output_shape, require, selected, short_forms, tensor
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
@@ -49,16 +49,6 @@ def _is_hit(view: GraphView, hits: Any, expert: int) -> Value:
     return selected(view, mask, 0, expert)
 
 
-@form("hit_number")
-def _hit_number(view: GraphView, hits: Any, expert: int) -> Value:
-    return full(view, expert, output_shape(view), output_dtype(view))
-
-
-@form("masked_fill")
-def _masked_fill(view: GraphView, x: Any, mask: Any, value: Any) -> Value:
-    return _chosen(view, mask, value, x)
-
-
 def _chosen(view: GraphView, mask: Any, kept: Any, other: Any) -> Value:
     """``where(mask, kept, other)``: the kept numbers scattered over minus infinity, where ids made the mask by a scatter."""
     for numbers, rest, value in ((kept, other, True), (other, kept, False)):
@@ -97,3 +87,9 @@ def _number(x: Any) -> float | None:
     if isinstance(x, Value):
         return x.args[0] if x.op == "full" else None
     return x if isinstance(x, (int, float)) else None
+
+
+short_forms({
+    ("hit_number",): lambda view, hits, expert: full(view, expert, output_shape(view), output_dtype(view)),
+    ("masked_fill",): lambda view, x, mask, value: _chosen(view, mask, value, x),
+})  # fmt: skip

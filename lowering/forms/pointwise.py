@@ -21,6 +21,7 @@ from moeblaze_ops.lowering.forms.views import (
     permuted,
     require,
     rescattered,
+    short_forms,
     sliced,
     tensor,
     turns_scattered,
@@ -164,12 +165,6 @@ def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Valu
     return pointwise(view, "add", x, times(view, value, pointwise(view, "mul", a, b)))
 
 
-@form("fma")
-def _fma(view: GraphView, a: Any, b: Any, x: Any) -> Value:
-    # What Dynamo makes of `addcmul_` with a number.
-    return pointwise(view, "add", x, pointwise(view, "mul", a, b))
-
-
 @form("pow")
 def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
     require(isinstance(exponent, (int, float)), "a number as exponent")
@@ -181,16 +176,6 @@ def _glu(view: GraphView, x: Any, dim: int = -1) -> Value:
     d, half = axis(tensor(x), dim), output_shape(view)[axis(x, dim)]
     a, b = (sliced(view, x, d, start, 1, half) for start in (0, half))
     return pointwise(view, "mul", a, pointwise(view, "sigmoid", b))
-
-
-@form("gelu")
-def _gelu(view: GraphView, x: Any, approximate: str = "none") -> Value:
-    return pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x)
-
-
-@form("hardtanh")
-def _hardtanh(view: GraphView, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False) -> Value:
-    return _clamp(view, x, min_val, max_val)
 
 
 @form("clamp", "clip")
@@ -206,3 +191,10 @@ def _clamp_one(view: GraphView, x: Any, bound: float) -> Value:
     upper = "max" in str(view._node.target)
     return pointwise(view, "clamp", x, params=(None, bound) if upper else (bound, None))
 
+
+short_forms({
+    # What Dynamo makes of `addcmul_` with a number.
+    ("fma",): lambda view, a, b, x: pointwise(view, "add", x, pointwise(view, "mul", a, b)),
+    ("gelu",): lambda view, x, approximate="none": pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x),
+    ("hardtanh",): lambda view, x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(view, x, min_val, max_val),
+})  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moeblaze_ops.lowering.forms.pointwise import pointwise, times
-from moeblaze_ops.lowering.forms.views import axis, cast, form, full, output_dtype, require, reshaped, tensor
+from moeblaze_ops.lowering.forms.views import axis, cast, form, full, output_dtype, require, reshaped, short_forms, tensor
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 
 
@@ -35,11 +35,6 @@ def _sum(view: GraphView, x: Any, *args: Any, axis: Any = None, **kwargs: Any) -
     return _summed("sum", view, x, *args, **(kwargs if axis is None else {"dim": axis, **kwargs}))
 
 
-@form("any")
-def _any(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Value:
-    return _summed("any", view, x, *args, **kwargs)
-
-
 @form("isin")
 def _isin(view: GraphView, x: Any, among: Any, *, assume_unique: bool = False) -> Value:
     """``any(x == element)``, over the elements ``among`` which those of ``x`` are looked for."""
@@ -59,18 +54,8 @@ def _all(view: GraphView, x: Any, dim: Any = None, keepdim: bool = False) -> Val
     return view.make("pointwise", "not", (some,), ())
 
 
-@form("count_nonzero")
-def _count_nonzero(view: GraphView, x: Any, dim: Any = None) -> Value:
-    return view.make("sum", _flags(view, "ne", tensor(x), full(view, 0, (), x.dtype)), _dims(x, dim), False)
-
-
 def _flags(view: GraphView, name: str, x: Value, *others: Value) -> Value:
     return view.make("pointwise", name, (x, *others), (), shape=x.shape, dtype=torch.bool)
-
-
-@form("cumsum")
-def _cumsum(view: GraphView, x: Any, dim: int, dtype: Any = None) -> Value:
-    return view.make("prefix", tensor(x), axis(x, dim))
 
 
 def contract(view: GraphView, xs: tuple[Value, ...], labels: tuple[str, ...], out: str) -> Value:
@@ -150,3 +135,12 @@ def _addmm(view: GraphView, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: 
     require(beta == 1, "no scale of what is added to")
     product = times(view, alpha, _matmul(view, a, b))
     return pointwise(view, "add", product, cast(view, tensor(bias), product.dtype))
+
+
+short_forms({
+    ("any",): lambda view, x, *args, **kwargs: _summed("any", view, x, *args, **kwargs),
+    ("count_nonzero",): lambda view, x, dim=None: view.make(
+        "sum", _flags(view, "ne", tensor(x), full(view, 0, (), x.dtype)), _dims(x, dim), False
+    ),
+    ("cumsum",): lambda view, x, dim, dtype=None: view.make("prefix", tensor(x), axis(x, dim)),
+})  # fmt: skip

@@ -54,19 +54,18 @@ def _ungated(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor]
     return Activation(gated=False, value=value, gradient=lambda da, h: (slope(da, h),))
 
 
-_relu_slope = partial(_aten.threshold_backward, threshold=0)
-_gelu_tanh = partial(F.gelu, approximate="tanh")
-_gelu_tanh_slope = partial(_aten.gelu_backward, approximate="tanh")
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+"""The function of the gate of those that multiply it by the up half."""
 
+_FUNCTIONS = {
+    "silu": (F.silu, _aten.silu_backward),
+    "gelu": (F.gelu, _aten.gelu_backward),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
+    "relu": (F.relu, partial(_aten.threshold_backward, threshold=0)),
+}
 _ATEN: dict[str, Activation] = {
-    "swiglu": _gated(F.silu, _aten.silu_backward),
-    "geglu": _gated(F.gelu, _aten.gelu_backward),
-    "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_slope),
-    "reglu": _gated(F.relu, _relu_slope),
-    "silu": _ungated(F.silu, _aten.silu_backward),
-    "gelu": _ungated(F.gelu, _aten.gelu_backward),
-    "gelu_tanh": _ungated(_gelu_tanh, _gelu_tanh_slope),
-    "relu": _ungated(F.relu, _relu_slope),
+    **{name: _ungated(*functions) for name, functions in _FUNCTIONS.items()},
+    **{name: _gated(*_FUNCTIONS[of_gate]) for name, of_gate in GATES.items()},
     "relu2": _ungated(lambda h: F.relu(h).square(), lambda grad, h: 2 * grad * F.relu(h)),
 }
 """Those for which ATen has functions of one pass, forward and backward."""

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate, activation_gradient, parameter_gradient
+from moeblaze_ops.arguments.activations import GATES, activate, activation_gradient, parameter_gradient
 from moeblaze_ops.kernels.formulas.named import is_gated
 
 _aten = torch.ops.aten
@@ -21,8 +21,6 @@ _IN_PLACE: dict[str, tuple[_Value, _Slope]] = {
     "relu": (partial(_aten.clamp_min.out, min=0), partial(_aten.threshold_backward.grad_input, threshold=0)),
 }
 """Functions of one half: ``value(x, out=)`` and ``slope(grad, x, grad_input=)``, which is grad times the derivative at x."""
-
-_GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
 def activate_into(a_NF: Tensor, h_NGF: Tensor, activation: str, params_NP: Tensor | None = None) -> None:
@@ -91,7 +89,7 @@ def _functions(activation: str, h_NGF: Tensor) -> tuple[_Value, _Slope] | None:
     """Functions that have a form in place, of numbers that are not computed in another dtype than theirs."""
     if h_NGF.dtype not in (torch.float32, torch.float64):
         return None
-    return _IN_PLACE.get(_GATES.get(activation, activation))
+    return _IN_PLACE.get(GATES.get(activation, activation))
 
 
 def _backward_of_any(

@@ -280,14 +280,9 @@ def _is_up_projection(e: Expr, width: Expr) -> bool:
     if e.kind == "sum":
         return e.args[0].args[2] == "d"
     return e.kind == "add" and len(e.args) == 2 and any(
-        a.kind in ("sum", "mul") and a.has_dot and _is_scaled_projection(a, width) and _is_weight_element(b) and width in b.free
+        a.kind in ("sum", "mul") and a.has_dot and _scaled_sum(a, width) is not None and _is_weight_element(b) and width in b.free
         for a, b in (e.args, e.args[::-1])
     )  # fmt: skip
-
-
-def _is_scaled_projection(e: Expr, width: Expr) -> bool:
-    sums = [f for f in factors_of(e) if f.kind == "sum" and f.args[0].args[2] == "d" and width in f.free]
-    return len(sums) == 1 and all(f is sums[0] or width not in f.free for f in factors_of(e))
 
 
 def _input_scale(hidden: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...]) -> tuple[Expr, ...]:
