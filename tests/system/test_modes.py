@@ -53,8 +53,7 @@ def check_training(run, model: nn.Module, num_tokens: int = T, **close) -> None:
     torch.testing.assert_close(train(run, parameters, x), train(model.forward, parameters, x), **close)
 
 
-@pytest.mark.parametrize("backend", ["inductor", "moeblaze"])
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("backend, mode", [("inductor", "reduce-overhead"), ("moeblaze", "max-autotune-no-cudagraphs")])
 def test_modes_of_inductor(backend, mode):
     model = network(zoo.loop_mixtral)
     if backend == "inductor":
