@@ -57,7 +57,7 @@ def _ungated(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor]
 GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 """The function of the gate of those that multiply it by the up half."""
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
