@@ -28,12 +28,12 @@ RANK_UNIT = 8
 def padded(a_ERI: Tensor, b: Tensor) -> Factors:
     """Both factors with zeros up to a multiple of RANK_UNIT ranks, as products read them: columns next to each other.
 
-    The ranks of b are its last axis, and so the one before it the inner one in memory.
+    The ranks of b are its last axis; in memory they come before all columns, those of gate and of up in a row.
     """
     missing = -a_ERI.shape[1] % RANK_UNIT
     if missing:
         a_ERI, b = F.pad(a_ERI, (0, 0, 0, missing)), F.pad(b, (0, missing))
-    return a_ERI.contiguous(), b.mT.contiguous().mT
+    return a_ERI.contiguous(), b.movedim(-1, 1).contiguous().movedim(1, -1)
 
 
 def scaled(b_EOR: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
