@@ -196,8 +196,8 @@ class WeightGradPlan:
     """``grouped^T @ gathered`` over an expert's rows, or its transpose when ``gathered_is_a``; ``parts`` outputs.
 
     They are written, in pieces of ``store_n`` columns, or with ``accumulate`` added to what is there, but for experts
-    that are marked as fresh where there are such marks. ``transposed``: a tile's columns are rows of the output. ``is_wider``:
-    outputs are fp32, operands are not. ``early``: tiles begin before the kernel launched last has ended.
+    that are marked as fresh where there are such marks. ``is_wider``: outputs are fp32, operands are not. ``early``: tiles
+    begin before the kernel launched last has ended.
     """
 
     tile: Tile
@@ -208,7 +208,6 @@ class WeightGradPlan:
     wide_offsets: bool
     gathered_is_a: bool
     store_n: int
-    transposed: bool = False
     accumulate: bool = False
     is_wider: bool = False
     has_fresh: bool = False
@@ -232,11 +231,6 @@ class WeightGradPlan:
         return self.tile.half_m * self.store_n * ELEMENT_BYTES
 
     @property
-    def stored(self) -> tuple[int, int]:
-        """Rows and columns of the output that are written at a time."""
-        return (self.store_n, self.tile.half_m) if self.transposed else (self.tile.half_m, self.store_n)
-
-    @property
     def m_blocks(self) -> int:
         """Row blocks of one part."""
         return ceil_div(self.m, self.tile.block_m)
@@ -254,7 +248,7 @@ class WeightGradPlan:
     @property
     def by_columns(self) -> bool:
         """All experts have their turn with one tile before the next one, which shares no more than a few columns with it."""
-        return has_few_rows(self.grouped_width, self.accumulate)
+        return self.grouped_width <= _FEW_COLUMNS and not self.accumulate
 
     @property
     def gathered_block(self) -> int:
@@ -331,15 +325,8 @@ def num_partials(columns: int, contracted: int) -> int:
     return ceil_div(columns, down_backward_tile(columns, contracted).block_n)
 
 
-def has_few_rows(grouped_width: int, accumulate: bool) -> bool:
-    """Whether a weight gradient has so few rows that tokens, not they, are to fill the tensor cores' 64."""
-    return grouped_width <= _FEW_COLUMNS and not accumulate
-
-
-def weight_grad_tile(fetches: bool, few_rows: bool = False) -> Tile:
+def weight_grad_tile(fetches: bool) -> Tile:
     """Tile of the weight gradients; a whole one that is fetched takes the place of a stage."""
-    if few_rows:
-        return Tile(block_n=_FEW_COLUMNS, stages=8, group=16)
     return Tile(block_n=256, stages=3 if fetches else 4, group=16)
 
 

@@ -3,8 +3,7 @@
 The rows of an expert are the contracted axis. Two warps copy the gathered tokens with cp.async, two have TMA bring
 the other operand, two consumers multiply the transposed left operand. The operand that lies along the rows of the
 output tile is the one whose axis is the outer one in the storage of dW, so that TMA can write it: d for weights
-stored [E, D, F], f otherwise. Where f is a few ranks, d lies along the rows all the same, since tensor cores multiply
-64 of them at least; a tile whose columns are rows of dW is turned on its way to TMA.
+stored [E, D, F], f otherwise.
 
 The last step of an expert has fewer rows than a stage. Both operands must be zero there, since zero times an
 Inf or NaN of the next expert's rows would not be: that step copies both with masks. Tiles are visited from the
@@ -18,7 +17,7 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.configs import WeightGradPlan, has_few_rows, weight_grad_tile
+from moeblaze_ops.kernels.hopper.configs import WeightGradPlan, weight_grad_tile
 from moeblaze_ops.kernels.hopper.expert_order import ExpertTiles, order_experts
 from moeblaze_ops.kernels.hopper.gather import row_layout, row_starts
 from moeblaze_ops.kernels.hopper.gluon_api import copy_rows, copy_rows_arrive, gdc_wait, gl, gluon, mbarrier, tma_store_wait
@@ -218,9 +217,10 @@ def _weight_grad_kernel(
     num_experts,
     PLAN: gl.constexpr,
 ):
+    tile: gl.constexpr = PLAN.tile
     copy_threads: gl.constexpr = 32 * PLAN.copy_warps
     ring = allocate_ring(grouped_desc.dtype, 1 + copy_threads, PLAN)
-    staging = allocate_matrices(grouped_desc.dtype, 2, PLAN.stored[0], PLAN.stored[1])
+    staging = allocate_matrices(grouped_desc.dtype, 2, tile.half_m, PLAN.store_n)
     stage = (staging, allocate_barriers(2, 1))
     begin(PLAN.early)
     num_busy = gl.load(order_ptr + num_experts)
@@ -252,16 +252,14 @@ def _plan(
     parts: int,
     top_k: int,
     wide_offsets: bool,
-    d_inner: bool,
+    gathered_is_a: bool,
     accumulate: bool,
     is_wider: bool,
     has_fresh: bool,
     early: bool,
 ) -> WeightGradPlan:
     fetches = accumulate and not is_wider
-    few_rows = has_few_rows(num_f, accumulate)
-    gathered_is_a = few_rows or not d_inner
-    tile = weight_grad_tile(fetches, few_rows)
+    tile = weight_grad_tile(fetches)
     return WeightGradPlan(
         tile=tile,
         m=num_d if gathered_is_a else num_f,
@@ -270,8 +268,7 @@ def _plan(
         top_k=top_k,
         wide_offsets=wide_offsets,
         gathered_is_a=gathered_is_a,
-        store_n=tile.block_n if fetches or few_rows else tile.block_n // 2,
-        transposed=gathered_is_a and d_inner,
+        store_n=tile.block_n if fetches else tile.block_n // 2,
         accumulate=accumulate,
         is_wider=is_wider,
         has_fresh=has_fresh,
@@ -316,12 +313,12 @@ def hopper_weight_grad(
             for part in parts:
                 part.zero_()
         return
-    d_inner = parts[0].stride(2) == 1
-    form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), d_inner)
+    gathered_is_a = parts[0].stride(2) != 1
+    form = (num_f, num_d, len(parts), top_k, needs_wide_offsets(gathered_TD), gathered_is_a)
     plan = _plan(*form, accumulate, parts[0].dtype != gathered_TD.dtype, fresh_E is not None, early)
     tile = plan.tile
-    stored = [part if d_inner else part.transpose(1, 2) for part in parts]
-    described = stored if plan.is_wider else [describe(view, 1, *plan.stored) for view in stored]
+    stored = [part.transpose(1, 2) if gathered_is_a else part for part in parts]
+    described = stored if plan.is_wider else [describe(view, 1, tile.half_m, plan.store_n) for view in stored]
     order_E1 = order_experts(offsets_E1, fresh_E) if order_E1 is None else order_E1
     launch_persistent(
         _weight_grad_kernel,

@@ -27,35 +27,26 @@ def _send(staged, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     desc = dw_descs[0]
     fence_async_shared()
     source = reinterpret(staged, desc.dtype, desc.block_type.shape, desc.layout)
-    if PLAN.transposed:
-        first = column
-        second = row
-    else:
-        first = row
-        second = column
     if PLAN.parts == 2:
         if part == 0:
-            tma_store(desc, [expert, first, second], source)
+            tma_store(desc, [expert, row, column], source)
         else:
-            tma_store(dw_descs[1], [expert, first, second], source)
+            tma_store(dw_descs[1], [expert, row, column], source)
     else:
-        tma_store(desc, [expert, first, second], source)
+        tma_store(desc, [expert, row, column], source)
 
 
 @gluon.jit
 def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     """Hands a matrix to TMA once the buffer's last one has been read."""
     tma_store_wait(0)
-    if PLAN.transposed:
-        staged.store(gl.permute(values.to(dw_descs[0].dtype), (1, 0)))
-    else:
-        staged.store(values.to(dw_descs[0].dtype))
+    staged.store(values.to(dw_descs[0].dtype))
     _send(staged, dw_descs, part, expert, row, column, PLAN)
 
 
 @gluon.jit
 def write_tile(staged, sums, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
-    """Hands a half tile to TMA, in one piece or two, or turned."""
+    """Hands a half tile to TMA, in one piece or two."""
     store_n: gl.constexpr = PLAN.store_n
     if store_n == PLAN.tile.block_n:
         _store(staged, sums, dw_descs, part, expert, row, column, PLAN)

@@ -217,17 +217,6 @@ def test_low_rank_columns_fit(compiled, storage, widths, rank):
     assert_fits(compiled)
 
 
-@pytest.mark.parametrize("rank", [8, 64])
-@pytest.mark.parametrize(("storage", "num_d"), [("packed", D), ("f_inner", 328)])
-def test_gradients_of_few_rows_fit(compiled, storage, num_d, rank):
-    """What fills the tensor cores' rows is the width of the tokens, whichever axis the gradient is stored along."""
-    like = up_weights(storage, 1, rank, num_d)
-    hopper_weight_grad(empty(T, num_d), empty(N, 1, rank), like, SLOTS_N, OFFSETS_E1, K)
-    assert len(compiled) == 2
-    assert_fits(compiled)
-    assert "m64n64k16" in compiled[1].asm["ptx"]
-
-
 @pytest.mark.parametrize(
     ("widths", "channels", "dtype"),
     [
