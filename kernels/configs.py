@@ -178,7 +178,7 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
 
 
 def choose_low_rank_backward(
-    operands: Operands, width: int | None, rank: int, capability: tuple[int, int]
+    operands: Operands, width: int | None, rank: int, gathered: bool, capability: tuple[int, int]
 ) -> GemmConfig | None:
     """Tile of the one pass over the gradient of a low-rank part: ``block_m`` of its columns, ``block_n`` ranks, ``block_k`` rows.
 
@@ -186,6 +186,11 @@ def choose_low_rank_backward(
     """
     if rank > MOST_RANKS_AT_ONCE:
         return None
+    if feeds_from_shared_memory(capability) and operands.element_size == 2 and rank <= 16:
+        # 64 rows, for wgmma. Rows that are read by index have a buffer less: narrow tiles leave room for two programs.
+        columns = _clip(256 if gathered else 512, width, 16)
+        fitted = _fit(GemmConfig(columns, 16, 128, 1, 4, 3), operands, None, rank, 1, capability)
+        return replace(fitted, num_warps=8 if columns == 512 else 4)
     # The sums take 64 registers a thread, a stage 32 KB.
     most = (512 if feeds_from_shared_memory(capability) else 256) // (1 if rank <= 16 else 2)
     columns = _clip(most if operands.tensor_cores else 64, width, 16)

@@ -20,10 +20,12 @@ from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, joined, padded, up_with_factors
+from moeblaze_ops.ops.expert_up import expert_up
+from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, joined, padded, up_operands
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
 from moeblaze_ops.ops.recomputed.expert_mlp_chunked import expert_mlp_chunked
 from moeblaze_ops.ops.recomputed.expert_mlp_ranged import expert_mlp_ranged
+from moeblaze_ops.ops.recomputed.repeated_up import with_repeated_up
 
 LoRA = tuple[Tensor, Tensor, float | Tensor]
 """A low-rank addition to a weight: A, B and the scale of their product."""
@@ -79,8 +81,7 @@ def moe(
             which is called once to see its formula. The kernels compute any of them in their epilogues, in fp32.
         activation_parameters: up to 4 tensors that the formula reads as ``p0``, ``p1`` and so on, or a function as its last
             arguments: of one element, or of shape [E], one for each expert; any floating-point dtype. Differentiable.
-            ``activation=lambda g, u, beta: g * torch.sigmoid(beta * g) * u, activation_parameters=[beta]``. Not with
-            ``keep="input"``.
+            ``activation=lambda g, u, beta: g * torch.sigmoid(beta * g) * u, activation_parameters=[beta]``.
         interleaved: packed gate and up alternate row by row instead of standing one after the other.
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
@@ -90,13 +91,14 @@ def moe(
             ``config.max_layer_transient_bytes`` goes through ranges of rows in backward, or through chunks of tokens:
             only x, the output and their gradients grow with T then. ``"auto"``: the first of the two that fits the
             memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept,
-            and chunks are taken where they are with ``"input"``.
+            and chunks are taken where they are with ``"input"``. A layer with low-rank additions or an activation's parameters is
+            taken as a whole in any case; with ``"input"`` it keeps the r numbers of each addition and row besides.
         lora_up, lora_down: low-rank additions ``(A, B, scale)`` that make the weights ``W + scale * B @ A`` (LoRA).
             Whatever ``transposed`` says, A is [E, r, D] and B [E, F, r] for up (packed [E, 2F, r], in the order of
             ``w_up``), [E, r, F] and [E, D, r] for down; any rank r, any strides, the dtype of x or fp32. The scale is a
             number, or one for each expert [E]. They are r more columns of the products with W, in the same sum: nothing of
             the size of W is written, and weights that need no gradient get none. Several additions to one weight (adapters that
-            are active together) are a list of such tuples, each with a rank and a scale of its own. Not with ``keep="input"``.
+            are active together) are a list of such tuples, each with a rank and a scale of its own.
         lora_gate: the same for ``w_gate``.
 
     Returns:
@@ -107,7 +109,6 @@ def moe(
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
-        NotImplementedError: low-rank additions or an activation's parameters with ``keep="input"``.
     """
     made: dict[str, Any] = {"w_up": w_up, "w_down": w_down, "w_gate": w_gate}
     if any(is_maker(weight) for weight in made.values()):
@@ -134,8 +135,9 @@ def moe(
     parameters, settings = (w_up_list, b_up_list, w_down_list, b_down_list), (formula, weight_on == "input")
     has_lora = any(given.values())
     params_EP = stacked_parameters(activation_parameters, w_down.shape[0], x.dtype)
-    is_plain = not has_lora and params_EP is None
-    if is_plain and (not torch.is_grad_enabled() or _resolved(keep, x_TD, weights_TK, w_up_list) == "input"):
+    learns = torch.is_grad_enabled()
+    keeps_h = learns and _resolved(keep, x_TD, weights_TK, w_up_list) == "preactivation"
+    if not (keeps_h or has_lora or activation_parameters):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = call(dispatch, experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
@@ -144,8 +146,12 @@ def moe(
     if given["lora_down"]:
         a_ERF, b_EDR = padded(*joined(given["lora_down"], x.dtype))
         down_factors = a_ERF, b_EDR.transpose(1, 2)
-    h_NGF, a_NF = up_with_factors(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
-    out_TD = down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
+    operands = up_operands(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
+
+    def down(h_NGF: Tensor, a_NF: Tensor) -> Tensor:
+        return down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
+
+    out_TD = with_repeated_up(operands, down) if learns and not keeps_h else down(*call(expert_up, *operands))
     return out_TD.view(x.shape)
 
 
@@ -164,8 +170,8 @@ def _check(
     """What ``moe`` is called with; ``stored`` are the weights, and by name the biases and the low-rank additions."""
     w_up, w_down, w_gate, biases, loras = stored
     check_moe(x, weights, experts, w_up, w_down, w_gate, biases, formula, interleaved, transposed, weight_on, keep)
-    check_lora(x, loras, w_up, w_gate, w_down, transposed, keep)
-    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0], keep)
+    check_lora(x, loras, w_up, w_gate, w_down, transposed)
+    check_activation_parameters(activation_parameters, formula, x, w_down.shape[0])
 
 
 def _adapters(lora: LoRA | Sequence[LoRA] | None) -> Sequence[LoRA]:

@@ -11,6 +11,8 @@ and what its columns add to du is stored for each tile, so no two programs add t
 read the same columns at the same time: of tokens that several experts read, they are in L2.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.kernels.launch import allows_tf32, capability, ceil_div, is_multiple, launch, operands, static_size
 from moeblaze_ops.kernels.tiles import load_tile, multiply_add
+from moeblaze_ops.kernels.tracing import is_traceable
 
 
 @triton.jit
@@ -127,7 +130,7 @@ def launch_low_rank_backward(
     db, weights_N = b.new_empty(b.shape), None
     dy_XGW, b_EGWR, db_EGWR = (t.unsqueeze(1) for t in (dy, b, db)) if gathered else _halves(dy, b, db)
     E, G, W, _ = b_EGWR.shape
-    config = choose_low_rank_backward(operands(dy), static_size(W), rank, capability(dy))
+    config = choose_low_rank_backward(operands(dy), static_size(W), rank, gathered, capability(dy))
     if config is None:
         return _apart(dy, u_NR, b, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2)
     if weights_TK is not None:
@@ -166,7 +169,12 @@ def launch_low_rank_backward(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return du_CNR.sum(0).to(dy.dtype), db
+    return _added_up(du_CNR).to(dy.dtype), db
+
+
+def _added_up(du_CNR: Tensor) -> Tensor:
+    """The sum over tiles. Additions are one pass of generated code, where a sum of eight or more is a slower reduction."""
+    return functools.reduce(torch.add, du_CNR.unbind(0)) if is_traceable() else du_CNR.sum(0)
 
 
 def _halves(dy_NGW: Tensor, b_EGWR: Tensor, db_EGWR: Tensor) -> list[Tensor]:

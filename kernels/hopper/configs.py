@@ -29,6 +29,9 @@ _FAR_EPILOGUE_BOUND = 512
 _FEW_COLUMNS = 64
 """Columns up to which a product takes as long as its rows take to arrive: more of them are on their way then."""
 
+_CACHED_BYTES = 32 << 20
+"""Bytes that stay in L2 beside what else is read; it has 50 MB."""
+
 _MOST_STEPS = 18
 """Steps of a gated gradient that fit 144 registers, and if there are no more than two choices among them 96."""
 
@@ -284,6 +287,11 @@ def up_tile(columns: int, parts: int) -> Tile:
     if parts == 1 and columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8, lead=1)
     return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
+
+
+def reads_more_than_cached(tile: Tile, num_bytes: int) -> bool:
+    """Whether tokens of so many bytes are nearly all that a product with this tile reads, and too many for L2."""
+    return tile.block_n <= _FEW_COLUMNS and num_bytes > _CACHED_BYTES
 
 
 def down_backward_tile(columns: int, contracted: int) -> Tile:

@@ -1,9 +1,14 @@
-"""The order in which the weight gradient visits its output tiles: experts with the most rows first.
+"""Orders of work: of experts, for the tiles of a weight gradient, and of row blocks, for products of few columns.
 
-Programs take tiles forth and back, so that all end at about the same time however skewed the routing is. Behind the experts
-in this order stands how many of them have rows or are marked as fresh: where gradients are added to what is there, nothing
-is to be done for the rest. Where a tile reads much more of the gathered tokens than of rows, all experts with rows have
-their turn with one block of columns before the next one: of tokens that several experts read, those columns are in L2.
+A weight gradient begins with the experts that have most rows. Programs take tiles forth and back, so that all end at about the
+same time however skewed the routing is. Behind the experts in this order stands how many of them have rows or are marked as
+fresh: where gradients are added to what is there, nothing is to be done for the rest. Where a tile reads much more of the
+gathered tokens than of rows, all experts with rows have their turn with one block of columns before the next one: of tokens
+that several experts read, those columns are in L2.
+
+A product of few columns reads little beside its tokens. In the block schedule an expert's blocks follow each other, so what runs
+at a time is a few experts, which read all tokens. Spread, all experts go through their rows at one pace: their rows are in the
+order of the tokens, so what runs at a time reads the same ones.
 """
 
 import torch
@@ -11,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeblaze_ops.kernels.configs import ROW_BLOCK
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gl, gluon
 from moeblaze_ops.kernels.hopper.launch import launch_compiled
 
@@ -96,3 +102,39 @@ def order_experts(offsets_E1: Tensor, fresh_E: Tensor | None = None) -> Tensor:
     given = (offsets_E1, fresh_E if has_fresh else offsets_E1, order_E1, num_experts, has_fresh, 256)
     launch_compiled(_order_experts_kernel, num_experts, order_E1.device, given, num_warps=1)
     return order_E1
+
+
+@triton.jit
+def _spread_blocks_kernel(
+    blocks_ptr, offsets_ptr, spread_ptr, num_experts, ROW_BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """One program a block. Block j of n of an expert is followed by those of all experts that begin at (j + 1/2) / n or later."""
+    index = tl.program_id(0)
+    num_blocks = tl.load(blocks_ptr)
+    if index == 0:
+        tl.store(spread_ptr, num_blocks)
+    if index < num_blocks:
+        expert = tl.load(blocks_ptr + 2 * (1 + index))
+        row = tl.load(blocks_ptr + 2 * (1 + index) + 1)
+        first = tl.load(offsets_ptr + expert)
+        size = tl.cdiv(tl.load(offsets_ptr + expert + 1) - first, ROW_BLOCK).to(tl.int64)
+        place = 2 * ((row - first) // ROW_BLOCK) + 1  # in halves of a block
+        rank = place.to(tl.int64) * 0
+        for start in range(0, num_experts, BLOCK_E):
+            others = start + tl.arange(0, BLOCK_E)
+            exists = others < num_experts
+            begins = tl.load(offsets_ptr + others, mask=exists, other=0)
+            sizes = tl.cdiv(tl.load(offsets_ptr + others + 1, mask=exists, other=0) - begins, ROW_BLOCK)
+            # Blocks i with (2 i + 1) / sizes less than place / size, or as much if their expert comes first.
+            before = (place * sizes.to(tl.int64) + size - (others >= expert).to(tl.int64)) // (2 * size)
+            rank += tl.sum(tl.where(exists, before, 0), 0)
+        tl.store(spread_ptr + 2 * (1 + rank), expert)
+        tl.store(spread_ptr + 2 * (1 + rank) + 1, row)
+
+
+def spread_blocks(blocks_B2: Tensor, offsets_E1: Tensor) -> Tensor:
+    """The block schedule with experts side by side, like ``blocks_B2``, unwritten behind the blocks that are used."""
+    spread_B2 = torch.empty_like(blocks_B2)
+    given = (blocks_B2, offsets_E1, spread_B2, offsets_E1.shape[0] - 1, ROW_BLOCK, 256)
+    launch_compiled(_spread_blocks_kernel, blocks_B2.shape[0] - 1, blocks_B2.device, given, num_warps=1)
+    return spread_B2

@@ -14,7 +14,8 @@ from moeblaze_ops.kernels.activations import IDENTITY
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper.activations import activate, load_parameters
-from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, up_tile
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, reads_more_than_cached, up_tile
+from moeblaze_ops.kernels.hopper.expert_order import spread_blocks
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
@@ -228,6 +229,8 @@ def hopper_expert_up(
         h_NGF.shape[0] > 0,
         low,
     )
+    if reads_more_than_cached(tile, x_TD.nbytes):
+        blocks_B2 = spread_blocks(blocks_B2, offsets_E1)
     h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(
         _expert_up_kernel,

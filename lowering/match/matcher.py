@@ -73,13 +73,9 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 class Matcher:
-    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not.
+    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
 
-    ``split_low_rank``: weights with low-rank additions are matched as the weights and the factors, where they can be.
-    """
-
-    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False, split_low_rank: bool = True):
-        self._split_low_rank = split_low_rank
+    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
         self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
         self._evaluator = Evaluator()
         self._algebra = self._evaluator.algebra
@@ -305,7 +301,7 @@ class Matcher:
         later: tuple[Value, ...],
     ) -> MoEMatch:  # fmt: skip
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
-        if not (self._split_low_rank and has_low_rank(experts)):
+        if not has_low_rank(experts):
             return self._prove_experts(root, value, tokens, feature, terms, experts, base, later)
         try:
             return self._prove_experts(root, value, tokens, feature, terms, experts, base, later, split=True)

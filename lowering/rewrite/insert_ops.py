@@ -26,6 +26,7 @@ from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_d
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch
+from moeblaze_ops.lowering.torch_internals import repeat_in_backward
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 
@@ -113,9 +114,9 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keeps_input = not (match.has_low_rank or match.parameters) and _keeps_input(match, fake_of(x_TD))
+    keeps_input, is_plain = _keeps_input(match, fake_of(x_TD)), not (match.has_low_rank or match.parameters)
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
-    parts, size = _parts(match, fake_of(x_TD)) if keeps_input else (None, 0)
+    parts, size = _parts(match, fake_of(x_TD)) if keeps_input and is_plain else (None, 0)
     if parts == "chunks":
         chunked = (x_TD, *parameters, experts_TK, match.E, size, *settings)
         return insert.call(_ops.expert_mlp_chunked.default, *chunked), f"expert_mlp_chunked({match.activation})"
@@ -136,6 +137,9 @@ def _insert_whole(
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
     up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
     up = insert.call(_ops.expert_up.default, *up_operands)
+    if keeps_input and torch.is_grad_enabled():
+        repeat_in_backward(up)
+        became += ", up again in backward"
     h_NGF, a_NF = insert.items(up, 2)
     if match.activation == IDENTITY:
         a_NF = None

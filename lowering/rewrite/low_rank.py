@@ -92,13 +92,13 @@ def _joined(insert: Inserter, nodes: list[fx.Node], axis: int) -> fx.Node:
 
 
 def _padded(insert: Inserter, a_ERI: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Both factors with ranks of zeros up to a multiple of RANK_UNIT, columns next to each other; b's last axis are its ranks."""
+    """Both factors as ``padded`` of ``ops.low_rank.factors`` gives them; b's last axis are its ranks."""
     missing = -fake_of(a_ERI).shape[1] % RANK_UNIT
     if missing:
         a_ERI, b = insert.call(F.pad, a_ERI, (0, 0, 0, missing)), insert.call(F.pad, b, (0, missing))
     if not fake_of(a_ERI).is_contiguous():
         a_ERI = insert.call("contiguous", a_ERI)
-    if not fake_of(b).mT.is_contiguous():
-        columns_inner = insert.call("contiguous", insert.call("transpose", b, -2, -1))
-        b = insert.call("transpose", columns_inner, -2, -1)
+    if not fake_of(b).movedim(-1, 1).is_contiguous():
+        columns_inner = insert.call("contiguous", insert.call("movedim", b, -1, 1))
+        b = insert.call("movedim", columns_inner, 1, -1)
     return a_ERI, b

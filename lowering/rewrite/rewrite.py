@@ -14,7 +14,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -147,8 +146,7 @@ def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, G
     views: dict[fx.Node, GraphView] = {}
     switches = any(target_name(node) in GRADIENT_MODES for node in graph.nodes if node.op == "call_function")
     for gradient_off in (False, True) if switches else (False,):
-        # With the input alone kept, a weight with a low-rank addition is one that is computed.
-        matcher = Matcher(graph, gradient_off=gradient_off, split_low_rank=config.keep != "input")
+        matcher = Matcher(graph, gradient_off=gradient_off)
         found = matcher.matches()
         results += found
         views |= {result.root: matcher.view for result in found}

@@ -78,15 +78,12 @@ def check_moe(
 
 
 def check_lora(
-    x: Tensor, loras: dict[str, Sequence[Any]], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool, keep: str
+    x: Tensor, loras: dict[str, Sequence[Any]], w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, transposed: bool
 ) -> None:
     """The low-rank additions that ``moe`` is called with, by name of the weight, once its weights are checked."""
     given = {name: adapters for name, adapters in loras.items() if adapters}
     if "lora_gate" in given and w_gate is None:
         refuse("moe", "lora_gate", "come with w_gate (pack it into lora_up otherwise)", "factors")
-    if given and keep == "input":
-        rule = "be 'preactivation' or 'auto' with low-rank additions (torch.utils.checkpoint keeps a layer's input alone)"
-        raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
     E, outputs, D = (w_up.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, 2)))
     F = w_down.shape[1 if transposed else 2]
     for name, adapters in given.items():
@@ -95,16 +92,13 @@ def check_lora(
             _check_factors(called, lora, x, E, *((F, D) if name == "lora_down" else (D, outputs)))
 
 
-def check_activation_parameters(parameters: Any, activation: str, x: Tensor, E: int, keep: str) -> None:
+def check_activation_parameters(parameters: Any, activation: str, x: Tensor, E: int) -> None:
     """The parameters that the activation of ``moe`` reads."""
     expected = num_parameters(activation)
     if not isinstance(parameters, list | tuple):
         refuse_type("moe", "activation_parameters", "be a list of tensors", kind_of(parameters))
     if len(parameters) != expected:
         refuse("moe", "activation_parameters", f"hold {expected} tensors, those that {activation!r} reads", len(parameters))
-    if parameters and keep == "input":
-        rule = "be 'preactivation' or 'auto' with activation_parameters (torch.utils.checkpoint keeps a layer's input alone)"
-        raise NotImplementedError(f"moe: keep must {rule}, got 'input'")
     for i, parameter in enumerate(parameters):
         name = f"activation_parameters[{i}]"
         check_tensor("moe", name, parameter)

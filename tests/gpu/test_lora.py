@@ -148,6 +148,24 @@ def test_two_runs_agree(path):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_experts_side_by_side_give_the_same_rows(monkeypatch):
+    """Tokens that do not fit in L2 are read in another order."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels need compute capability 9.0")
+    from moeblaze_ops.kernels.hopper import expert_up
+
+    T = 3000
+    _, x, (w,), _, _, slots, offsets, _, blocks, activation = _calls(16, T=T)["u"]
+    x, w, slots, offsets, blocks = x.bfloat16().cuda(), w.bfloat16().cuda(), slots.cuda(), offsets.cuda(), blocks.cuda()
+    rows = []
+    for is_spread in (False, True):
+        monkeypatch.setattr(expert_up, "reads_more_than_cached", lambda *_, is_spread=is_spread: is_spread)
+        h = torch.full((T * K, 1, 16), float("nan"), device="cuda", dtype=torch.bfloat16)
+        expert_up.hopper_expert_up(x, [w], [], slots, offsets, blocks, K, activation, h, h.new_empty(0, 16))
+        rows.append(h)
+    assert torch.equal(*rows) and not rows[1].isnan().any()
+
+
 def test_memory_of_a_step_holds_nothing_of_the_size_of_the_weights(path):
     tensors, experts = case(64, 16, num_experts=64, width=1024, hidden=1024)
     given = {name: t.to("cuda", torch.float32 if name == "weights" else torch.bfloat16) for name, t in tensors.items()}

@@ -131,7 +131,6 @@ def call(**options):
         ({"activation_parameters": [torch.ones(FF)]}, ValueError, r"one element or shape \[5\]"),
         ({"activation_parameters": [torch.ones(E, dtype=torch.int32)]}, TypeError, "floating-point"),
         ({"activation_parameters": [1.0]}, TypeError, "tensor"),
-        ({"activation_parameters": [torch.ones(())], "keep": "input"}, NotImplementedError, "activation_parameters"),
         ({"activation": "g * p4 * u", "activation_parameters": [torch.ones(())] * 5}, ValueError, "p4"),
     ],
 )

@@ -337,7 +337,6 @@ BAD_FACTORS = [
     ({"lora_down": (*DOWN[:2], torch.ones(2))}, ValueError, "scale of lora_down must be a number or"),
     ({"lora_gate": UP}, ValueError, "lora_gate must come with w_gate"),
     ({"lora_up": (UP[0], UP[1].half(), 1.0)}, TypeError, "B of lora_up must be float32"),
-    ({"lora_down": DOWN, "keep": "input"}, NotImplementedError, "keep must be 'preactivation' or 'auto' with low-rank additions"),
 ]
 
 

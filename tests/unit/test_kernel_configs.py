@@ -61,12 +61,12 @@ def test_weight_grad_tiles_fit_the_device(operands, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("operands", OPERANDS)
 def test_low_rank_backward_tiles_fit_the_device(operands, capability):
-    for width, rank in itertools.product(WIDTHS, (8, 16, 24, MOST_RANKS_AT_ONCE)):
-        tile = choose_low_rank_backward(operands, width, rank, capability)
+    for width, rank, gathered in itertools.product(WIDTHS, (8, 16, 24, MOST_RANKS_AT_ONCE), (False, True)):
+        tile = choose_low_rank_backward(operands, width, rank, gathered, capability)
         assert tile.block_n >= rank and is_power_of_two(tile.block_m) and is_power_of_two(tile.block_k)
         stage = (tile.block_m + tile.block_n) * tile.block_k * operands.element_size
         assert tile.num_stages * stage <= shared_memory_bytes(capability)
-    assert choose_low_rank_backward(operands, None, MOST_RANKS_AT_ONCE + 1, capability) is None
+    assert choose_low_rank_backward(operands, None, MOST_RANKS_AT_ONCE + 1, False, capability) is None
 
 
 @pytest.mark.parametrize(("rows", "block"), [(None, 128), (0, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 128)])

@@ -5,6 +5,7 @@ size of W is written, in forward or in backward.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,12 @@ RANK_UNIT = 8
 def padded(a_ERI: Tensor, b: Tensor) -> Factors:
     """Both factors with zeros up to a multiple of RANK_UNIT ranks, as products read them: columns next to each other.
 
-    The ranks of b are its last axis, and so the one before it the inner one in memory.
+    The ranks of b are its last axis; in memory they come before all columns, those of gate and of up in a row.
     """
     missing = -a_ERI.shape[1] % RANK_UNIT
     if missing:
         a_ERI, b = F.pad(a_ERI, (0, 0, 0, missing)), F.pad(b, (0, missing))
-    return a_ERI.contiguous(), b.mT.contiguous().mT
+    return a_ERI.contiguous(), b.movedim(-1, 1).contiguous().movedim(1, -1)
 
 
 def scaled(b_EOR: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +62,7 @@ def beside(gate: Factors | None, up: Factors | None) -> Factors:
     return torch.cat((gate[0], up[0]), 1), b_EGFR
 
 
-def up_with_factors(
+def up_operands(
     x_TD: Tensor,
     w_up: list[Tensor],
     b_up: list[Tensor],
@@ -70,14 +71,14 @@ def up_with_factors(
     activation: str,
     factors: Factors | None,
     params_EP: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``expert_up`` of weights with a low-rank addition, or of plain ones."""
+) -> tuple[Any, ...]:
+    """What ``expert_up`` takes of weights with a low-rank addition, or of plain ones."""
+    given = (x_TD, w_up, b_up, weights_TK, *routing, activation)
     if factors is None:
-        return call(expert_up, x_TD, w_up, b_up, weights_TK, *routing, activation, *_NO_FACTORS, params_EP)
+        return *given, *_NO_FACTORS, params_EP
     a_ERD, b_EGFR = factors
     u_N1R, _ = call(expert_up, x_TD.detach(), [a_ERD.detach().unsqueeze(1)], [], None, *routing, IDENTITY)
-    low_rank = (u_N1R.squeeze(1), a_ERD, b_EGFR)
-    return call(expert_up, x_TD, w_up, b_up, weights_TK, *routing, activation, *low_rank, params_EP)
+    return *given, u_N1R.squeeze(1), a_ERD, b_EGFR, params_EP
 
 
 def down_with_factors(

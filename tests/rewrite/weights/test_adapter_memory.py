@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops
+from moeblaze_ops import config
 from tests.corpus.codecs import NF4, Int8
 from tests.tools.rewrite_harness import compiled
 
@@ -121,3 +122,27 @@ def test_a_checkpoint_around_the_layer_keeps_its_input_alone(codec):
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
     for ours, theirs in zip(*(torch.autograd.grad(out.sum(), leaves) for out in kept), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["moe", "compiled moe", "rewritten"])
+def test_with_the_input_alone_kept_there_is_no_pre_activation(how, monkeypatch):
+    """Gradients are the same, bit for bit."""
+    kept, gradients = [], []
+    for keep in ("preactivation", "input"):
+        monkeypatch.setattr(config, "keep", keep)
+        torch._dynamo.reset()
+        layer = Layer()
+        run = layer.through_moe
+        if how == "compiled moe":
+            run = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+        if how == "rewritten":
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+                run, _ = compiled(layer, aot=True)
+        x, outs = torch.randn(T, D, requires_grad=True), []
+        run(x)
+        sizes, _ = allocations(lambda run=run, x=x, outs=outs: outs.append(run(x)))
+        kept.append(sum(sizes))
+        leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        gradients.append(torch.autograd.grad(outs[0].square().sum(), leaves))
+    assert kept[0] - kept[1] == T * K * 2 * H * 4
+    assert all(map(torch.equal, *gradients))

@@ -347,10 +347,10 @@ def test_products_of_row_groups_beside_each_other():
     assert [c.became for c in backend.rewritten] == [BECAME]
 
 
-def test_with_the_input_alone_kept_the_sum_is_the_weight(monkeypatch):
+def test_with_the_input_alone_kept_the_up_projection_is_repeated(monkeypatch):
     monkeypatch.setattr(config, "keep", "input")
     backend = check_against_eager(Stacked(ADDITIONS["bmm"]), torch.randn(T, D))
-    assert [c.became for c in backend.rewritten] == ["expert_mlp(swiglu)"]
+    assert [c.became for c in backend.rewritten] == [f"{BECAME}, up again in backward"]
 
 
 def test_a_sum_that_someone_else_reads_stays_for_them():
