@@ -45,7 +45,7 @@ def add_router_gradient(total: fx.Node) -> bool:
             return True
         moved = _later_ancestors(mm, dx.args[0], total)
         if moved is not None:
-            _replace(total, experts, dx, mm, moved)
+            _replace(total, experts, dx, _factors(mm), moved)
             return True
     return False
 
@@ -105,18 +105,26 @@ def _later_ancestors(mm: fx.Node, backward: fx.Node, total: fx.Node) -> list[fx.
     return sorted(later, key=order.get)
 
 
-def _replace(total: fx.Node, experts: fx.Node, dx: fx.Node, mm: fx.Node, moved: list[fx.Node]) -> None:
+def _factors(mm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What is multiplied; of a right side that is one tensor several times, for as many left ones side by side, that tensor."""
+    left, right = mm.args
+    if right.target == torch.ops.aten.cat.default and len(set(right.args[0])) == 1 and right.args[1:] in ((), (0,)):
+        right = right.args[0][0]
+    return left, right
+
+
+def _replace(total: fx.Node, experts: fx.Node, dx: fx.Node, factors: tuple[fx.Node, fx.Node], moved: list[fx.Node]) -> None:
     """The op keeps its place, and what the product needs moves before it: later its rows would lie beside weight gradients."""
     backward, graph = dx.args[0], total.graph
     for node in moved:
         backward.prepend(node)
     with graph.inserting_before(backward):
-        added = graph.call_function(backward.target, _with_router(backward.args, mm.args))
+        added = graph.call_function(backward.target, _with_router(backward.args, factors))
         result = graph.call_function(operator.getitem, (added, 0))
     added.meta, result.meta = dict(backward.meta), dict(dx.meta)
     # The strides that the op asks Inductor for.
     eager_args, eager_kwargs = backward.meta["eager_input_vals"]
-    added.meta["eager_input_vals"] = _with_router(eager_args, [node.meta["val"] for node in mm.args]), eager_kwargs
+    added.meta["eager_input_vals"] = _with_router(eager_args, [node.meta["val"] for node in factors]), eager_kwargs
     _use_instead(result, total, experts if experts is not dx else None)
 
 

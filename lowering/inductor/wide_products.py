@@ -10,12 +10,10 @@ are copied to fp32 and kept for backward, and products leave tensor cores idle. 
 backward, before it is parted.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.inductor.graph_writer import Writer
 from moeblaze_ops.lowering.inductor.router_products import comes_from_route, feeds_route
 
 aten = torch.ops.aten
@@ -23,8 +21,6 @@ _CAST = torch.ops.prims.convert_element_type.default
 _MOVED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default)
 _HIGH_BITS = -(1 << 16)
 """Sign, exponent and the part of the mantissa that bf16 has."""
-_OF_PASS = ("partitioner_tag", "seq_nr")
-"""What autograd noted of a node: the part that it is for, and what it differentiates."""
 _MOST_EXPERTS = 1024
 """As many as the other products of a router take."""
 
@@ -41,7 +37,7 @@ def narrow_router_product(mm: fx.Node) -> bool:
     given = {chain[-1].meta["val"].dtype for chain in chains if chain}
     if len(given) != 1:
         return False
-    call = _Writer(mm)
+    call = Writer(mm)
     if all(chains):
         result = call(aten.mm.dtype, *(_moved(call, chain) for chain in chains), torch.float32)
     elif given == {torch.bfloat16}:
@@ -67,20 +63,6 @@ def _num_experts(mm: fx.Node) -> int | None:
     return number if isinstance(number, int) and number <= _MOST_EXPERTS else None
 
 
-class _Writer:
-    """Writes calls before a node, for the pass that the node is for."""
-
-    def __init__(self, before: fx.Node):
-        self._before = before
-
-    def __call__(self, target: Callable, *args: Any) -> fx.Node:
-        with self._before.graph.inserting_before(self._before):
-            node = self._before.graph.call_function(target, args)
-        node.meta.update({name: self._before.meta[name] for name in _OF_PASS if name in self._before.meta})
-        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
-        return node
-
-
 def _chain(node: fx.Node) -> list[fx.Node]:
     """``node``, and what it is a move of the elements of, and so on."""
     chain = [node]
@@ -98,7 +80,7 @@ def _cast_from(node: fx.Node) -> list[fx.Node]:
     return [*moves, source] if source.meta["val"].dtype in (torch.bfloat16, torch.float16) else []
 
 
-def _moved(call: _Writer, chain: list[fx.Node]) -> fx.Node:
+def _moved(call: Writer, chain: list[fx.Node]) -> fx.Node:
     """The same moves of the tensor itself."""
     *moves, moved = chain
     for move in reversed(moves):
@@ -106,7 +88,7 @@ def _moved(call: _Writer, chain: list[fx.Node]) -> fx.Node:
     return moved
 
 
-def _in_parts(call: _Writer, mm: fx.Node, num_experts: int, wide: int, narrow: list[fx.Node]) -> fx.Node | None:
+def _in_parts(call: Writer, mm: fx.Node, num_experts: int, wide: int, narrow: list[fx.Node]) -> fx.Node | None:
     """The product with the parts of the fp32 factor at position ``wide`` side by side, None if it has no axis of experts."""
     factor = mm.args[wide]
     sizes = list(factor.meta["val"].shape)
@@ -136,7 +118,7 @@ def _is_only_rounded(mm: fx.Node) -> bool:
     return [(user.target, user.args[1:]) for user in mm.users] == [(_CAST, (torch.bfloat16,))]
 
 
-def _parts(call: _Writer, node: fx.Node) -> list[fx.Node]:
+def _parts(call: Writer, node: fx.Node) -> list[fx.Node]:
     """Three bf16 tensors whose sum is the fp32 tensor."""
     parts, rest = [], node
     for _ in range(2):
