@@ -264,6 +264,11 @@ def choose_route_backward(columns: int) -> TileConfig:
     return TileConfig(max(1, min(64, 2048 // columns)), columns, 4 if columns <= 2048 else 8)
 
 
+def choose_router_sums(columns: int) -> TileConfig:
+    """Rows of logits, padded to ``columns``, that a program sums at a time: most programs have no more."""
+    return TileConfig(max(1, min(128, 8192 // columns)), columns, 8)
+
+
 def router_sum_parts(columns: int) -> int:
     """Parts into which the tokens are cut for sums of rows of logits, padded to ``columns``: so that their sums stay small."""
     return max(64, min(512, 131072 // columns))
