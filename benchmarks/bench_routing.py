@@ -2,9 +2,9 @@
 
     python benchmarks/bench_routing.py --json results.json
 
-All contenders of a question run interleaved in one process, with the same numbers in their weights; medians of CUDA event times of
-forward and backward. The first contender of each question is what the others are compared with. All are compiled with our backend,
-but for ``bmm``.
+All contenders of a question run interleaved in one process, with the same numbers in their weights; medians of CUDA event times
+of forward and backward. The first contender of each question is what the others are compared with. All are compiled with our
+backend, but for ``bmm``.
 """
 
 import argparse

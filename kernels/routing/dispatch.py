@@ -12,8 +12,8 @@ The place within a chunk comes from sorting STEP slots at a time by bin and slot
 any other, behind all used ones, where they are written as -1. A program keeps BINS - 1 bins, and the last of its BINS for
 slots of no concern to it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
 
-Where a token has many slots, as one that may go to any number of experts, most are unused, and are not sorted: the count writes their
-positions, and a list of the used slots of each chunk, one after another, which is what is placed.
+Where a token has many slots, as one that may go to any number of experts, most are unused, and are not sorted: the count writes
+their positions, and a list of the used slots of each chunk, one after another, which is what is placed.
 """
 
 import torch
@@ -80,12 +80,12 @@ def _count_kernel(
         counts += tl.histogram(local, BINS)
         if LISTS:
             used = (local < E).to(tl.int32)
-            places = chunk.to(tl.int64) * CHUNK + num_listed + tl.cumsum(used, 0) - used
+            places = num_chunks + chunk.to(tl.int64) * CHUNK + num_listed + tl.cumsum(used, 0) - used
             tl.store(listed_ptr + places, local * CHUNK + slots - chunk * CHUNK, mask=used != 0)
             tl.store(positions_ptr + slots, -1, mask=(used == 0) & (slots < N))
             num_listed += tl.sum(used, 0)
     if LISTS:
-        tl.store(listed_ptr + num_chunks.to(tl.int64) * CHUNK + chunk, num_listed)
+        tl.store(listed_ptr + chunk, num_listed)
     local_bins = tl.arange(0, BINS)
     bins = window * (BINS - 1) + local_bins
     kept = (local_bins < BINS - 1) & (bins <= E)
@@ -177,10 +177,11 @@ def _place_listed(
     before_chunk = tl.load(counts_ptr + chunk.to(tl.int64) * row_bins + bins, mask=bins < E, other=0)
     next_row = tl.cumsum(totals, 0) - totals + before_chunk
     steps = tl.arange(0, STEP)
-    num_listed = tl.load(listed_ptr + num_chunks.to(tl.int64) * CHUNK + chunk)
+    num_listed = tl.load(listed_ptr + chunk)
+    list_ptr = listed_ptr + num_chunks + chunk.to(tl.int64) * CHUNK
     for first in range(0, num_listed, STEP):
         listed_in = first + steps < num_listed
-        listed = tl.load(listed_ptr + chunk.to(tl.int64) * CHUNK + first + steps, mask=listed_in, other=0)
+        listed = tl.load(list_ptr + first + steps, mask=listed_in, other=0)
         local = tl.where(listed_in, listed // CHUNK, BINS - 1)
         counts = tl.histogram(local, BINS)
         ordered = tl.sort(local * STEP + steps)
@@ -304,7 +305,7 @@ def _launch_counts(
     """The slots of each bin before each chunk, row after row, and the slots of each bin.
 
     Args:
-        listed: written if given: the used slots of each chunk, and behind those of all chunks how many each has.
+        listed: written if given: how many used slots each chunk has, and behind these numbers the slots of each.
         positions_TK: given with it: -1 is written to unused slots.
     """
     T, top_k = experts_TK.shape

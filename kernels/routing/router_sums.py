@@ -112,7 +112,8 @@ def _router_sums_backward_kernel(
     dlogits = tl.where(kept[:, None], p * slope, 0.0)
     row_in = (tokens < T)[:, None] & (ids < E)[None, :]
     if HAS_ADDED:
-        added_tile = added_ptr + tokens[:, None] * stride_added_t + ids.to(tl.int64)[None, :] * stride_added_e  # [BLOCK_T, BLOCK_E]
+        added_rows = added_ptr + tokens * stride_added_t
+        added_tile = added_rows[:, None] + ids.to(tl.int64)[None, :] * stride_added_e  # [BLOCK_T, BLOCK_E]
         dlogits += tl.load(added_tile, mask=row_in, other=0.0).to(tl.float32)
     dlogits_tile = dlogits_ptr + tokens[:, None] * E + ids[None, :]  # [BLOCK_T, BLOCK_E]
     tl.store(dlogits_tile, dlogits.to(dlogits_ptr.dtype.element_ty), mask=row_in)

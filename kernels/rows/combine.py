@@ -8,12 +8,12 @@ with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing 
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
 up, a tile of columns after the other. Of rows that are the first ones of more, positions behind them add nothing; ``add_rows``
 has the others. Both are bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a
-product reuses its right side for them, with up to UNROLL row loads in flight. Where a token has many slots, as one that may go to
-any number of experts, most are unused: ``token_slots`` puts the used ones first, in their order, and unused ones up to the next
-multiple of UNROLL. So the first UNROLL are read without waiting for how many there are, and only tokens with more go on.
+product reuses its right side for them, with up to UNROLL row loads in flight. Where a token has many slots, as one that may go
+to any number of experts, most are unused: ``token_slots`` puts the used ones first, in their order, and unused ones up to the
+next multiple of UNROLL. So the first UNROLL are read without waiting for how many there are, and only tokens with more go on.
 
-A left side of the product may be several side by side, as the parts of a number that is wider than a factor is: each is multiplied
-by the one right side, which is read once for all of them.
+A left side of the product may be several side by side, as the parts of a number that is wider than a factor is: each is
+multiplied by the one right side, which is read once for all of them.
 """
 
 from typing import NamedTuple
@@ -23,12 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_product, choose_row_dot
+from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_few, choose_combine_product, choose_row_dot
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
 from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
 """Slots of a token that are loaded at once, and up to which all of them are."""
+_SOME_SLOTS = 2 * _LARGEST_UNROLL
+"""Slots of a token up to which most may be used, as where some are to spare; of more, few are taken to be."""
 
 
 class TokenSlots(NamedTuple):
@@ -241,6 +243,10 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
+def _unroll(top_k: int) -> int:
+    return 4 if top_k > _SOME_SLOTS else ceil_div(top_k, ceil_div(top_k, _LARGEST_UNROLL))
+
+
 def num_parts(product: tuple[Tensor, Tensor] | None) -> int:
     """Left sides of a product that stand side by side: 1 where the sizes are symbols."""
     if product is None:
@@ -277,7 +283,7 @@ def token_slots(positions_TK: Tensor, weights_TK: Tensor | None, num_rows: int) 
         num_rows,
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         TOP_K=top_k,
-        UNROLL=_LARGEST_UNROLL,
+        UNROLL=_unroll(top_k),
         HAS_WEIGHTS=weights_TK is not None,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
@@ -299,8 +305,8 @@ def combine(
         rows_ND: rows in expert order, or the first of them, or a range of their columns. Shape [N, D], contiguous.
         slots: the rows of each token and their weights, of these rows.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
-        product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing. The left
-            side may be P of them side by side, [T, P C], with more than FEW_CHANNELS columns if P is not 1.
+        product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing. The
+            left side may be P of them side by side, [T, P C], with more than FEW_CHANNELS columns if P is not 1.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
@@ -312,9 +318,9 @@ def combine(
     parts = num_parts(product)
     has_few_channels = static_size(num_channels) is not None and num_channels <= FEW_CHANNELS and parts == 1
     if has_few_channels:
-        config = choose_combine(static_size(D))
+        config = (choose_combine_few if top_k > _SOME_SLOTS else choose_combine)(static_size(D))
     else:
-        config = choose_combine_product(operands(rows_ND), static_size(D))
+        config = choose_combine_product(operands(rows_ND), static_size(D), static_size(num_channels))
     block_c = 64 if static_size(num_channels) is None or num_channels > 32 else 32
     launch(
         _combine_kernel,
@@ -334,7 +340,7 @@ def combine(
         out_TD.stride(0),
         rows_ND.shape[0],
         TOP_K=top_k,
-        UNROLL=min(top_k, _LARGEST_UNROLL),
+        UNROLL=_unroll(top_k),
         HAS_COUNTS=counts_T is not None,
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,

@@ -4,7 +4,8 @@
     counts = expert_counts(ids, E)                        # what dispatch says of the same ids, if they are dispatched
     dlogits = router_sums_backward(..) + more             # one call, which adds in fp32
 
-The first compares every id with every expert, T K E times. All is done to the graph of forward and backward, where nothing is written to.
+The first compares every id with every expert, T K E times. All is done to the graph of forward and backward, where nothing is
+written to.
 """
 
 import operator
@@ -147,9 +148,11 @@ def count_one_hot(reduced: fx.Node) -> None:
     bins = ids if num_kept == 1 and len(shape) == 2 else write(aten.reshape.default, ids, [-1, num_kept])
     if num_kept > 1:
         # An id of a later slot counts in bins of its own; one that is no expert's counts nowhere.
-        first_bins = write(aten.arange.start_step, 0, num_kept * num_experts, num_experts, dtype=torch.int64, device=value.device)
+        options = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+        first_bins = write(torch.ops.prims.iota.default, num_kept, start=0, step=num_experts, **options)
         used = write(aten.logical_and.default, write(aten.ge.Scalar, bins, 0), write(aten.lt.Scalar, bins, num_experts))
-        bins = write(aten.where.ScalarOther, used, write(aten.add.Tensor, bins, first_bins), -1)
+        none = write(aten.full.default, [], -1, dtype=torch.int64, device=value.device)
+        bins = write(aten.where.self, used, write(aten.add.Tensor, bins, first_bins), none)
     counts = _call(reduced, _ops.expert_counts.default, bins, num_kept * num_experts)
     result = write(_CAST, counts, value.dtype)
     if reduced.target == aten.mean.dim:

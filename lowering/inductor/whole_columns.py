@@ -3,9 +3,9 @@
     torch.cat([(gates[:, e] > 0)[:, None] for e in range(E)], 1)                # gates > 0, if it has E columns
     torch.cat([(gates[:, e] > bounds[e])[:, None] for e in range(E)], 1)        # another number for each: stays
 
-A loop over experts asks of each column by itself which tokens the expert takes. Side by side the answers say where ``dispatch`` has ids,
-and as they are written each is a kernel that writes one column. The graph has no writes any more, so equal calls of columns
-are the call of all of them.
+A loop over experts asks of each column by itself which tokens the expert takes. Side by side the answers say where ``dispatch``
+has ids, and as they are written each is a kernel that writes one column. The graph has no writes any more, so equal calls of
+columns are the call of all of them.
 """
 
 import operator

@@ -4,9 +4,10 @@
     logits = F.linear(x.float(), w)                  # fp32 w: one product with three bf16 parts of w, but none if x is fp32
 
 A product of two bf16 numbers is exact in fp32. An fp32 number is the sum of three bf16 numbers, eight bits of it each, so the
-gradient of the logits and a weight in fp32 become such parts side by side. The parts are cut off by a mask of bits, because
-generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Without this the tokens
-are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done to the graph of forward and
+gradient of the logits and a weight in fp32 become such parts side by side, once for all that reads them. Where the product is
+rounded to bf16 the first two do: what the third adds is 2**-8 of what rounding may take. The parts are cut off by a mask of bits,
+because generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Without this the
+tokens are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done to the graph of forward and
 backward, before it is parted.
 """
 
@@ -21,6 +22,8 @@ _CAST = torch.ops.prims.convert_element_type.default
 _MOVED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default)
 _HIGH_BITS = -(1 << 16)
 """Sign, exponent and the part of the mantissa that bf16 has."""
+_PARTS = "moeblaze_parts"
+"""In the meta of parts side by side: of which node, and along which axis."""
 _MOST_EXPERTS = 1024
 """As many as the other products of a router take."""
 
@@ -95,9 +98,13 @@ def _in_parts(call: Writer, mm: fx.Node, num_experts: int, wide: int, narrow: li
     if num_experts not in sizes:
         return None
     axis = sizes.index(num_experts)
-    parts, other = call(aten.cat.default, _parts(call, factor), axis), _moved(call, narrow)
+    parts, other = _side_by_side(call, factor, axis), _moved(call, narrow)
     if axis != wide:
-        other = call(aten.cat.default, [other] * 3, wide)
+        number = 3
+        if _is_only_rounded(mm):
+            number = 2
+            parts = call(aten.slice.Tensor, parts, axis, 0, number * num_experts)
+        other = call(aten.cat.default, [other] * number, wide)
     factors = (parts, other) if wide == 0 else (other, parts)
     if axis != wide and _is_only_rounded(mm):
         result = call(aten.mm.default, *factors)
@@ -116,6 +123,22 @@ def _in_parts(call: Writer, mm: fx.Node, num_experts: int, wide: int, narrow: li
 def _is_only_rounded(mm: fx.Node) -> bool:
     """Whether nothing reads the product but a cast to bf16, which the product then makes itself."""
     return [(user.target, user.args[1:]) for user in mm.users] == [(_CAST, (torch.bfloat16,))]
+
+
+def _side_by_side(call: Writer, factor: fx.Node, axis: int) -> fx.Node:
+    """Its three parts along an axis: of what the factor is the transposition of, so that all products have the same ones."""
+    *moves, source = _chain(factor)
+    are_turns = all(move.target == aten.permute.default and list(move.args[1]) == [1, 0] for move in moves)
+    if not are_turns or source.op != "call_function":
+        return call(aten.cat.default, _parts(call, factor), axis)
+    own = source.name, axis if len(moves) % 2 == 0 else 1 - axis
+    cats = source.graph.find_nodes(op="call_function", target=aten.cat.default)
+    parts = next((cat for cat in cats if cat.meta.get(_PARTS) == own), None)
+    if parts is None:
+        behind = Writer(source.next, like=source)
+        parts = behind(aten.cat.default, _parts(behind, source), own[1])
+        parts.meta[_PARTS] = own
+    return _moved(call, [*moves, parts])
 
 
 def _parts(call: Writer, node: fx.Node) -> list[fx.Node]:

@@ -383,7 +383,7 @@ def check_expert_up_backward(
         fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T
         require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {shape_of(dlogits_TE)}")
         expected, given = [dlogits_TE.shape[1], shape.D], shape_of(w_router_ED)
-        rule = f"have shape {expected}, or the rows of one of several dlogits side by side"
+        rule = f"have shape {expected}, or fewer rows that divide these"
         require(_divides(expected, given), op, "w_router_ED", rule, f"shape {given}")
         check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
         check_like(op, "w_router_ED", w_router_ED, dh_NGF)

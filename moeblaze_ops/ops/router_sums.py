@@ -117,8 +117,8 @@ router_sums_backward = register_op(
 )
 """Gradient of ``router_sums`` for the logits, in their dtype and contiguous; None stands for zeros.
 
-``dlogits[t] = p[t] * (dsums - <p[t], dsums> + 2 * logsumexp(logits[t]) * dsquares)`` with ``p = softmax(logits)``. Another gradient
-of the logits, ``dlogits_TE`` in their shape and dtype and with any strides, is added in fp32 before the sum is rounded.
+``dlogits[t] = p[t] * (dsums - <p[t], dsums> + 2 * logsumexp(logits[t]) * dsquares)`` with ``p = softmax(logits)``. Another
+gradient of the logits, ``dlogits_TE`` in their shape and dtype and with any strides, is added in fp32 before the sum is rounded.
 """
 
 router_sums = register_op(

@@ -103,8 +103,9 @@ def forward_code(loss_of, dynamic=False) -> str:
 @pytest.mark.parametrize(
     ("loss_of", "counted"), [(as_written, 2), (over_slots_too, 1), (by_experts, 1), (of_other_ids, 1)]
 )
-def test_ids_are_counted_not_compared(loss_of, counted):
+def test_ids_are_counted_not_compared(loss_of, counted, monkeypatch):
     """Sums over slots too are what dispatch counts, so that one count is left."""
+    monkeypatch.setenv("CI", "1")  # Inductor is stricter there
     code = forward_code(loss_of)
     assert fakecuda.launches(code).count("_count_kernel") == counted
     compared = [name for name in fakecuda.launches(code) if "_eq_" in name]
