@@ -173,14 +173,15 @@ def event_time(run: Callable[[], None], iterations: int) -> list[float]:
 
 
 def interleaved_medians(runs: dict[str, Callable[[], None]], rounds: int, round_ms: float) -> dict[str, float]:
-    """Median time of each run, taken in turns so that drift of the device hits all alike."""
+    """Median time of each run, taken in turns so that drift of the device hits all alike; every second round goes backwards."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     iterations = {}
     for name, run in runs.items():
         once = statistics.median(event_time(run, 3))
         iterations[name] = max(3, min(200, int(round_ms / once)))
-    for _ in range(rounds):
-        for name, run in runs.items():
+    for number in range(rounds):
+        turns = list(runs.items())
+        for name, run in turns[::-1] if number % 2 else turns:
             samples[name] += event_time(run, iterations[name])
     return {name: statistics.median(times) for name, times in samples.items()}
 

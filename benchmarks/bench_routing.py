@@ -2,8 +2,9 @@
 
     python benchmarks/bench_routing.py --json results.json
 
-All contenders of a question run interleaved in one process; medians of CUDA event times of forward and backward. The first
-contender of each question is what the others are compared with. All are compiled with our backend, but for ``bmm``.
+All contenders of a question run interleaved in one process, with the same numbers in their weights; medians of CUDA event times
+of forward and backward. The first contender of each question is what the others are compared with. All are compiled with our
+backend, but for ``bmm``.
 """
 
 import argparse
@@ -134,16 +135,19 @@ def replaying(make: Callable[[Shape, float], nn.Module]) -> Callable[[Shape, flo
 
     def build(shape: Shape, skew: float) -> nn.Module:
         model = nn.Sequential(make(shape, skew))
-        with moeblaze_ops.record_routing(model) as record:
-            model(torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16))
 
         class Replayed(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.compiled = torch.compile(model, backend="moeblaze")
 
+            @torch.no_grad()
+            def prepare(self, x: Tensor) -> None:
+                with moeblaze_ops.record_routing(model) as self.record:
+                    model(x)
+
             def forward(self, x: Tensor) -> Tensor:
-                with moeblaze_ops.replay_routing(model, record):
+                with moeblaze_ops.replay_routing(model, self.record):
                     return self.compiled(x)
 
         return Replayed()
@@ -239,6 +243,7 @@ def measure(question: str, rounds: int, round_ms: float, profiles: str | None = 
         row = Measurement(question, name)
         rows.append(row)
         try:
+            torch.manual_seed(1)
             layer = make(shape, 0.0)
             if hasattr(layer, "prepare"):
                 layer.prepare(x)

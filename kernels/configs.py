@@ -225,6 +225,12 @@ def choose_combine(columns: int | None) -> TileConfig:
     return TileConfig(1024 // columns, columns, 2)
 
 
+def choose_combine_few(columns: int | None) -> TileConfig:
+    """Tile of the gather-sum of few used slots among many: one token, so that none waits for one with more, 16 bytes a thread."""
+    columns = _clip(1024 if columns is not None and columns % 1024 == 0 else choose_combine(columns).columns, columns, 16)
+    return TileConfig(1, columns, max(1, columns // 256))
+
+
 def choose_add_rows(columns: int | None) -> TileConfig:
     """Tile of the sum of rows and a token: 1024 columns where their number allows it, 16 of them a thread."""
     widest = next((width for width in (1024, 512) if columns is None or columns % width == 0), COLUMN_UNIT)
@@ -232,9 +238,12 @@ def choose_add_rows(columns: int | None) -> TileConfig:
     return TileConfig(1, columns, max(1, columns // 512))
 
 
-def choose_combine_product(operands: Operands, columns: int | None) -> TileConfig:
+def choose_combine_product(operands: Operands, columns: int | None, channels: int | None) -> TileConfig:
     """Tile of the gather-sum with a product in it: tokens enough that its right side is read from cache a few times only."""
-    return TileConfig(32, _clip(128, columns, 16), 4) if operands.tensor_cores else TileConfig(16, _clip(64, columns, 16), 4)
+    if not operands.tensor_cores:
+        return TileConfig(16, _clip(64, columns, 16), 4)
+    wide = channels is not None and channels >= 64 and columns is not None and columns % 256 == 0
+    return TileConfig(32, 256, 8) if wide else TileConfig(32, _clip(128, columns, 16), 4)
 
 
 def choose_row_dot(D: int | None) -> TileConfig:
@@ -273,6 +282,11 @@ def choose_route(columns: int) -> TileConfig:
 def choose_route_backward(columns: int) -> TileConfig:
     """Rows of dlogits, padded to ``columns``, that a program writes."""
     return TileConfig(max(1, min(64, 2048 // columns)), columns, 4 if columns <= 2048 else 8)
+
+
+def choose_router_sums(columns: int) -> TileConfig:
+    """Rows of logits, padded to ``columns``, that a program sums at a time: most programs have no more."""
+    return TileConfig(max(1, min(128, 8192 // columns)), columns, 8)
 
 
 def router_sum_parts(columns: int) -> int:

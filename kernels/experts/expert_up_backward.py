@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
+from moeblaze_ops.kernels.configs import FEW_CHANNELS, ROW_BLOCK, choose_expert_rows
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -36,7 +36,7 @@ from moeblaze_ops.kernels.launch import (
     strides_of,
 )
 from moeblaze_ops.kernels.rows.add_rows import add_rows
-from moeblaze_ops.kernels.rows.combine import add_row_dots, combine, token_slots
+from moeblaze_ops.kernels.rows.combine import add_row_dots, combine, num_parts, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
 from moeblaze_ops.kernels.select import why_portable
@@ -202,12 +202,19 @@ def launch_expert_up_backward(
     dx_TD = dh_NGF.new_empty((T, w_up[0].shape[3]))
     dweights_TK = dh_NGF.new_zeros((T if weighted else 0, top_k), dtype=torch.float32)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
-    router = None if dlogits_TE is None else (dlogits_TE, w_router_ED)
+    router = None if dlogits_TE is None else _router_product(dlogits_TE, w_router_ED)
     into = (dx_TD, dweights_TK)
     low_rank = None if du_NR is None else (du_NR, lora_a_ERD)
     options: dict[str, Any] = {"max_bytes": max_bytes, "router": router, "low_rank": low_rank}
     launch_expert_up_backward_part(dh_NGF, x_TD, w_up, weights_TK, *routing, *into, **options)()
     return dx_TD, dweights_TK.to(weights_TK.dtype) if weighted else dweights_TK
+
+
+def _router_product(dlogits_TE: Tensor, w_router_ED: Tensor) -> tuple[Tensor, Tensor]:
+    """What is multiplied: so few columns that they are added one by one have a row each."""
+    parts = num_parts((dlogits_TE, w_router_ED))
+    few = parts > 1 and dlogits_TE.shape[1] <= FEW_CHANNELS
+    return dlogits_TE, w_router_ED.repeat(parts, 1) if few else w_router_ED
 
 
 def launch_expert_up_backward_part(

@@ -11,6 +11,9 @@ the slots cut into chunks:
 The place within a chunk comes from sorting STEP slots at a time by bin and slot, in registers. Unused slots are placed like
 any other, behind all used ones, where they are written as -1. A program keeps BINS - 1 bins, and the last of its BINS for
 slots of no concern to it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
+
+Where a token has many slots, as one that may go to any number of experts, most are unused, and are not sorted: the count writes
+their positions, and a list of the used slots of each chunk, one after another, which is what is placed.
 """
 
 import torch
@@ -25,6 +28,10 @@ from moeblaze_ops.kernels.tiles import ROWS_PER_ENTRY
 _COUNT_STEP = 1024
 _SCAN_BLOCK = 512
 _SCAN_BINS = 8
+_FEW_SLOTS = 8
+"""Slots of a token up to which all are taken for used."""
+_LISTED_TOKENS = 64
+"""Tokens of a chunk, about, whose used slots are listed."""
 
 
 @triton.jit
@@ -47,6 +54,8 @@ def _window_bins(experts, slot_in, window, E, BINS: tl.constexpr):
 def _count_kernel(
     experts_ptr,
     counts_ptr,
+    listed_ptr,
+    positions_ptr,
     N,
     num_chunks,
     E,
@@ -54,6 +63,7 @@ def _count_kernel(
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
+    LISTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
@@ -61,12 +71,21 @@ def _count_kernel(
     chunk = (tl.program_id(0) % num_chunks).to(tl.int32)
     window = (tl.program_id(0) // num_chunks).to(tl.int32)
     counts = tl.zeros((BINS,), tl.int32)
+    num_listed = 0
     for first in range(0, CHUNK, STEP):
         slots = chunk * CHUNK + first + tl.arange(0, STEP)
         offsets = _slot_offsets(slots, stride_t, stride_k, TOP_K)
         experts = tl.load(experts_ptr + offsets, mask=slots < N, other=-1)
         local = _window_bins(experts, slots < N, window, E, BINS)
         counts += tl.histogram(local, BINS)
+        if LISTS:
+            used = (local < E).to(tl.int32)
+            places = num_chunks + chunk.to(tl.int64) * CHUNK + num_listed + tl.cumsum(used, 0) - used
+            tl.store(listed_ptr + places, local * CHUNK + slots - chunk * CHUNK, mask=used != 0)
+            tl.store(positions_ptr + slots, -1, mask=(used == 0) & (slots < N))
+            num_listed += tl.sum(used, 0)
+    if LISTS:
+        tl.store(listed_ptr + chunk, num_listed)
     local_bins = tl.arange(0, BINS)
     bins = window * (BINS - 1) + local_bins
     kept = (local_bins < BINS - 1) & (bins <= E)
@@ -137,6 +156,49 @@ def _place_chunk(
 
 
 @triton.jit
+def _place_listed(
+    chunk,
+    counts_ptr,
+    totals_ptr,
+    listed_ptr,
+    slots_ptr,
+    positions_ptr,
+    N,
+    num_chunks,
+    E,
+    row_bins,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Writes the rows of one chunk's listed slots, and -1 to those of its rows that are behind all used ones."""
+    bins = tl.arange(0, BINS)
+    totals = tl.load(totals_ptr + bins, mask=bins < E, other=0)
+    before_chunk = tl.load(counts_ptr + chunk.to(tl.int64) * row_bins + bins, mask=bins < E, other=0)
+    next_row = tl.cumsum(totals, 0) - totals + before_chunk
+    steps = tl.arange(0, STEP)
+    num_listed = tl.load(listed_ptr + chunk)
+    list_ptr = listed_ptr + num_chunks + chunk.to(tl.int64) * CHUNK
+    for first in range(0, num_listed, STEP):
+        listed_in = first + steps < num_listed
+        listed = tl.load(list_ptr + first + steps, mask=listed_in, other=0)
+        local = tl.where(listed_in, listed // CHUNK, BINS - 1)
+        counts = tl.histogram(local, BINS)
+        ordered = tl.sort(local * STEP + steps)
+        ordered_bins = ordered // STEP
+        ordered_slots = chunk * CHUNK + tl.gather(listed % CHUNK, ordered % STEP, 0)
+        rows = tl.gather(next_row - (tl.cumsum(counts, 0) - counts), ordered_bins, 0) + steps
+        placed = ordered_bins < BINS - 1
+        tl.store(positions_ptr + ordered_slots, rows, mask=placed)
+        tl.store(slots_ptr + rows, ordered_slots, mask=placed)
+        next_row += counts
+    num_used = tl.sum(totals, 0)
+    for first in range(0, CHUNK, STEP):
+        rows = chunk * CHUNK + first + steps
+        tl.store(slots_ptr + rows, -1, mask=(rows >= num_used) & (rows < N))
+
+
+@triton.jit
 def _write_schedule(expert, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes one expert's offset and entries; as expert E, the last offset, row 0 and the entries left over."""
     first_row = 0
@@ -172,6 +234,7 @@ def _place_kernel(
     experts_ptr,
     counts_ptr,
     totals_ptr,
+    listed_ptr,
     slots_ptr,
     offsets_ptr,
     positions_ptr,
@@ -184,6 +247,7 @@ def _place_kernel(
     stride_t,
     stride_k,
     TOP_K: tl.constexpr,
+    LISTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
@@ -191,6 +255,22 @@ def _place_kernel(
     program = tl.program_id(0)
     if program <= E:
         _write_schedule(program, totals_ptr, offsets_ptr, blocks_ptr, num_entries, E, BINS, STEP)
+    elif LISTS:
+        _place_listed(
+            (program - E - 1).to(tl.int32),
+            counts_ptr,
+            totals_ptr,
+            listed_ptr,
+            slots_ptr,
+            positions_ptr,
+            N,
+            num_chunks,
+            E,
+            row_bins,
+            BINS,
+            CHUNK,
+            STEP,
+        )
     else:
         _place_chunk(
             ((program - E - 1) % num_chunks).to(tl.int32),
@@ -212,12 +292,27 @@ def _place_kernel(
         )
 
 
-def _launch_counts(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The slots of each bin before each chunk, row after row, and the slots of each bin."""
+def _chunk_size(num_experts: int, top_k: int) -> tuple[int, bool]:
+    """The slots of a chunk, and whether its used ones are listed."""
+    config = choose_dispatch(num_experts)
+    lists = top_k > _FEW_SLOTS and num_experts + 1 <= config.bins - 1
+    return max(config.chunk, _LISTED_TOKENS * triton.next_power_of_2(top_k)) if lists else config.chunk, lists
+
+
+def _launch_counts(
+    experts_TK: Tensor, num_experts: int, listed: Tensor | None = None, positions_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The slots of each bin before each chunk, row after row, and the slots of each bin.
+
+    Args:
+        listed: written if given: how many used slots each chunk has, and behind these numbers the slots of each.
+        positions_TK: given with it: -1 is written to unused slots.
+    """
     T, top_k = experts_TK.shape
     N = T * top_k
     config = choose_dispatch(num_experts)
-    num_chunks = N // config.chunk + 1
+    chunk, _ = _chunk_size(num_experts, top_k)
+    num_chunks = N // chunk + 1
     # One-dimensional: whether a symbolic axis is 1 would be asked, and guarded on, for any second one.
     row_bins = ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS
     counts = experts_TK.new_empty(num_chunks * row_bins, dtype=torch.int32)
@@ -227,15 +322,18 @@ def _launch_counts(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
         num_chunks * ceil_div(num_experts + 1, config.bins - 1),
         experts_TK,
         counts,
+        listed,
+        positions_TK,
         N,
         num_chunks,
         num_experts,
         row_bins,
         *experts_TK.stride(),
         TOP_K=top_k,
+        LISTS=listed is not None,
         BINS=config.bins,
-        CHUNK=config.chunk,
-        STEP=min(config.chunk, _COUNT_STEP),
+        CHUNK=chunk,
+        STEP=min(chunk, _COUNT_STEP),
         num_warps=config.num_warps,
         num_stages=1,
     )
@@ -275,16 +373,18 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     T, top_k = experts_TK.shape
     N = T * top_k
     config = choose_dispatch(num_experts)
-    num_chunks = N // config.chunk + 1
+    chunk, lists = _chunk_size(num_experts, top_k)
+    num_chunks = N // chunk + 1
     num_entries = N // ROW_BLOCK + num_experts
     num_windows = ceil_div(num_experts + 1, config.bins - 1)
 
     def new_ints(*shape):
         return experts_TK.new_empty(shape, dtype=torch.int32)
 
-    counts, totals = _launch_counts(experts_TK, num_experts)
-    slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
     positions_TK, blocks_B2 = new_ints(T, top_k), new_ints(num_entries + 1, 2)
+    listed = new_ints(num_chunks * (chunk + 1)) if lists else None
+    counts, totals = _launch_counts(experts_TK, num_experts, listed, positions_TK if lists else None)
+    slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
 
     launch(
         _place_kernel,
@@ -292,6 +392,7 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         experts_TK,
         counts,
         totals,
+        listed,
         slots_N,
         offsets_E1,
         positions_TK,
@@ -303,8 +404,9 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         ceil_div(num_experts + 1, _SCAN_BINS) * _SCAN_BINS,
         *experts_TK.stride(),
         TOP_K=top_k,
+        LISTS=lists,
         BINS=config.bins,
-        CHUNK=config.chunk,
+        CHUNK=chunk,
         STEP=config.step,
         num_warps=config.num_warps,
         num_stages=1,

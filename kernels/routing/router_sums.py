@@ -3,7 +3,7 @@
     sums[e]  = sum_t softmax(logits[t])[e]
     squares  = sum_t logsumexp(logits[t])**2                              both over the tokens that are kept
     dlogits[t, e] = p[t, e] * (dsums[e] - sum_j p[t, j] * dsums[j] + 2 * logsumexp(logits[t]) * dsquares)
-                    with p = softmax(logits), and 0 for a token that is not kept
+                    with p = softmax(logits), and 0 for a token that is not kept, plus another gradient if there is one
 
 Both read the logits once. A program of the sums takes one of PARTS stretches of tokens, BLOCK_T at a time, and the parts are
 added in order.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import choose_route_backward, router_sum_parts
+from moeblaze_ops.kernels.configs import choose_route_backward, choose_router_sums, router_sum_parts
 from moeblaze_ops.kernels.launch import ceil_div, launch
 
 
@@ -83,6 +83,7 @@ def _router_sums_backward_kernel(
     dsquares_ptr,
     logits_ptr,
     kept_ptr,
+    added_ptr,
     dlogits_ptr,
     T,
     E,
@@ -90,9 +91,12 @@ def _router_sums_backward_kernel(
     stride_t,
     stride_e,
     stride_kept,
+    stride_added_t,
+    stride_added_e,
     HAS_SUMS: tl.constexpr,
     HAS_SQUARES: tl.constexpr,
     HAS_KEPT: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -106,8 +110,13 @@ def _router_sums_backward_kernel(
     if HAS_SQUARES:
         slope += (2.0 * tl.load(dsquares_ptr).to(tl.float32) * size)[:, None]
     dlogits = tl.where(kept[:, None], p * slope, 0.0)
+    row_in = (tokens < T)[:, None] & (ids < E)[None, :]
+    if HAS_ADDED:
+        added_rows = added_ptr + tokens * stride_added_t
+        added_tile = added_rows[:, None] + ids.to(tl.int64)[None, :] * stride_added_e  # [BLOCK_T, BLOCK_E]
+        dlogits += tl.load(added_tile, mask=row_in, other=0.0).to(tl.float32)
     dlogits_tile = dlogits_ptr + tokens[:, None] * E + ids[None, :]  # [BLOCK_T, BLOCK_E]
-    tl.store(dlogits_tile, dlogits.to(dlogits_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & (ids < E)[None, :])
+    tl.store(dlogits_tile, dlogits.to(dlogits_ptr.dtype.element_ty), mask=row_in)
 
 
 def launch_router_sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,7 +130,7 @@ def launch_router_sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor
         sums_E and squares, a scalar, both fp32. fp32 arithmetic; two runs agree bit for bit.
     """
     T, E = logits_TE.shape[0], int(logits_TE.shape[1])
-    config = choose_route_backward(triton.next_power_of_2(E))
+    config = choose_router_sums(triton.next_power_of_2(E))
     parts = router_sum_parts(config.columns)
     sums_PE = logits_TE.new_empty((parts, E), dtype=torch.float32)
     squares_P = logits_TE.new_empty((parts,), dtype=torch.float32)
@@ -147,13 +156,18 @@ def launch_router_sums(logits_TE: Tensor, kept_T: Tensor | None) -> tuple[Tensor
 
 
 def launch_router_sums_backward(
-    dsums_E: Tensor | None, dsquares: Tensor | None, logits_TE: Tensor, kept_T: Tensor | None
+    dsums_E: Tensor | None,
+    dsquares: Tensor | None,
+    logits_TE: Tensor,
+    kept_T: Tensor | None,
+    added_TE: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the logits.
 
     Args:
         dsums_E, dsquares: gradients of what ``launch_router_sums`` returned, None for zeros. fp32, any stride.
         logits_TE, kept_T: what it took.
+        added_TE: another gradient of the logits, in their shape and dtype, any strides; None for none.
 
     Returns:
         dlogits_TE: shape [T, E], dtype of the logits, contiguous. fp32 arithmetic; two runs agree bit for bit.
@@ -168,15 +182,18 @@ def launch_router_sums_backward(
         dsquares,
         logits_TE,
         kept_T,
+        added_TE,
         dlogits_TE,
         T,
         E,
         dsums_E.stride(0) if dsums_E is not None else 0,
         *logits_TE.stride(),
         kept_T.stride(0) if kept_T is not None else 0,
+        *(added_TE.stride() if added_TE is not None else (0, 0)),
         HAS_SUMS=dsums_E is not None,
         HAS_SQUARES=dsquares is not None,
         HAS_KEPT=kept_T is not None,
+        HAS_ADDED=added_TE is not None,
         BLOCK_T=config.rows,
         BLOCK_E=config.columns,
         num_warps=config.num_warps,

@@ -8,8 +8,12 @@ with fp32 sums, over k in order; a position of -1 (an unused slot) adds nothing 
 range of columns at a time: ``out`` is then a range of columns too, with the same bits either way, and the dots are added
 up, a tile of columns after the other. Of rows that are the first ones of more, positions behind them add nothing; ``add_rows``
 has the others. Both are bound by memory: a program of the sum takes one stretch of D of a few tokens, or of many where a
-product reuses its right side for them, with up to UNROLL row loads in flight. Where a token has many slots, as one that may go to
-any number of experts, most are unused: ``token_slots`` puts the used ones first, in their order, and no others are gone through.
+product reuses its right side for them, with up to UNROLL row loads in flight. Where a token has many slots, as one that may go
+to any number of experts, most are unused: ``token_slots`` puts the used ones first, in their order, and unused ones up to the
+next multiple of UNROLL. So the first UNROLL are read without waiting for how many there are, and only tokens with more go on.
+
+A left side of the product may be several side by side, as the parts of a number that is wider than a factor is: each is
+multiplied by the one right side, which is read once for all of them.
 """
 
 from typing import NamedTuple
@@ -19,12 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_product, choose_row_dot
+from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_few, choose_combine_product, choose_row_dot
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
 from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
 """Slots of a token that are loaded at once, and up to which all of them are."""
+_SOME_SLOTS = 2 * _LARGEST_UNROLL
+"""Slots of a token up to which most may be used, as where some are to spare; of more, few are taken to be."""
 
 
 class TokenSlots(NamedTuple):
@@ -47,6 +53,7 @@ def _used_first_kernel(
     stride_weights_t,
     stride_weights_k,
     TOP_K: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -56,12 +63,51 @@ def _used_first_kernel(
     slot_in = (tokens < T)[:, None] & (ks < TOP_K)[None, :]
     positions = tl.load(positions_ptr + tokens[:, None] * TOP_K + ks[None, :], mask=slot_in, other=-1)
     used = (positions >= 0) & (positions < num_rows)
-    places = tokens[:, None] * TOP_K + tl.cumsum(used.to(tl.int32), axis=1) - 1  # [BLOCK_T, BLOCK_K]
-    tl.store(used_positions_ptr + places, positions, mask=used)
+    before = tl.cumsum(used.to(tl.int32), axis=1) - used.to(tl.int32)  # [BLOCK_T, BLOCK_K]
+    counts = tl.sum(used.to(tl.int32), axis=1)
+    places = tl.where(used, before, counts[:, None] + ks[None, :] - before)
+    read = tl.maximum(tl.cdiv(counts, UNROLL), 1) * UNROLL
+    place_ptrs = used_positions_ptr + tokens[:, None] * TOP_K + places
+    tl.store(place_ptrs, tl.where(used, positions, -1), mask=slot_in & (places < read[:, None]))
     if HAS_WEIGHTS:
         weight_ptrs = weights_ptr + tokens[:, None] * stride_weights_t + ks[None, :] * stride_weights_k
-        tl.store(used_weights_ptr + places, tl.load(weight_ptrs, mask=used, other=0.0), mask=used)
-    tl.store(counts_ptr + tokens, tl.sum(used.to(tl.int32), axis=1), mask=tokens < T)
+        weights = tl.load(weight_ptrs, mask=used, other=0.0)
+        tl.store(used_weights_ptr + tokens[:, None] * TOP_K + places, weights, mask=used)
+    tl.store(counts_ptr + tokens, counts, mask=tokens < T)
+
+
+@triton.jit
+def _add_slots(
+    total,
+    rows_ptr,
+    weights_ptr,
+    positions_ptr,
+    tokens,
+    token_in,
+    cols,
+    col_in,
+    first,
+    D,
+    stride_weights_t,
+    stride_weights_k,
+    num_rows,
+    TOP_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    EVEN_D: tl.constexpr,
+):
+    """``total`` plus what the rows of UNROLL slots of each token weigh, from slot ``first`` on."""
+    for step in tl.static_range(UNROLL):
+        k = first + step
+        position = tl.load(positions_ptr + tokens * TOP_K + k, mask=token_in & (k < TOP_K), other=-1).to(tl.int64)
+        used = (position >= 0) & (position < num_rows)
+        row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
+        row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
+        if HAS_WEIGHTS:
+            weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
+            row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
+        total += row
+    return total
 
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
@@ -89,6 +135,7 @@ def _combine_kernel(
     HAS_COUNTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
+    PARTS: tl.constexpr,
     FEW_CHANNELS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_C: tl.constexpr,
@@ -104,23 +151,47 @@ def _combine_kernel(
     token_in = tokens < T
     col_in = cols < D
     total = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    num_slots = TOP_K
-    counts = tl.full((BLOCK_T,), TOP_K, tl.int32)
+    total = _add_slots(
+        total,
+        rows_ptr,
+        weights_ptr,
+        positions_ptr,
+        tokens,
+        token_in,
+        cols,
+        col_in,
+        0,
+        D,
+        stride_weights_t,
+        stride_weights_k,
+        num_rows,
+        TOP_K,
+        UNROLL,
+        HAS_WEIGHTS,
+        EVEN_D,
+    )
     if HAS_COUNTS:
         counts = tl.load(counts_ptr + tokens, mask=token_in, other=0)
-        num_slots = tl.max(counts, axis=0)
-    for first in range(0, num_slots, UNROLL):
-        for step in tl.static_range(UNROLL):
-            k = first + step
-            used = token_in & (k < counts)
-            position = tl.load(positions_ptr + tokens * TOP_K + k, mask=used, other=-1).to(tl.int64)
-            used = (position >= 0) & (position < num_rows)
-            row_tile = rows_ptr + position[:, None] * D + cols[None, :]  # [BLOCK_T, BLOCK_D]
-            row = load_tile(row_tile, used, col_in, False, EVEN_D).to(tl.float32)
-            if HAS_WEIGHTS:
-                weight_ptrs = weights_ptr + tokens * stride_weights_t + k * stride_weights_k
-                row *= tl.load(weight_ptrs, mask=used, other=0.0).to(tl.float32)[:, None]
-            total += row
+        for first in range(UNROLL, tl.max(counts, axis=0), UNROLL):
+            total = _add_slots(
+                total,
+                rows_ptr,
+                weights_ptr,
+                positions_ptr,
+                tokens,
+                token_in & (first < counts),
+                cols,
+                col_in,
+                first,
+                D,
+                stride_weights_t,
+                stride_weights_k,
+                num_rows,
+                TOP_K,
+                UNROLL,
+                HAS_WEIGHTS,
+                EVEN_D,
+            )
     if FEW_CHANNELS > 0:
         left_rows, right_cols = left_ptr + tokens * stride_left_t, right_ptr + cols * stride_right_d
         total = add_channels(total, left_rows, token_in, right_cols, col_in, stride_left_c, stride_right_c, FEW_CHANNELS)
@@ -128,11 +199,12 @@ def _combine_kernel(
         product = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for c in range(0, C, BLOCK_C):
             cs = c + tl.arange(0, BLOCK_C)
-            left_tile = left_ptr + tokens[:, None] * stride_left_t + cs[None, :] * stride_left_c
             right_tile = right_ptr + cs.to(tl.int64)[:, None] * stride_right_c + cols[None, :] * stride_right_d
-            left = load_tile(left_tile, token_in, cs < C, False, EVEN_C)  # [BLOCK_T, BLOCK_C]
             right = load_tile(right_tile, cs < C, col_in, EVEN_C, EVEN_D)  # [BLOCK_C, BLOCK_D]
-            product = multiply_add(left, right, product, ALLOW_TF32)
+            for part in tl.static_range(PARTS):
+                left_tile = left_ptr + tokens[:, None] * stride_left_t + (part * C + cs)[None, :] * stride_left_c
+                left = load_tile(left_tile, token_in, cs < C, False, EVEN_C)  # [BLOCK_T, BLOCK_C]
+                product = multiply_add(left, right, product, ALLOW_TF32)
         total += product
     out_tile = out_ptr + tokens[:, None] * stride_out_t + cols[None, :]  # [BLOCK_T, BLOCK_D]
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
@@ -171,6 +243,18 @@ def _row_dots_kernel(
     tl.store(dots_ptr + slots, dots, mask=slot_in)
 
 
+def _unroll(top_k: int) -> int:
+    return 4 if top_k > _SOME_SLOTS else ceil_div(top_k, ceil_div(top_k, _LARGEST_UNROLL))
+
+
+def num_parts(product: tuple[Tensor, Tensor] | None) -> int:
+    """Left sides of a product that stand side by side: 1 where the sizes are symbols."""
+    if product is None:
+        return 1
+    columns, channels = static_size(product[0].shape[1]), static_size(product[1].shape[0])
+    return columns // channels if columns and channels else 1
+
+
 def token_slots(positions_TK: Tensor, weights_TK: Tensor | None, num_rows: int) -> TokenSlots:
     """The slots to sum over, the used ones first where a token has many.
 
@@ -199,6 +283,7 @@ def token_slots(positions_TK: Tensor, weights_TK: Tensor | None, num_rows: int) 
         num_rows,
         *(weights_TK.stride() if weights_TK is not None else (0, 0)),
         TOP_K=top_k,
+        UNROLL=_unroll(top_k),
         HAS_WEIGHTS=weights_TK is not None,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
@@ -220,7 +305,8 @@ def combine(
         rows_ND: rows in expert order, or the first of them, or a range of their columns. Shape [N, D], contiguous.
         slots: the rows of each token and their weights, of these rows.
         out_TD: the output. Shape [T, D], rows_ND's dtype, contiguous in D; a range of columns of a wider tensor.
-        product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing.
+        product: what is multiplied and added, in rows_ND's dtype: ``(left_TC, right_CD)``, any strides; None for nothing. The
+            left side may be P of them side by side, [T, P C], with more than FEW_CHANNELS columns if P is not 1.
 
     fp32 sums in order of k; two runs agree bit for bit.
     """
@@ -228,12 +314,13 @@ def combine(
     T, top_k = positions_TK.shape
     D = rows_ND.shape[1]
     left_TC, right_CD = product or (None, None)
-    num_channels = 0 if product is None else left_TC.shape[1]
-    has_few_channels = static_size(num_channels) is not None and num_channels <= FEW_CHANNELS
+    num_channels = 0 if product is None else right_CD.shape[0]
+    parts = num_parts(product)
+    has_few_channels = static_size(num_channels) is not None and num_channels <= FEW_CHANNELS and parts == 1
     if has_few_channels:
-        config = choose_combine(static_size(D))
+        config = (choose_combine_few if top_k > _SOME_SLOTS else choose_combine)(static_size(D))
     else:
-        config = choose_combine_product(operands(rows_ND), static_size(D))
+        config = choose_combine_product(operands(rows_ND), static_size(D), static_size(num_channels))
     block_c = 64 if static_size(num_channels) is None or num_channels > 32 else 32
     launch(
         _combine_kernel,
@@ -253,10 +340,11 @@ def combine(
         out_TD.stride(0),
         rows_ND.shape[0],
         TOP_K=top_k,
-        UNROLL=ceil_div(top_k, ceil_div(top_k, _LARGEST_UNROLL)),
+        UNROLL=_unroll(top_k),
         HAS_COUNTS=counts_T is not None,
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,
+        PARTS=parts,
         FEW_CHANNELS=num_channels if has_few_channels else 0,
         ALLOW_TF32=allows_tf32(),
         EVEN_C=is_multiple(num_channels, block_c),

@@ -25,7 +25,9 @@ from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
+from moeblaze_ops.lowering.inductor.router_losses import count_by_dispatch, count_one_hot, join_router_gradients
 from moeblaze_ops.lowering.inductor.router_products import replace_router_product
+from moeblaze_ops.lowering.inductor.whole_columns import join_columns
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
@@ -36,6 +38,11 @@ def register_lowerings() -> None:
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_joint_rewrite(torch.ops.aten.mm.default, narrow_router_product)
+    torch_internals.register_joint_visit(torch.ops.aten.cat.default, join_columns)
+    torch_internals.register_joint_rewrite(torch.ops.aten.add.Tensor, join_router_gradients)
+    torch_internals.register_joint_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
+    for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
+        torch_internals.register_joint_visit(reduction, count_one_hot)
     for op in ROUTED:
         torch_internals.register_joint_visit(op, pin_routing)
         torch_internals.register_joint_visit(op, repeat_weights)

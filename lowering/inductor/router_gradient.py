@@ -18,6 +18,7 @@ from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_REPEATING = (torch.ops.aten.clone.default, torch.ops.aten.expand.default, torch.ops.aten.unsqueeze.default)
 _ROUTER = slice(8, 10)
 """Where ``expert_up_backward`` takes the factors of the product."""
 _IN_PARTS = (
@@ -45,7 +46,7 @@ def add_router_gradient(total: fx.Node) -> bool:
             return True
         moved = _later_ancestors(mm, dx.args[0], total)
         if moved is not None:
-            _replace(total, experts, dx, mm, moved)
+            _replace(total, experts, dx, _factors(mm), moved)
             return True
     return False
 
@@ -105,18 +106,48 @@ def _later_ancestors(mm: fx.Node, backward: fx.Node, total: fx.Node) -> list[fx.
     return sorted(later, key=order.get)
 
 
-def _replace(total: fx.Node, experts: fx.Node, dx: fx.Node, mm: fx.Node, moved: list[fx.Node]) -> None:
+def _factors(mm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What is multiplied; of a right side that is one tensor several times, for as many left ones side by side, that tensor."""
+    left, right = mm.args
+    return left, _repeated(right) or right
+
+
+def _repeated(node: fx.Node) -> fx.Node | None:
+    """The matrix of which ``node`` has the rows several times, all of them one time after another; None if it is no such.
+
+    torch.cat([w, w, w])                                      # as it is written
+    w.unsqueeze(0).expand(3, *w.shape).clone().view(-1, D)    # as Inductor writes it since torch 2.13
+    """
+    if node.target == torch.ops.aten.cat.default and node.args[1:] in ((), (0,)):
+        parts = set(node.all_input_nodes)
+        return parts.pop() if len(parts) == 1 else None
+    chain = []
+    for targets in (_VIEWS, *((op,) for op in _REPEATING)):
+        if node.target not in targets or not node.all_input_nodes:
+            return None
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    view, _, expand, unsqueeze = chain
+    rows, columns = view.meta["val"].shape if view.meta["val"].dim() == 2 else (None, None)
+    times, *repeated = expand.meta["val"].shape
+    sizes = list(node.meta["val"].shape)
+    if unsqueeze.args[1] != 0 or len(sizes) != 2 or not all(isinstance(size, int) for size in (rows, columns, times)):
+        return None
+    return node if repeated == sizes and [rows, columns] == [times * sizes[0], sizes[1]] else None
+
+
+def _replace(total: fx.Node, experts: fx.Node, dx: fx.Node, factors: tuple[fx.Node, fx.Node], moved: list[fx.Node]) -> None:
     """The op keeps its place, and what the product needs moves before it: later its rows would lie beside weight gradients."""
     backward, graph = dx.args[0], total.graph
     for node in moved:
         backward.prepend(node)
     with graph.inserting_before(backward):
-        added = graph.call_function(backward.target, _with_router(backward.args, mm.args))
+        added = graph.call_function(backward.target, _with_router(backward.args, factors))
         result = graph.call_function(operator.getitem, (added, 0))
     added.meta, result.meta = dict(backward.meta), dict(dx.meta)
     # The strides that the op asks Inductor for.
     eager_args, eager_kwargs = backward.meta["eager_input_vals"]
-    added.meta["eager_input_vals"] = _with_router(eager_args, [node.meta["val"] for node in mm.args]), eager_kwargs
+    added.meta["eager_input_vals"] = _with_router(eager_args, [node.meta["val"] for node in factors]), eager_kwargs
     _use_instead(result, total, experts if experts is not dx else None)
 
 

@@ -4,18 +4,17 @@
     logits = F.linear(x.float(), w)                  # fp32 w: one product with three bf16 parts of w, but none if x is fp32
 
 A product of two bf16 numbers is exact in fp32. An fp32 number is the sum of three bf16 numbers, eight bits of it each, so the
-gradient of the logits and a weight in fp32 become such parts side by side. The parts are cut off by a mask of bits, because
-generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Without this the tokens
-are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done to the graph of forward and
+gradient of the logits and a weight in fp32 become such parts side by side, once for all that reads them. Where the product is
+rounded to bf16 the first two do: what the third adds is 2**-8 of what rounding may take. The parts are cut off by a mask of bits,
+because generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Without this the
+tokens are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done to the graph of forward and
 backward, before it is parted.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.inductor.graph_writer import Writer
 from moeblaze_ops.lowering.inductor.router_products import comes_from_route, feeds_route
 
 aten = torch.ops.aten
@@ -23,8 +22,8 @@ _CAST = torch.ops.prims.convert_element_type.default
 _MOVED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default)
 _HIGH_BITS = -(1 << 16)
 """Sign, exponent and the part of the mantissa that bf16 has."""
-_OF_PASS = ("partitioner_tag", "seq_nr")
-"""What autograd noted of a node: the part that it is for, and what it differentiates."""
+_PARTS = "moeblaze_parts"
+"""In the meta of parts side by side: of which node, and along which axis."""
 _MOST_EXPERTS = 1024
 """As many as the other products of a router take."""
 
@@ -41,7 +40,7 @@ def narrow_router_product(mm: fx.Node) -> bool:
     given = {chain[-1].meta["val"].dtype for chain in chains if chain}
     if len(given) != 1:
         return False
-    call = _Writer(mm)
+    call = Writer(mm)
     if all(chains):
         result = call(aten.mm.dtype, *(_moved(call, chain) for chain in chains), torch.float32)
     elif given == {torch.bfloat16}:
@@ -67,20 +66,6 @@ def _num_experts(mm: fx.Node) -> int | None:
     return number if isinstance(number, int) and number <= _MOST_EXPERTS else None
 
 
-class _Writer:
-    """Writes calls before a node, for the pass that the node is for."""
-
-    def __init__(self, before: fx.Node):
-        self._before = before
-
-    def __call__(self, target: Callable, *args: Any) -> fx.Node:
-        with self._before.graph.inserting_before(self._before):
-            node = self._before.graph.call_function(target, args)
-        node.meta.update({name: self._before.meta[name] for name in _OF_PASS if name in self._before.meta})
-        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
-        return node
-
-
 def _chain(node: fx.Node) -> list[fx.Node]:
     """``node``, and what it is a move of the elements of, and so on."""
     chain = [node]
@@ -98,7 +83,7 @@ def _cast_from(node: fx.Node) -> list[fx.Node]:
     return [*moves, source] if source.meta["val"].dtype in (torch.bfloat16, torch.float16) else []
 
 
-def _moved(call: _Writer, chain: list[fx.Node]) -> fx.Node:
+def _moved(call: Writer, chain: list[fx.Node]) -> fx.Node:
     """The same moves of the tensor itself."""
     *moves, moved = chain
     for move in reversed(moves):
@@ -106,16 +91,20 @@ def _moved(call: _Writer, chain: list[fx.Node]) -> fx.Node:
     return moved
 
 
-def _in_parts(call: _Writer, mm: fx.Node, num_experts: int, wide: int, narrow: list[fx.Node]) -> fx.Node | None:
+def _in_parts(call: Writer, mm: fx.Node, num_experts: int, wide: int, narrow: list[fx.Node]) -> fx.Node | None:
     """The product with the parts of the fp32 factor at position ``wide`` side by side, None if it has no axis of experts."""
     factor = mm.args[wide]
     sizes = list(factor.meta["val"].shape)
     if num_experts not in sizes:
         return None
     axis = sizes.index(num_experts)
-    parts, other = call(aten.cat.default, _parts(call, factor), axis), _moved(call, narrow)
+    parts, other = _side_by_side(call, factor, axis), _moved(call, narrow)
     if axis != wide:
-        other = call(aten.cat.default, [other] * 3, wide)
+        number = 3
+        if _is_only_rounded(mm):
+            number = 2
+            parts = call(aten.slice.Tensor, parts, axis, 0, number * num_experts)
+        other = call(aten.cat.default, [other] * number, wide)
     factors = (parts, other) if wide == 0 else (other, parts)
     if axis != wide and _is_only_rounded(mm):
         result = call(aten.mm.default, *factors)
@@ -136,7 +125,23 @@ def _is_only_rounded(mm: fx.Node) -> bool:
     return [(user.target, user.args[1:]) for user in mm.users] == [(_CAST, (torch.bfloat16,))]
 
 
-def _parts(call: _Writer, node: fx.Node) -> list[fx.Node]:
+def _side_by_side(call: Writer, factor: fx.Node, axis: int) -> fx.Node:
+    """Its three parts along an axis: of what the factor is the transposition of, so that all products have the same ones."""
+    *moves, source = _chain(factor)
+    are_turns = all(move.target == aten.permute.default and list(move.args[1]) == [1, 0] for move in moves)
+    if not are_turns or source.op != "call_function":
+        return call(aten.cat.default, _parts(call, factor), axis)
+    own = source.name, axis if len(moves) % 2 == 0 else 1 - axis
+    cats = source.graph.find_nodes(op="call_function", target=aten.cat.default)
+    parts = next((cat for cat in cats if cat.meta.get(_PARTS) == own), None)
+    if parts is None:
+        behind = Writer(source.next, like=source)
+        parts = behind(aten.cat.default, _parts(behind, source), own[1])
+        parts.meta[_PARTS] = own
+    return _moved(call, [*moves, parts])
+
+
+def _parts(call: Writer, node: fx.Node) -> list[fx.Node]:
     """Three bf16 tensors whose sum is the fp32 tensor."""
     parts, rest = [], node
     for _ in range(2):

@@ -377,12 +377,23 @@ def check_expert_up_backward(
     if dlogits_TE is not None:
         fits = dlogits_TE.dim() == 2 and dlogits_TE.shape[0] == T
         require(fits, op, "dlogits_TE", f"have {T} rows", f"shape {shape_of(dlogits_TE)}")
-        check_shape(op, "w_router_ED", w_router_ED, [dlogits_TE.shape[1], shape.D])
+        expected, given = [dlogits_TE.shape[1], shape.D], shape_of(w_router_ED)
+        rule = f"have shape {expected}, or fewer rows that divide these"
+        require(_divides(expected, given), op, "w_router_ED", rule, f"shape {given}")
         check_like(op, "dlogits_TE", dlogits_TE, dh_NGF)
         check_like(op, "w_router_ED", w_router_ED, dh_NGF)
     require(max_bytes is None or max_bytes >= 1, op, "max_bytes", "be at least 1", max_bytes)
     _check_low_rank(op, "du_NR", du_NR, slots_N.shape[0], {"lora_a_ERD": (lora_a_ERD, [shape.E, "R", shape.D])}, dh_NGF)
     return shape
+
+
+def _divides(expected: list, given: list) -> bool:
+    """Whether a router's weight is as ``expected``, or has the rows of one of several gradients side by side."""
+    if given == expected:
+        return True
+    numbers = [*expected[:1], *given[:1]]
+    sizes_are_known = len(given) == 2 and all(isinstance(number, int) and number > 0 for number in numbers)
+    return sizes_are_known and given[1] == expected[1] and expected[0] % given[0] == 0
 
 
 def check_expert_down_backward(

@@ -207,7 +207,8 @@ def expert_up_backward(
     routing = (slots_N, offsets_E1, positions_TK)
     dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, *routing, dweights_TK, du_NR, lora_a_ERD)
     if dlogits_TE is not None:
-        dx_TD += dlogits_TE.to(dx_TD.dtype) @ w_router_ED.to(dx_TD.dtype)
+        parts = dlogits_TE.shape[1] // w_router_ED.shape[0] if w_router_ED.shape[0] else 1
+        dx_TD += dlogits_TE.to(dx_TD.dtype) @ w_router_ED.to(dx_TD.dtype).repeat(parts, 1)
     return dx_TD.to(dh_NGF.dtype), dweights_TK
 
 

@@ -167,7 +167,8 @@ expert_up_backward = register_op(
 ``dx_TD[t] = sum_k s[t, k] * rows[positions_TK[t, k]]`` with ``rows[r] = sum_gf dh[r, g, f] * W[e, g, f, :]``, and
 ``dweights_TK[t, k] = <rows[positions_TK[t, k]], x_TD[t]>``; without weights s is 1 and dweights is [0, K].
 ``dlogits_TE @ w_router_ED``, the gradient that reaches x through a linear router, is added to dx_TD if given (dtype of dh, any
-strides, E any number): in the same fp32 sum, where a product of its own would read and write dx_TD once more.
+strides, E any number): in the same fp32 sum, where a product of its own would read and write dx_TD once more. dlogits may be
+several side by side, [T, P E], whose products are added: bf16 parts of wider numbers.
 With a low-rank addition ``du_NR[r] @ lora_a_ERD[e]`` is added in the sum of ``rows[r]``; du is ``dh B``.
 On CUDA ``rows`` takes at most max_bytes, or those of 256 columns; None: ``config.max_transient_bytes``.
 Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.

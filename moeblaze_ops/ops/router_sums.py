@@ -17,8 +17,21 @@ def _check(op: str, logits_TE: Tensor, kept_T: Tensor | None) -> None:
         check_like_logits(op, "kept_T", kept_T, logits_TE)
 
 
-def _check_backward(op: str, dsums_E: Tensor | None, dsquares: Tensor | None, logits_TE: Tensor, kept_T: Tensor | None) -> None:
+def _check_backward(
+    op: str,
+    dsums_E: Tensor | None,
+    dsquares: Tensor | None,
+    logits_TE: Tensor,
+    kept_T: Tensor | None,
+    dlogits_TE: Tensor | None = None,
+) -> None:
     _check(op, logits_TE, kept_T)
+    if dlogits_TE is not None:
+        shape = list(logits_TE.shape)
+        fits = list(dlogits_TE.shape) == shape
+        require(fits, op, "dlogits_TE", f"have shape {shape} (that of logits_TE)", f"shape {list(dlogits_TE.shape)}")
+        require_dtype(dlogits_TE.dtype == logits_TE.dtype, op, "dlogits_TE", f"be {logits_TE.dtype}", dlogits_TE.dtype)
+        check_like_logits(op, "dlogits_TE", dlogits_TE, logits_TE)
     wide = wide_dtype(logits_TE)
     for name, given, expected in (("dsums_E", dsums_E, [logits_TE.shape[1]]), ("dsquares", dsquares, [])):
         if given is not None:
@@ -60,11 +73,11 @@ def _forward_mode(logits_TE, kept_T) -> tuple[Tensor, Tensor]:
     return carrying(sums_E, dsums_E), carrying(squares, dsquares)
 
 
-def _backward_fake(dsums_E, dsquares, logits_TE, kept_T) -> Tensor:
+def _backward_fake(dsums_E, dsquares, logits_TE, kept_T, dlogits_TE=None) -> Tensor:
     return logits_TE.new_empty(logits_TE.shape)
 
 
-def _backward_cpu(dsums_E, dsquares, logits_TE, kept_T) -> Tensor:
+def _backward_cpu(dsums_E, dsquares, logits_TE, kept_T, added_TE=None) -> Tensor:
     wide_TE = logits_TE.to(wide_dtype(logits_TE))
     p_TE = wide_TE.softmax(-1)
     slope_TE = torch.zeros_like(p_TE)
@@ -75,6 +88,8 @@ def _backward_cpu(dsums_E, dsquares, logits_TE, kept_T) -> Tensor:
     dlogits_TE = p_TE * slope_TE
     if kept_T is not None:
         dlogits_TE = torch.where(kept_T.unsqueeze(1), dlogits_TE, 0)
+    if added_TE is not None:
+        dlogits_TE = dlogits_TE + added_TE
     return dlogits_TE.to(logits_TE.dtype).contiguous()
 
 
@@ -94,7 +109,7 @@ def _no_gradient(ctx, *grads):
 
 router_sums_backward = register_op(
     "router_sums_backward",
-    "(Tensor? dsums_E, Tensor? dsquares, Tensor logits_TE, Tensor? kept_T) -> Tensor",
+    "(Tensor? dsums_E, Tensor? dsquares, Tensor logits_TE, Tensor? kept_T, Tensor? dlogits_TE=None) -> Tensor",
     fake=_backward_fake,
     cpu=_backward_cpu,
     kernel="routing.router_sums:launch_router_sums_backward",
@@ -102,7 +117,8 @@ router_sums_backward = register_op(
 )
 """Gradient of ``router_sums`` for the logits, in their dtype and contiguous; None stands for zeros.
 
-``dlogits[t] = p[t] * (dsums - <p[t], dsums> + 2 * logsumexp(logits[t]) * dsquares)`` with ``p = softmax(logits)``.
+``dlogits[t] = p[t] * (dsums - <p[t], dsums> + 2 * logsumexp(logits[t]) * dsquares)`` with ``p = softmax(logits)``. Another
+gradient of the logits, ``dlogits_TE`` in their shape and dtype and with any strides, is added in fp32 before the sum is rounded.
 """
 
 router_sums = register_op(

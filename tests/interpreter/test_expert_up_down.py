@@ -67,13 +67,14 @@ def check_backward(layer, weight_on="output"):
     assert_near(dweights, expected_dweights, roundings=roundings)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("num_columns", [1, 5, 40, 64])
 @pytest.mark.parametrize("weight_on", ["output", "input"])
-def test_product_added_to_the_gradient_of_tokens(num_columns, weight_on):
+def test_product_added_to_the_gradient_of_tokens(num_columns, weight_on, parts):
     layer = layer_for("unused_slots")
     dh, on_input = hidden(layer)[0], layer.weights_TK if weight_on == "input" else None
     x = layer.x_TD if weight_on == "input" else None
-    strided = torch.randn(2 * num_columns, layer.x_TD.shape[0]).t()[:, ::2]
+    strided = torch.randn(2 * parts * num_columns, layer.x_TD.shape[0]).t()[:, ::2]
     router = torch.randn(num_columns, layer.x_TD.shape[1])
     arguments = (dh, x, layer.w_up, on_input, *layer.routing, strided, router)
     assert_near(launch_expert_up_backward(*arguments)[0], oracle("expert_up_backward", *arguments)[0], roundings=32)

@@ -28,3 +28,6 @@ def test_unused_slots_change_nothing(K, dropped):
     left, right = torch.randn(T, 24), torch.randn(24, D)
     combine(rows, slots, with_product, (left, right))
     torch.testing.assert_close(with_product, expected + left @ right)
+    in_parts = torch.empty(T, D)
+    combine(rows, slots, in_parts, (left, right[:8]))
+    torch.testing.assert_close(in_parts, expected + left @ right[:8].repeat(3, 1))

@@ -20,6 +20,8 @@ from moeblaze_ops.kernels.experts.low_rank_backward import launch_low_rank_backw
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
 from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
+from moeblaze_ops.kernels.routing.router_sums import launch_router_sums, launch_router_sums_backward
+from moeblaze_ops.kernels.rows.combine import combine, token_slots
 from tests.corpus import activations
 from tests.tools.offline import compile_launch, recorded_launches, with_wide_sizes
 
@@ -101,6 +103,29 @@ def check_resources(layer, capability, on_tensor_cores, step=train):
         assert resources.spill_bytes == 0, launch.name
         assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
         assert resources.tensor_core == (expected_tensor_core(launch, capability) if on_tensor_cores else None), launch.name
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_many_slots_compile(capability):
+    """Dispatch with a list of used slots, sums over these, a product in parts, and what is added to a router's gradient."""
+
+    def new(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    T, E, D = 4096, 32, 2048
+    with recorded_launches(capability) as launches:
+        positions = launch_dispatch(new(T, E, dtype=torch.int64), E)[2]
+        for weights, product in ((new(T, E), None), (None, (new(T, 3 * E), new(E, D)))):
+            slots = token_slots(positions, weights, 4 * T)
+            combine(new(4 * T, D), slots, new(T, D), product)
+        sums = launch_router_sums(new(T, E), None)
+        launch_router_sums_backward(*sums, new(T, E), None, new(T, E))
+    names = {launch.name for launch in launches}
+    assert {"_count_kernel", "_place_kernel", "_used_first_kernel", "_combine_kernel", "_router_sums_backward_kernel"} <= names
+    for launch in launches:
+        resources = compile_launch(launch, capability)
+        assert resources.spill_bytes == 0, launch.name
+        assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
 
 
 LEARNED = {

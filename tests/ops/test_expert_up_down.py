@@ -132,15 +132,17 @@ def test_an_unfused_activation_between_identity_ops_matches_the_fused_one():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("case", ROUTINGS)
-def test_expert_up_backward_adds_the_routers_gradient(case):
+def test_expert_up_backward_adds_the_routers_gradient(case, parts):
     torch.manual_seed(11)
     layer = make_layer(case, requires_grad=False)
     (T, D), N = layer.x_TD.shape, layer.routing[0].shape[0]
     arguments = (torch.randn(N, *layer.w_up[0].shape[1:3], dtype=torch.float64), None, layer.w_up, None, *layer.routing)
-    dlogits_TE, w_router_ED = torch.randn(T, 7, dtype=torch.float64), torch.randn(7, D, dtype=torch.float64)
+    dlogits_TE, w_router_ED = torch.randn(T, parts * 7, dtype=torch.float64), torch.randn(7, D, dtype=torch.float64)
     dx, _ = ops.expert_up_backward(*arguments, dlogits_TE, w_router_ED)
-    torch.testing.assert_close(dx, ops.expert_up_backward(*arguments)[0] + dlogits_TE @ w_router_ED)
+    wanted = sum((part @ w_router_ED for part in dlogits_TE.split(7, 1)), ops.expert_up_backward(*arguments)[0])
+    torch.testing.assert_close(dx, wanted)
 
 
 def op_arguments(name, layer):

@@ -119,7 +119,7 @@ ACCEPTED = {
     # Sizes that nothing else has, and routing weights that are read by slot.
     "dispatch experts_TK another last size", "expert_bias_grad rows_NC another last size",
     "expert_bias_grad offsets_E1 another last size", "route_backward logits_TE another last size",
-    "expert_rows w_EGFC another last size",
+    "expert_rows w_EGFC another last size", "expert_up_backward dlogits_TE another last size",
     "route_at experts_TK another last size", "route_at logits_TE another last size", "router_sums logits_TE another last size",
     "router_sums kept_T bool",
     "expert_counts experts_TK another last size", "expert_counts experts_TK meta",

@@ -61,7 +61,12 @@ BAD_INPUT = {
     "router_width": (
         lambda layer: up_backward(layer, zeros(19, 5), zeros(24, 5)),
         ValueError,
-        "expert_up_backward: w_router_ED must have shape [5, 24], got shape [24, 5]",
+        "expert_up_backward: w_router_ED must have shape [5, 24], or fewer rows that divide these, got shape [24, 5]",
+    ),
+    "router_parts": (
+        lambda layer: up_backward(layer, zeros(19, 8), zeros(3, 24)),
+        ValueError,
+        "expert_up_backward: w_router_ED must have shape [8, 24], or fewer rows that divide these, got shape [3, 24]",
     ),
     "weight_dtype": (
         lambda layer: up(layer, w_up=[layer.w_up[0].bfloat16()]),

@@ -48,3 +48,21 @@ def test_dispatch_ids_out_of_range_are_unused_slots():
 def test_dispatch_reads_strided_ids():
     wide = torch.randint(0, 5, (3, 40))
     assert_dispatches(wide[:, ::4].t(), 5)
+
+
+@pytest.mark.parametrize("used", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("top_k", "num_experts"), [(9, 200), (20, 20), (40, 31)])
+def test_dispatch_lists_the_used_of_many_slots(top_k, num_experts, used, monkeypatch):
+    """Over several chunks, and several steps of one; with more experts than bins all slots are sorted."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(dispatch_module, "_LISTED_TOKENS", 8)
+    monkeypatch.setattr(dispatch_module, "_COUNT_STEP", 64)
+    monkeypatch.setattr(dispatch_module, "_SCAN_BLOCK", 4)
+    experts = torch.randint(0, num_experts, (50, top_k))
+    experts[torch.rand(experts.shape) >= used] = -1
+    experts[3, :2] = num_experts + 3
+    config = dispatch_module.choose_dispatch(num_experts)
+    for bins in (config.bins, 16):
+        changed = DispatchConfig(chunk=64, step=32, bins=bins, num_warps=4)
+        monkeypatch.setattr(dispatch_module, "choose_dispatch", lambda num_experts, changed=changed: changed)
+        assert_dispatches(experts, num_experts)

@@ -20,6 +20,9 @@ def test_sums_match_the_cpu(sizes, dtype, masked):
         gradient = launch_router_sums_backward(*given, logits, kept)
         assert gradient.is_contiguous()
         torch.testing.assert_close(gradient, router_sums_backward(*given, logits, kept))
+        more = torch.randn(sizes).to(dtype)
+        added = launch_router_sums_backward(*given, logits, kept, more)
+        torch.testing.assert_close(added, router_sums_backward(*given, logits, kept, more))
 
 
 @pytest.mark.parametrize(

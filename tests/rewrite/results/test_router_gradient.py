@@ -90,6 +90,33 @@ def test_product_comes_before_the_weight_gradients():
     assert kernels.index("_combine_kernel") < max(i for i, name in enumerate(kernels) if name == "_expert_weight_grad_kernel")
 
 
+class InParts(torch.autograd.Function):
+    """A product whose gradient for x is that of two parts of the logits' gradient, side by side, with one weight or with two."""
+
+    @staticmethod
+    def forward(ctx, x, router, same):
+        ctx.save_for_backward(x, router)
+        ctx.same = same
+        return x @ router.mT
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        x, router = ctx.saved_tensors
+        other = router if ctx.same else 2 * router
+        parts = torch.cat([dlogits.relu(), -(-dlogits).relu()], 1)
+        return parts @ torch.cat([router, other]), dlogits.mT @ x, None
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_parts_side_by_side_share_the_weight(same):
+    def logits_of(x, router):
+        return InParts.apply(x, router, same)
+
+    code = backward_code(lambda x, router, *weights: layer(x, router, *weights, logits_of=logits_of))
+    assert products(code) == (1, 0)
+    assert ("'PARTS': 2" in code) == same and ("'PARTS': 1" in code) == (not same)
+
+
 def two_routers(x, router, *weights):
     return layer(x, router, *weights, logits_of=lambda x, router: F.linear(x, router) + F.linear(2 * x, router))
 

@@ -77,6 +77,9 @@ def test_products_of_narrow_numbers_are_exact_on_tensor_cores():
     assert replaced == [True, True, True]
     products = [node for node in gm.graph.nodes if node.target in (aten.mm.default, aten.mm.dtype)]
     assert all(a.meta["val"].dtype == torch.bfloat16 for node in products for a in node.all_input_nodes)
+    cats = [node for node in gm.graph.nodes if node.target == aten.cat.default]
+    assert [len(set(cat.args[0])) for cat in cats] == [3, 1], "the parts of dlogits, once, and the router for two of them"
+    assert len(cats[1].args[0]) == 2
     of_logits, of_x, of_router = errors(gm, inputs(*dtypes))
     assert of_logits < 1e-7 and of_router < 1e-6, "fp32, and not bf16"
     assert of_x < 3e-3, "rounded to bf16 once"
