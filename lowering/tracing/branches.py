@@ -59,6 +59,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     contains,
     iterator_over,
     known_number,
+    refuse_comparison,
 )
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
 
@@ -188,6 +189,8 @@ class Branches:
             self._watch(tx, instruction)
         if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Numbers) for side in tx.stack[-2:]):
             raise Declined("numbers that only the data tell are compared")
+        if instruction.opname in _COMPARES:
+            refuse_comparison(_COMPARES[instruction.opname], [_realized(side) for side in tx.stack[-2:]])
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
@@ -362,6 +365,7 @@ class Branches:
         return parts
 
 
+_COMPARES = {"COMPARE_OP": operator.eq, "IS_OP": operator.is_}
 _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 
 

@@ -286,12 +286,35 @@ def as_key(variable: VariableTracker) -> VariableTracker:
 
 _MAKE_TEXT = (str, repr, ascii, format)
 _ASK_NUMBERS = ("item", "__index__", "__int__")
+_COMPARE = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+
+
+def _of_data(variable: VariableTracker, kinds: type | tuple[type, ...] = (torch.SymBool, torch.SymInt, torch.SymFloat)) -> bool:
+    known = not isinstance(variable, SymNodeVariable) or not isinstance(variable.sym_num, kinds)
+    return not known and bool(free_unbacked_symbols(variable.sym_num))
+
+
+def refuse_comparison(function: Any, args: list[VariableTracker]) -> None:
+    """Give the attempt up where Dynamo would take numbers that only the data tell, of which it has no values, for different ones.
+
+        mask.any().item() is True, mask.any().item() == 1       given up
+        mask.sum().item() is not None                           no number is
+    """
+    if function in (operator.is_, operator.is_not):
+        others = [arg for arg in args if not _of_data(arg)]
+        with_none = bool(others) and isinstance(others[0], ConstantVariable) and others[0].value is None
+        is_misread = len(others) < len(args) and not with_none
+    else:
+        is_misread = function in _COMPARE and any(_of_data(arg, torch.SymBool) for arg in args)
+    if is_misread:
+        raise Declined("what only the data tell is compared by `is`, or a flag as a number; ask `if flag:`")
 
 
 def refuse(function: Any, args: list[VariableTracker]) -> None:
     """Give the attempt up where a function of Python is called that is not known for numbers which only the data tell."""
     if any(isinstance(arg, Numbers) for arg in args) or (function in _MAKE_TEXT and not args[0].is_python_constant()):
         raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
+    refuse_comparison(function, args)
 
 
 def handled_method(tx: Any, x: VariableTracker, name: str, args: list[VariableTracker]) -> VariableTracker | None:

@@ -524,3 +524,34 @@ def test_first_run_of_a_proven_branch_is_verified(monkeypatch):
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x), atol=1e-6, rtol=1e-5)
     assert len(rewritten_in(records)) == 1
+
+
+# Flags of data, asked in other ways than by `if flag:`.
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda hit: hit.any().item() is True,
+        lambda hit: hit.any().item() is not False,
+        lambda hit: bool(hit.any()) is True,
+        lambda hit: hit.any().item() == 1,
+        lambda hit: hit.any().item() != 0,
+        lambda hit: hit.any().item() == True,  # noqa: E712
+        lambda hit: (hit.sum().item() > 0) == 1,
+    ],
+)
+def test_flags_that_are_compared(ask):
+    """Dynamo takes a flag that only the data tell for another object than True, and for another number than 1."""
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            if ask(ids == e):
+                self.add(out, self.experts[e], x, weights, ids, e)
+        return out
+
+    torch.manual_seed(0)
+    layer, x = Layer(combine), torch.randn(T, D)
+    with rewriting_backend() as backend:
+        torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))

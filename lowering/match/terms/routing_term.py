@@ -18,6 +18,8 @@ Distinct = tuple[Expr, Expr | None]
 """Ids that must differ for different values of a variable, the slot."""
 
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
+_OF_SEVERAL_IDS = "one expert's weights are taken by different ids: up, down and their biases have to be those of one id"
+_INPUT_SUMMED = "the result sums over an axis along which an expert's input changes, and no expert id chooses from it"
 _FROM_THE_END = "gathered by numbers that may be negative: they count from the end"
 
 
@@ -40,7 +42,7 @@ def expert_index(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> Expr | 
     leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
     indices = _indices(algebra, leaves, (expert.width, expert.feature_in, feature))
     gathered = next((leaf.args[0].node for leaf in leaves if leaf.kind == "leaf" and leaf.args[0].op == "index"), None)
-    detail = "indexed by several expert ids" if gathered is None else _FROM_THE_END
+    detail = _OF_SEVERAL_IDS if gathered is None else _FROM_THE_END
     prove(len(indices) <= 1, Reason.PROJECTION_WEIGHTS, detail, gathered)
     return next(iter(indices), None)
 
@@ -147,7 +149,7 @@ def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens
     score = algebra.mul(*factors)
     for binder in expert.binders:
         if binder is not index:
-            prove(binder not in x.free, Reason.ROUTING, "a sum around one expert")
+            prove(binder not in x.free, Reason.ROUTING, _INPUT_SUMMED)
             score = algebra.sum(binder, score)
     return replace(expert, x=x), Routing(index, None, None, (), score=score)
 

@@ -4,18 +4,16 @@ The rewrite sees graphs, so a change to a graph shows what no grammar of sources
 what the changed graph does, in outputs and their strides, gradients (and which of them are None), and writes to inputs.
 
     python tests/corpus/fuzz/graphs.py --seeds 0:10000
-    python tests/corpus/fuzz/graphs.py --seeds 0: --seconds 3600
+    python tests/corpus/fuzz/graphs.py --seeds 0: --seconds 3600 --jobs 16
 
+A difference is printed at once, and the summary comes even if the run is stopped.
 ``GROUP`` seeds in a row change the graph of one layer; ``--show SEED`` prints a seed's graph before and after the rewrite.
 """
 
 import argparse
 import functools
-import logging
 import random
 import sys
-import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -31,7 +29,8 @@ from moeblaze_ops.lowering.router import match_router  # noqa: E402
 from tests.corpus.fuzz.grammar import draw  # noqa: E402
 from tests.corpus.fuzz.graph_changes import Changer, clone, propagate  # noqa: E402
 from tests.corpus.fuzz.modes import TopkOfTies, unwritten_memory_is_nan  # noqa: E402
-from tests.corpus.fuzz.run import Case, seeds_of  # noqa: E402
+from tests.corpus.fuzz.processes import results_of, until_stopped  # noqa: E402
+from tests.corpus.fuzz.run import Case  # noqa: E402
 
 GROUP = 25
 RTOL, ATOL = 1e-5, 1e-5  # in fp64, but the scores of some layers are in fp32
@@ -135,27 +134,30 @@ def _difference(actual: Result, expected: Result) -> str:
     return ""
 
 
+def _became(seed: int) -> tuple[int, str]:
+    """A seed and what became of it; a failure is printed at once."""
+    became, changes = check(seed)
+    if became.startswith("wrong"):
+        print(f"seed {seed}: {became}\n  {changes}", flush=True)
+    return seed, became
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END, FIRST: or one seed (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds (default: %(default)s)")
     parser.add_argument("--show", type=int, help="print the graphs of this seed and stop")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable()  # what torch says of changes that give no program
     if options.show is not None:
         print(*check(options.show, show=True), sep="\n")
         return 0
-    stop, counts, wrong = time.monotonic() + options.seconds, Counter[str](), []
-    for seed in seeds_of(options.seeds):
-        if time.monotonic() > stop:
-            break
-        became, changes = check(seed)
-        counts[became.partition(":")[0]] += 1
-        if became.startswith("wrong"):
-            wrong.append(seed)
-            print(f"seed {seed}: {became}\n  {changes}", flush=True)
-    print(f"{sum(counts.values())} seeds: {dict(counts)}; wrong: {wrong}")
+    counts, wrong = Counter[str](), []
+    with until_stopped():
+        for seed, became in results_of(_became, options.seeds, options.jobs, options.seconds, block=GROUP):
+            counts[became.partition(":")[0]] += 1
+            wrong += [seed] if became.startswith("wrong") else []
+    print(f"{sum(counts.values())} seeds: {dict(counts)}; wrong: {sorted(wrong)}")
     return bool(wrong)
 
 

@@ -7,24 +7,20 @@ compiling without it does not raise.
     python tests/corpus/fuzz/run.py --seeds 0:10000 --jobs 16 --json fuzz.json
     python tests/corpus/fuzz/run.py --seeds 0: --seconds 3600
 
-Every failing seed is printed with a program that shows it, and ``--show SEED`` prints that of any seed.
+A failing seed is printed at once, with a program that shows it, and the summary comes even if the run is
+stopped. ``--show SEED`` prints the program of any seed.
 """
 
 import argparse
 import copy
 import inspect
-import itertools
 import json
 import linecache
-import logging
-import multiprocessing
 import random
 import sys
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
@@ -45,6 +41,7 @@ from tests.corpus.fuzz.hidden import deceive, hide  # noqa: E402
 from tests.corpus.fuzz.layer import Layer  # noqa: E402
 from tests.corpus.fuzz.modes import Kinked, TopkOfTies, unwritten_memory_is_nan  # noqa: E402
 from tests.corpus.fuzz.mutations import mutate  # noqa: E402
+from tests.corpus.fuzz.processes import results_of, until_stopped  # noqa: E402
 from tests.tools.rewrite_harness import rewritten_in  # noqa: E402
 
 AS_EXPECTED = ("rewritten", "compile differs", "tied scores", "rounded at a kink")  # of unchanged layers
@@ -361,32 +358,6 @@ def _result_of(seed: int) -> Result:
     return Result(seed, case.layer.family, bool(case.change), bool(case.layer.hidden), said, outcome.detail[:500], seconds)
 
 
-def seeds_of(text: str) -> Iterator[int]:
-    first, _, end = text.partition(":")
-    return iter(range(int(first), int(end))) if end else itertools.count(int(first)) if ":" in text else iter((int(first),))
-
-
-def _run_shard(seeds: str, shard: int, jobs: int, seconds: float) -> list[Result]:
-    """Every ``jobs``-th seed, until the time is up."""
-    warnings.filterwarnings("ignore")
-    logging.disable()  # what torch says of programs that it cannot compile
-    torch.set_num_threads(1)
-    end, results = time.monotonic() + seconds, []
-    for seed in itertools.islice(seeds_of(seeds), shard, None, jobs):
-        if time.monotonic() > end:
-            break
-        results.append(_result_of(seed))
-    return results
-
-
-def _run_shards(seeds: str, jobs: int, seconds: float) -> list[Result]:
-    if jobs == 1:
-        return _run_shard(seeds, 0, 1, seconds)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        shards = [pool.submit(_run_shard, seeds, shard, jobs, seconds) for shard in range(jobs)]
-        return sorted((result for shard in shards for result in shard.result()), key=lambda result: result.seed)
-
-
 def summary(results: list[Result]) -> dict[str, object]:
     """Counts of outcomes, in all and per family, and the failures."""
     counts = Counter(result.outcome for result in results)
@@ -412,7 +383,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.show is not None:
         print(case_of(options.show).reproducer, flush=True)
         return 0
-    results = _run_shards(options.seeds, options.jobs, options.seconds)
+    results: list[Result] = []
+    with until_stopped():
+        results.extend(results_of(_result_of, options.seeds, options.jobs, options.seconds))
+    results.sort(key=lambda result: result.seed)
     total = summary(results)
     if options.json:
         options.json.write_text(json.dumps(total, indent=2) + "\n")
