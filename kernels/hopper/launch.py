@@ -4,9 +4,7 @@ Small layers take less time on the device than a dozen calls of a ``JITFunction`
 a launch remembers its kernel by what Triton specialises on, and descriptors are validated once for each geometry.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -15,15 +13,13 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS, LowRank
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
-from moeblaze_ops.kernels.launch import specialization
+from moeblaze_ops.kernels.launch import launch_compiled, specialization
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 _ALIGNMENT = 16
 """TMA takes addresses, and steps but for the inner ones, that are a multiple of this."""
-
-_compiled_kernels: dict[Hashable, object] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -105,33 +101,12 @@ def num_programs(device: torch.device) -> int:
 def launch_persistent(kernel: Any, device: torch.device, *args: Any, registers: int = REGISTERS) -> None:
     """Runs a warp-specialised kernel whose first partition has four warps, and which waits itself for the one before it."""
     options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-    launch_compiled(kernel, num_programs(device), device, args, **options)
+    launch_whole(kernel, num_programs(device), args, **options)
 
 
-def launch_compiled(kernel: Any, programs: int, device: torch.device, args: tuple, **options: Any) -> None:
+def launch_whole(kernel: Any, programs: int, args: tuple, **options: Any) -> None:
     """``kernel[(programs,)](*args, **options)``; ``args`` are all of the kernel's, its compile-time ones too."""
-    key = (id(kernel), device.index, tuple(options.values()), *map(_specialization, args))
-    compiled = _compiled_kernels.get(key)
-    show = getattr(_shown, "to", None)
-    if compiled is None:
-        _compiled_kernels[key] = kernel[(programs,)](*args, **options)
-    if show is not None:
-        show(compiled, programs, args)
-    elif compiled is not None:
-        compiled[(programs, 1, 1)](*args)
-
-
-_shown = threading.local()
-
-
-@contextmanager
-def shown_to(show: Callable[[Any, int, tuple], None]) -> Iterator[None]:
-    """A context in which this thread's kernels are run by ``show``; it gets None for one that was compiled, and so has run."""
-    _shown.to = show
-    try:
-        yield
-    finally:
-        _shown.to = None
+    launch_compiled(kernel, programs, args, options, special=tuple(map(_specialization, args)))
 
 
 def _specialization(argument) -> Hashable:

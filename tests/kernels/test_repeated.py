@@ -1,16 +1,17 @@
 """Launches that are made again go to where the arguments are now. No device: a driver that lists what reaches it."""
 
 import types
+import weakref
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from moeblaze_ops.kernels.hopper import launch, repeated
+from moeblaze_ops import config
+from moeblaze_ops.kernels import launch, repeated
+from moeblaze_ops.kernels.hopper import launch as hopper_launch
 from moeblaze_ops.kernels.multiprocessors import leaving_free
-
-DEVICE = torch.device("cpu")
 
 
 class Reached:
@@ -52,6 +53,8 @@ def make_map(address, *box):
 
 
 class Kernel:
+    params = ()
+
     def __init__(self):
         self.reached = Reached()
         self.compiled = 0
@@ -70,20 +73,24 @@ class Kernel:
 def a_driver(monkeypatch):
     utils = types.SimpleNamespace(fill_tma_descriptor=lambda address, *box: ("map", address, box))
     monkeypatch.setattr(repeated, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=utils)))
-    monkeypatch.setattr(repeated, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(repeated, "_run", lambda again, addresses, device: again(addresses, STREAM))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_compiled_kernels", {})
-    monkeypatch.setattr(launch, "_specialization", lambda argument: argument.box if isinstance(argument, Described) else None)
+    monkeypatch.setattr(
+        hopper_launch, "_specialization", lambda argument: argument.box if isinstance(argument, Described) else None
+    )
 
 
-def op_of(kernel, body=None):
+def op_of(kernel, body=None, results=lambda body_args: None):
     """An op, and how often it was run in full."""
     full = []
 
-    @repeated.remembered
+    @repeated.Repeated
     def op(x, given, count=1):
-        full.append(x)
+        full.append(x.shape)
         body_args = body(x, given) if body else (x, given[0][1:], (x, 3), Described(given[0], 64, 32), None)
-        launch.launch_compiled(kernel, 7 * count, DEVICE, body_args, num_warps=4)
+        hopper_launch.launch_whole(kernel, 7 * count, body_args, num_warps=4)
+        return results(body_args)
 
     return op, full
 
@@ -116,6 +123,86 @@ def test_temporaries_are_made_anew():
     for x, others in [tensors() for _ in range(3)]:
         op(x, others)
     assert len(full) == 2 and isinstance(kernel.reached.calls[2][6], int)
+
+
+def test_results_are_new():
+    kernel = Kernel()
+    op, full = op_of(kernel, lambda x, given: (x, torch.empty_like(x), x.new_zeros(0)), lambda args: (args[1], [args[2], None]))
+    given = [tensors() for _ in range(4)]
+    results = [op(x, others) for x, others in given]
+    assert len(full) == 2
+    for (out, (empty, none)), reached in zip(results, kernel.reached.calls, strict=True):
+        assert out.shape == (8, 4) and empty.shape == (0,) and none is None
+        assert address(reached[6]) == out.data_ptr()
+    assert len({out.data_ptr() for out, _ in results}) == 4
+
+
+def test_temporaries_end_behind_the_launch_that_takes_them_last():
+    kernel = Kernel()
+    living = []
+
+    @repeated.Repeated
+    def op(x):
+        first, second = torch.empty_like(x), torch.empty_like(x)
+        hopper_launch.launch_whole(kernel, 7, (x, first), num_warps=4)
+        del first
+        third = torch.empty_like(x)
+        hopper_launch.launch_whole(kernel, 7, (second, third), num_warps=4)
+        return third
+
+    for _ in range(2):
+        op(torch.randn(8))
+    made = repeated._maker(torch.empty(8))
+    x = torch.randn(8)
+    (noted,) = [value for values in op._calls._calls.values() for *_, value in values]
+    names = noted.again.__globals__
+
+    def kept(make):
+        def run():
+            tensor = make()
+            living.append(weakref.ref(tensor))
+            return tensor
+
+        return run
+
+    counts = []
+    for name, value in list(names.items()):
+        if isinstance(value, type(made)):
+            names[name] = kept(value)
+        elif value is kernel.reached:
+            names[name] = lambda *args: counts.append(sum(ref() is not None for ref in living))
+    result = op(x)
+    assert counts == [1, 2] and [ref() is not None for ref in living] == [False, False, True]
+    assert living[2]() is result
+
+
+def test_nothing_keeps_tensors_alive():
+    kernel = Kernel()
+    op, _ = op_of(kernel, lambda x, given: (x, torch.empty_like(x)), lambda args: args[1])
+    kept = []
+    for _ in range(3):
+        x, others = tensors()
+        kept += [weakref.ref(x), weakref.ref(others[0]), weakref.ref(op(x, others))]
+        del x, others
+        kernel.reached.calls.clear()
+    assert not [ref for ref in kept if ref() is not None]
+
+
+def test_an_op_within_one_that_is_noted_is_run_in_full():
+    kernel = Kernel()
+    inner, full = op_of(kernel)
+    outer_full = []
+
+    @repeated.Repeated
+    def outer(x, given):
+        outer_full.append(x.shape)
+        inner(x, given)
+
+    given = [tensors() for _ in range(5)]
+    for x, others in given:
+        outer(x, others)
+    assert len(outer_full) == 2 == len(full)
+    assert [address(reached[5]) for reached in kernel.reached.calls] == [x.data_ptr() for x, _ in given]
 
 
 OTHERS = {
@@ -151,12 +238,36 @@ def test_multiprocessors_left_to_others_are_launched_in_full():
     assert len(full) == 3
 
 
+@pytest.mark.parametrize("knob", ["hopper", "max_transient_bytes", "check_expert_ids"])
+def test_settings_that_launchers_read_are_launched_in_full(knob, monkeypatch):
+    op, full = op_of(Kernel())
+    x, others = tensors()
+    for _ in range(3):
+        op(x, others)
+    monkeypatch.setattr(config, knob, {"hopper": "off", "max_transient_bytes": 1 << 20, "check_expert_ids": True}[knob])
+    op(x, others)
+    assert len(full) == 3
+
+
 UNCLEAR = {
     "computed": lambda x, given: (x + 1,),
     "from elsewhere": lambda x, given: (FOREIGN,),
     "parts of one memory": lambda x, given: (x, given[0]),
 }
 FOREIGN = torch.randn(4)
+
+
+UNCLEAR_RESULTS = {"argument": lambda args: args[0], "view": lambda args: args[1][1:], "number": lambda args: 1}
+
+
+@pytest.mark.parametrize("results", UNCLEAR_RESULTS.values(), ids=UNCLEAR_RESULTS)
+def test_results_that_are_unclear_are_made_in_full(results):
+    kernel = Kernel()
+    op, full = op_of(kernel, lambda x, given: (x, torch.empty_like(x)), results)
+    for _ in range(4):
+        x, others = tensors()
+        op(x, others)
+    assert len(full) == 4
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
@@ -176,7 +287,7 @@ def test_a_launcher_of_another_make_is_launched_in_full():
     x, others = tensors()
     op(x, others)
     reached = kernel.reached
-    for compiled in launch._compiled_kernels.values():
+    for compiled, _ in launch._compiled_kernels.values():
         if isinstance(compiled, Compiled):
             compiled.run.launch = lambda *args: reached(*args)
     for _ in range(3):
