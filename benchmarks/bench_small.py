@@ -3,9 +3,9 @@
     python benchmarks/bench_small.py --tokens 1 64 1024 --json small.json
 
 Of the layers of ``bench_layer.py``, router included. device: a CUDA graph of eight calls on eight batches, per call, so that what
-the second-level cache holds of one batch's experts is gone when it is its turn again. call: the same calls without a graph, where the
-host launches them. bytes: the weights of the experts that a batch chooses, on average. limit: 1.25 times what reading these takes
-at 4.3 TB/s, and 15 us. error: of the first batch, relative to ``grouped_mm`` in eager mode.
+the second-level cache holds of one batch's experts is gone when it is its turn again. call: the same calls without a graph, where
+the host launches them. bytes: the weights of the experts that a batch chooses, on average. limit: 1.25 times what reading these
+takes at 4.3 TB/s, and 15 us. error: of the first batch, relative to ``grouped_mm`` in eager mode.
 """
 
 import argparse
