@@ -37,10 +37,14 @@ _aten = torch.ops.aten
 _VIEWS = (
     _aten.as_strided.default,
     _aten.detach.default,
+    _aten.expand.default,
     _aten.permute.default,
     _aten.select.int,
     _aten.slice.Tensor,
+    _aten.squeeze.dim,
+    _aten.t.default,
     _aten.transpose.int,
+    _aten.unbind.int,
     _aten.unsqueeze.default,
     _aten.view.default,
 )
