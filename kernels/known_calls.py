@@ -79,7 +79,7 @@ class KnownCalls(Generic[Value]):
         tensors, rest = call
         # Torch's own types: what else a tensor is (negated, of zeros, watched by a transform) is in its dispatch keys.
         sizes, strides = [[*tensor.shape] for tensor in tensors], [[*tensor.stride()] for tensor in tensors]
-        guards = torch._C._dynamo.guards
+        guards: Any = torch._C._dynamo.guards  # whose stub has other types than it takes
         guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self._calls.setdefault(tensors[0].shape, []).append((rest, state, guard, value))
         self._count += 1
