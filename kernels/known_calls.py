@@ -26,17 +26,17 @@ class Call(NamedTuple):
     """The tensors among arguments, one or more, also those in lists, tuples and dictionaries, and all else with their places."""
 
     tensors: list[Tensor]
-    rest: list[Hashable]
+    rest: list[Any]
 
 
 def taken_apart(args: Iterable[Any]) -> Call | None:
     """The arguments of a call; None where a tensor is more than its numbers, or a value of a kind that nobody compares."""
     tensors: list[Tensor] = []
-    rest: list[Hashable] = []
+    rest: list[Any] = []
     return Call(tensors, rest) if _take_apart(args, tensors, rest) and tensors else None
 
 
-def _take_apart(args: Iterable[Any], tensors: list[Tensor], rest: list[Hashable]) -> bool:
+def _take_apart(args: Iterable[Any], tensors: list[Tensor], rest: list[Any]) -> bool:
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
