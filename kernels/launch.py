@@ -58,7 +58,7 @@ def launch_compiled(kernel: Any, num_programs: int, args: tuple, keywords: dict[
     ``special``: what the kernel is compiled for in ``args``, where that is known; their last ones may be compile-time ones then.
     """
     key = (id(kernel), torch.cuda.current_device(), *keywords, *keywords.values(), special or tuple(map(specialization, args)))
-    show = getattr(_shown, "to", None)
+    show = shown()
     if key in _compiled_kernels:
         compiled, rest = _compiled_kernels[key]
         (show or run_compiled)(compiled, num_programs, (*args, *rest))
@@ -88,9 +88,9 @@ def shown_to(show: Callable[[Any, int, tuple], None]) -> Iterator[None]:
         _shown.to = None
 
 
-def is_shown() -> bool:
-    """Whether what this thread launches is run by another."""
-    return getattr(_shown, "to", None) is not None
+def shown() -> Callable[[Any, int, tuple], None] | None:
+    """What runs this thread's kernels, if it is shown them."""
+    return getattr(_shown, "to", None)
 
 
 def specialization(argument: Any) -> Hashable:

@@ -26,7 +26,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from moeblaze_ops.kernels.known_calls import Call, KnownCalls, taken_apart
-from moeblaze_ops.kernels.launch import allows_tf32, is_shown, run_compiled, shown_to
+from moeblaze_ops.kernels.launch import allows_tf32, run_compiled, shown, shown_to
 from moeblaze_ops.kernels.multiprocessors import left_free
 from moeblaze_ops.kernels.settings import settings
 
@@ -79,7 +79,7 @@ class Repeated:
         self._calls: KnownCalls[_Noted] = KnownCalls()
 
     def __call__(self, *args: Any) -> Any:
-        call = None if is_shown() else taken_apart(args)
+        call = None if shown() is not None else taken_apart(args)
         if call is None:
             return self._function(*args)
         like = self.like(call)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gl, gluon
-from moeblaze_ops.kernels.hopper.launch import launch_whole
+from moeblaze_ops.kernels.hopper.launch import launch_compiled
 
 
 @triton.jit
@@ -94,5 +94,5 @@ def order_experts(offsets_E1: Tensor, fresh_E: Tensor | None = None) -> Tensor:
     order_E1 = torch.empty_like(offsets_E1)
     has_fresh = fresh_E is not None
     given = (offsets_E1, fresh_E if has_fresh else offsets_E1, order_E1, num_experts, has_fresh, 256)
-    launch_whole(_order_experts_kernel, num_experts, given, num_warps=1)
+    launch_compiled(_order_experts_kernel, num_experts, order_E1.device, given, num_warps=1)
     return order_E1

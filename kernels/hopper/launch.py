@@ -13,13 +13,15 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS, LowRank
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
-from moeblaze_ops.kernels.launch import launch_compiled, specialization
+from moeblaze_ops.kernels.launch import shown, specialization
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 _ALIGNMENT = 16
 """TMA takes addresses, and steps but for the inner ones, that are a multiple of this."""
+
+_compiled_kernels: dict[Hashable, object] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -101,12 +103,20 @@ def num_programs(device: torch.device) -> int:
 def launch_persistent(kernel: Any, device: torch.device, *args: Any, registers: int = REGISTERS) -> None:
     """Runs a warp-specialised kernel whose first partition has four warps, and which waits itself for the one before it."""
     options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-    launch_whole(kernel, num_programs(device), args, **options)
+    launch_compiled(kernel, num_programs(device), device, args, **options)
 
 
-def launch_whole(kernel: Any, programs: int, args: tuple, **options: Any) -> None:
+def launch_compiled(kernel: Any, programs: int, device: torch.device, args: tuple, **options: Any) -> None:
     """``kernel[(programs,)](*args, **options)``; ``args`` are all of the kernel's, its compile-time ones too."""
-    launch_compiled(kernel, programs, args, options, special=tuple(map(_specialization, args)))
+    key = (id(kernel), device.index, tuple(options.values()), *map(_specialization, args))
+    compiled = _compiled_kernels.get(key)
+    show = shown()
+    if compiled is None:
+        _compiled_kernels[key] = kernel[(programs,)](*args, **options)
+    if show is not None:
+        show(compiled, programs, args)
+    elif compiled is not None:
+        compiled[(programs, 1, 1)](*args)
 
 
 def _specialization(argument) -> Hashable:

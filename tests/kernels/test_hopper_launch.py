@@ -10,10 +10,7 @@ pytest.importorskip("triton")
 from moeblaze_ops.kernels.hopper import launch as hopper_launch
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor
 
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
@@ -23,8 +20,6 @@ class Plan:
 
 class Kernel:
     """Stands for a ``JITFunction``: a call compiles and runs, and what it returns only runs."""
-
-    params = ()
 
     def __init__(self):
         self.compiled = []
@@ -46,8 +41,8 @@ class Compiled:
         return lambda *args: self.kernel.ran.append((grid, args))
 
 
-def launch(kernel, *args, programs=132, **options):
-    hopper_launch.launch_whole(kernel, programs, args, **options)
+def launch(kernel, *args, programs=132, device=DEVICE, **options):
+    hopper_launch.launch_compiled(kernel, programs, device, args, **options)
 
 
 def test_a_second_launch_runs_what_the_first_one_compiled():
@@ -81,12 +76,11 @@ def test_what_is_compiled_for_tells_launches_apart(first, second):
     assert len(kernel.compiled) == 2
 
 
-def test_options_and_devices_tell_launches_apart(monkeypatch):
+def test_options_and_devices_tell_launches_apart():
     kernel = Kernel()
     launch(kernel, 3, maxnreg=96)
     launch(kernel, 3, maxnreg=168)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    launch(kernel, 3, maxnreg=168)
+    launch(kernel, 3, maxnreg=168, device=torch.device("cuda", 1))
     assert len(kernel.compiled) == 3
 
 

@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 from moeblaze_ops import config
 from moeblaze_ops.kernels import launch, repeated
-from moeblaze_ops.kernels.hopper import launch as hopper_launch
 from moeblaze_ops.kernels.multiprocessors import leaving_free
 
 
@@ -76,9 +75,10 @@ def a_driver(monkeypatch):
     monkeypatch.setattr(repeated, "_run", lambda again, addresses, device: again(addresses, STREAM))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_compiled_kernels", {})
-    monkeypatch.setattr(
-        hopper_launch, "_specialization", lambda argument: argument.box if isinstance(argument, Described) else None
-    )
+
+
+def launched(kernel, programs, args):
+    launch.launch_compiled(kernel, programs, args, {"num_warps": 4}, special=len(args))
 
 
 def op_of(kernel, body=None, results=lambda body_args: None):
@@ -89,7 +89,7 @@ def op_of(kernel, body=None, results=lambda body_args: None):
     def op(x, given, count=1):
         full.append(x.shape)
         body_args = body(x, given) if body else (x, given[0][1:], (x, 3), Described(given[0], 64, 32), None)
-        hopper_launch.launch_whole(kernel, 7 * count, body_args, num_warps=4)
+        launched(kernel, 7 * count, body_args)
         return results(body_args)
 
     return op, full
@@ -144,10 +144,10 @@ def test_temporaries_end_behind_the_launch_that_takes_them_last():
     @repeated.Repeated
     def op(x):
         first, second = torch.empty_like(x), torch.empty_like(x)
-        hopper_launch.launch_whole(kernel, 7, (x, first), num_warps=4)
+        launched(kernel, 7, (x, first))
         del first
         third = torch.empty_like(x)
-        hopper_launch.launch_whole(kernel, 7, (second, third), num_warps=4)
+        launched(kernel, 7, (second, third))
         return third
 
     for _ in range(2):

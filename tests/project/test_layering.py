@@ -19,8 +19,8 @@ FLOORS = {
     "kernels": [
         ["configs", "formulas", "known_calls", "multiprocessors", "tracing", "settings"],
         ["activations", "launch", "tiles"],
-        ["repeated"],
         ["hopper", "routing", "rows"],
+        ["repeated"],
         ["select"],
         ["experts"],
     ],
