@@ -52,12 +52,9 @@ _compiled_kernels: dict[Hashable, tuple[Any, tuple]] = {}
 _shown = threading.local()
 
 
-def launch_compiled(kernel: Any, num_programs: int, args: tuple, keywords: dict[str, Any], special: Hashable = None) -> None:
-    """``kernel[(num_programs,)](*args, **keywords)``, by what was compiled for arguments like these.
-
-    ``special``: what the kernel is compiled for in ``args``, where that is known; their last ones may be compile-time ones then.
-    """
-    key = (id(kernel), torch.cuda.current_device(), *keywords, *keywords.values(), special or tuple(map(specialization, args)))
+def launch_compiled(kernel: Any, num_programs: int, args: tuple, keywords: dict[str, Any]) -> None:
+    """``kernel[(num_programs,)](*args, **keywords)``, by what was compiled for arguments like these."""
+    key = (id(kernel), torch.cuda.current_device(), *keywords, *keywords.values(), *map(specialization, args))
     show = shown()
     if key in _compiled_kernels:
         compiled, rest = _compiled_kernels[key]
@@ -67,7 +64,7 @@ def launch_compiled(kernel: Any, num_programs: int, args: tuple, keywords: dict[
     parameters, others = kernel.params[: len(args)], kernel.params[len(args) :]
     # The key has the value of what comes by name alone.
     is_whole = all(parameter.name in keywords for parameter in others)
-    if is_whole and (special or not any(parameter.is_constexpr for parameter in parameters)):
+    if is_whole and not any(parameter.is_constexpr for parameter in parameters):
         _compiled_kernels[key] = compiled, tuple(keywords[parameter.name] for parameter in others)
     if show is not None:
         show(None, num_programs, ())

@@ -75,10 +75,11 @@ def a_driver(monkeypatch):
     monkeypatch.setattr(repeated, "_run", lambda again, addresses, device: again(addresses, STREAM))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_compiled_kernels", {})
+    monkeypatch.setattr(launch, "specialization", lambda argument: None)
 
 
 def launched(kernel, programs, args):
-    launch.launch_compiled(kernel, programs, args, {"num_warps": 4}, special=len(args))
+    launch.launch_compiled(kernel, programs, args, {"num_warps": 4})
 
 
 def op_of(kernel, body=None, results=lambda body_args: None):
