@@ -1,6 +1,8 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,19 +43,22 @@ def launch(kernel: Any, num_programs: int, *args: Any, **keywords: Any) -> None:
     elif is_traceable():
         wrap_triton(kernel)[(num_programs,)](*args, **keywords)
     else:
-        _launch_again(kernel, num_programs, args, keywords)
+        launch_compiled(kernel, num_programs, args, keywords)
 
 
 _compiled_kernels: dict[Hashable, tuple[Any, tuple]] = {}
 """Compiled kernels with their compile-time arguments: to find one takes a ``JITFunction`` longer than to launch it."""
 
+_shown = threading.local()
 
-def _launch_again(kernel: JITFunction, num_programs: int, args: tuple, keywords: dict[str, Any]) -> None:
+
+def launch_compiled(kernel: Any, num_programs: int, args: tuple, keywords: dict[str, Any]) -> None:
     """``kernel[(num_programs,)](*args, **keywords)``, by what was compiled for arguments like these."""
     key = (id(kernel), torch.cuda.current_device(), *keywords, *keywords.values(), *map(specialization, args))
-    compiled, rest = _compiled_kernels.get(key, (None, ()))
-    if compiled is not None:
-        compiled[(num_programs, 1, 1)](*args, *rest)
+    show = shown()
+    if key in _compiled_kernels:
+        compiled, rest = _compiled_kernels[key]
+        (show or run_compiled)(compiled, num_programs, (*args, *rest))
         return
     compiled = kernel[(num_programs,)](*args, **keywords)
     parameters, others = kernel.params[: len(args)], kernel.params[len(args) :]
@@ -61,6 +66,28 @@ def _launch_again(kernel: JITFunction, num_programs: int, args: tuple, keywords:
     is_whole = all(parameter.name in keywords for parameter in others)
     if is_whole and not any(parameter.is_constexpr for parameter in parameters):
         _compiled_kernels[key] = compiled, tuple(keywords[parameter.name] for parameter in others)
+    if show is not None:
+        show(None, num_programs, ())
+
+
+def run_compiled(compiled: Any, num_programs: int, args: tuple) -> None:
+    """Runs a compiled kernel on all of its arguments."""
+    compiled[(num_programs, 1, 1)](*args)
+
+
+@contextmanager
+def shown_to(show: Callable[[Any, int, tuple], None]) -> Iterator[None]:
+    """A context in which this thread's kernels are run by ``show``; it gets None for one that was compiled, and so has run."""
+    _shown.to = show
+    try:
+        yield
+    finally:
+        _shown.to = None
+
+
+def shown() -> Callable[[Any, int, tuple], None] | None:
+    """What runs this thread's kernels, if it is shown them."""
+    return getattr(_shown, "to", None)
 
 
 def specialization(argument: Any) -> Hashable:
@@ -131,4 +158,5 @@ def operands(tensor: torch.Tensor) -> Operands:
 
 def allows_tf32() -> bool:
     """Whether torch lets fp32 matrix products round their operands to TF32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    # What ``torch.backends.cuda.matmul.fp32_precision`` reads, which compares its own name with six others first.
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"

@@ -4,9 +4,7 @@ Small layers take less time on the device than a dozen calls of a ``JITFunction`
 a launch remembers its kernel by what Triton specialises on, and descriptors are validated once for each geometry.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS, LowRank
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
-from moeblaze_ops.kernels.launch import specialization
+from moeblaze_ops.kernels.launch import shown, specialization
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -112,26 +110,13 @@ def launch_compiled(kernel: Any, programs: int, device: torch.device, args: tupl
     """``kernel[(programs,)](*args, **options)``; ``args`` are all of the kernel's, its compile-time ones too."""
     key = (id(kernel), device.index, tuple(options.values()), *map(_specialization, args))
     compiled = _compiled_kernels.get(key)
-    show = getattr(_shown, "to", None)
+    show = shown()
     if compiled is None:
         _compiled_kernels[key] = kernel[(programs,)](*args, **options)
     if show is not None:
         show(compiled, programs, args)
     elif compiled is not None:
         compiled[(programs, 1, 1)](*args)
-
-
-_shown = threading.local()
-
-
-@contextmanager
-def shown_to(show: Callable[[Any, int, tuple], None]) -> Iterator[None]:
-    """A context in which this thread's kernels are run by ``show``; it gets None for one that was compiled, and so has run."""
-    _shown.to = show
-    try:
-        yield
-    finally:
-        _shown.to = None
 
 
 def _specialization(argument) -> Hashable:

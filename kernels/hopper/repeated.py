@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.driver import driver
 
-from moeblaze_ops.kernels.hopper import launch
+from moeblaze_ops.kernels.launch import shown, shown_to
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ALIGNMENT = 16
@@ -52,6 +52,9 @@ def remembered(function: Callable[..., None]) -> Callable[..., None]:
     seen: set[Hashable] = set()
 
     def call(*args: Any) -> None:
+        if shown() is not None:
+            function(*args)
+            return
         tensors: list[Tensor] = []
         addresses: list[int] = []
         geometry: list[Hashable] = [left_free()]
@@ -63,7 +66,7 @@ def remembered(function: Callable[..., None]) -> Callable[..., None]:
             noted(addresses, _stream(device))
             return
         if key in seen and key not in calls:
-            with _Recorder(tensors) as recorder, launch.shown_to(recorder.run):
+            with _Recorder(tensors) as recorder, shown_to(recorder.run):
                 function(*args)
             calls[key] = recorder.noted()
             return

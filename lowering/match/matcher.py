@@ -28,7 +28,12 @@ from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
 from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
-from moeblaze_ops.lowering.match.operands.find_scales import find_scaled_routing, usable_scale, usable_weights
+from moeblaze_ops.lowering.match.operands.find_scales import (
+    find_scaled_routing,
+    unrounded_weights,
+    usable_scale,
+    usable_weights,
+)
 from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
 from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
@@ -389,7 +394,7 @@ class Matcher:
         b_down = b_down and _in_dtype(b_down, dtype)
         same = all(view.dtype == dtype for view in w_up)
         prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
-        weights, named = usable_weights(weights, dtype), named and usable_named(named, dtype)
+        weights, named = unrounded_weights(usable_weights(weights, dtype)), named and usable_named(named, dtype)
         scales = tuple(usable_scale(scale, dtype) for scale in scales)
         D = value.shape[-1]
         prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")

@@ -10,14 +10,15 @@ layer's products. ``call`` looks once whether there is anything to pass:
 Results, gradients, what autograd keeps and errors are those of the op: both have one implementation and one gradient formula.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moeblaze_ops.arguments.geometry import geometry_of, remember
+from moeblaze_ops.arguments.geometry import unwatched
+from moeblaze_ops.kernels.known_calls import Call, KnownCalls
 from moeblaze_ops.ops.autodiff import with_defaults
 
 
@@ -29,7 +30,27 @@ class _Direct:
     on_cuda: Callable
     differentiate: Callable | None
     complete: Callable[[Sequence[Any]], tuple[Any, ...]]
-    checked: set[Hashable] = field(default_factory=set)
+    checked: KnownCalls[bool] = field(default_factory=KnownCalls)
+
+    @cached_property
+    def repeated(self) -> Any:
+        """The implementation on CUDA and what it launched; who has no GPU may have no Triton."""
+        from moeblaze_ops.kernels.repeated import Repeated
+
+        return Repeated(self.on_cuda)
+
+    def like(self, call: Call) -> Callable | None:
+        """The implementation, for a call like one that was checked."""
+        if call.tensors[0].is_cuda:
+            return self.repeated.like(call)
+        return self.on_cpu if self.checked.find(call) else None
+
+    def remember(self, call: Call) -> None:
+        """That a call was checked."""
+        if call.tensors[0].is_cuda:
+            self.repeated.remember(call)
+        elif call.tensors[0].is_cpu:
+            self.checked.remember(call, True)
 
 
 _direct: dict[torch._ops.OpOverload, _Direct] = {}
@@ -40,7 +61,8 @@ def register_direct(op: torch._ops.OpOverload, on_cpu: Callable, on_cuda: Callab
 
     Args:
         op: an op that checks its arguments.
-        on_cpu, on_cuda: its implementations, without these checks.
+        on_cpu, on_cuda: its implementations, without these checks. What the one on CUDA does besides launching kernels
+            follows from the geometry of its arguments.
         differentiate: what ``autodiff.differentiated`` made for it; None for an op that writes into its arguments.
     """
     _direct[op] = _Direct(on_cpu, on_cuda, differentiate, with_defaults(op))
@@ -48,14 +70,14 @@ def register_direct(op: torch._ops.OpOverload, on_cpu: Callable, on_cuda: Callab
 
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     """``op(*args)``."""
-    geometry = geometry_of(args)
-    direct = None if geometry is None else _direct.get(op)
-    if direct is None:
+    direct = _direct.get(op)
+    taken = None if direct is None else unwatched(args)
+    if taken is None:
         return op(*args)
-    implementation = _implementation(direct, args)
-    if implementation is None or geometry not in direct.checked:
+    implementation = direct.like(taken)
+    if implementation is None:
         results = op(*args)
-        remember(direct.checked, geometry)
+        direct.remember(taken)
         return results
 
     def below_autograd(*args: Any) -> Any:
@@ -65,9 +87,3 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     if direct.differentiate is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         return direct.differentiate(below_autograd, direct.complete(args))
     return below_autograd(*args)
-
-
-def _implementation(direct: _Direct, args: Sequence[Any]) -> Callable | None:
-    """That of the device of the arguments, which share one if they were checked."""
-    first = next(arg for arg in args if isinstance(arg, Tensor))
-    return direct.on_cpu if first.is_cpu else direct.on_cuda if first.is_cuda else None

@@ -15,6 +15,7 @@ from operator import and_
 
 import torch
 
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
@@ -149,6 +150,20 @@ def usable_weights(weights: Operand | None, dtype: torch.dtype) -> Operand | Non
     usable = weights.dtype in (dtype, torch.float32)
     prove(usable or not weights.is_rounded, Reason.DTYPE_PATH, f"weights rounded to {weights.dtype}")
     return weights if usable else replace(weights, dtype=at_least_fp32(dtype))
+
+
+def unrounded_weights(weights: Operand | None) -> Operand | None:
+    """Weights in fp32 where a tensor holds them so and the layer casts them, or their rows, to its own dtype.
+
+    The ops multiply and sum in fp32 and round once, as code of Inductor does that has such a cast between two of its steps.
+
+        y * weights[order].to(y.dtype)              accepted: nobody else reads the cast
+        weights = weights.to(x.dtype)               left as it is: there is a tensor of rounded weights
+    """
+    if weights is None or weights.dtype.itemsize >= torch.float32.itemsize:
+        return weights
+    is_held = all(fake_of(node).dtype == torch.float32 for node in weights.nodes)
+    return replace(weights, dtype=torch.float32) if is_held else weights
 
 
 def usable_scale(scale: Scale, dtype: torch.dtype) -> Scale:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeblaze_ops import config
+from moeblaze_ops.lowering.graph.fake_values import fake_of
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
@@ -60,6 +61,33 @@ def test_weights_rounded_on_the_way(dtype):
 
     backend = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5)
     assert backend.reasons == ["DTYPE_PATH"] and not backend.rewritten
+
+
+CASTS = {
+    "of weighted rows": (lambda w: w, lambda rows, dtype: rows.to(dtype), torch.float32),
+    "of all weights": (lambda w: w.bfloat16(), lambda rows, dtype: rows, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_weights_are_used_as_they_are_held(name):
+    """A cast of rows on their way is nobody's rounding; weights that a tensor holds rounded are rounded."""
+    weights_of, rows_of, expected = CASTS[name]
+
+    def combine(self, x, weights, ids):
+        flat, weights = ids.view(-1), weights_of(weights.float())
+        order = flat.argsort(stable=True)
+        offs = F.one_hot(flat, zoo.E).sum(0).cumsum(0).to(torch.int32)
+        rows, mm = x[order // self.K], torch.ops.moe_zoo.grouped_mm_fallback
+        y = mm(F.silu(mm(rows, self.w1, offs)) * mm(rows, self.w3, offs), self.w2, offs)
+        scaled = y * rows_of(weights.reshape(-1)[order, None], y.dtype)
+        return torch.zeros_like(x).index_add(0, order // self.K, scaled)
+
+    layer = zoo.StackedMoE(combine, "split").bfloat16()
+    backend = rewrite_of(layer, torch.randn(12, zoo.D, dtype=torch.bfloat16))
+    (graph,) = backend.modules
+    (down,) = (node for node in graph.graph.nodes if "expert_down" in str(node.target))
+    assert fake_of(down.args[4]).dtype == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
