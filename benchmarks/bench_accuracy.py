@@ -21,7 +21,9 @@ from environment import save
 class Routed(GroupedMoE):
     """A layer whose logits are given."""
 
-    logits_TE: Tensor
+    def forward(self, x: Tensor, logits_TE: Tensor) -> Tensor:
+        self.logits_TE = logits_TE
+        return super().forward(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, experts = torch.topk(self.logits_TE, self.shape.K, dim=-1)
@@ -56,10 +58,11 @@ class Measurement:
     failure: str | None = None
 
 
-def reference(layer: Routed, x: Tensor, dout: Tensor) -> list[Tensor]:
+def reference(layer: Routed, x: Tensor, logits_TE: Tensor, dout: Tensor) -> list[Tensor]:
     """Output, and gradients of x, logits, up and down weights, in fp32."""
     shape, x, dout = layer.shape, x.detach().float(), dout.float()
     out, dx = torch.zeros_like(x), torch.zeros_like(x)
+    layer.logits_TE = logits_TE
     weights_TK, experts_TK = layer.route(x)
     dweights_TK = torch.zeros_like(weights_TK)
     dw_up, dw_down = torch.empty_like(layer.w_up, dtype=torch.float32), torch.empty_like(layer.w_down, dtype=torch.float32)
@@ -75,14 +78,14 @@ def reference(layer: Routed, x: Tensor, dout: Tensor) -> list[Tensor]:
         dx.index_add_(0, tokens, gradients[0])
         dweights_TK[tokens, slots] = gradients[1]
         dw_up[e], dw_down[e] = gradients[2:]
-    (dlogits_TE,) = torch.autograd.grad(weights_TK, layer.logits_TE, dweights_TK)
+    (dlogits_TE,) = torch.autograd.grad(weights_TK, logits_TE, dweights_TK)
     return [out, dx, dlogits_TE, dw_up, dw_down]
 
 
-def results(layer: nn.Module, x: Tensor, dout: Tensor) -> list[Tensor]:
+def results(layer: nn.Module, x: Tensor, logits_TE: Tensor, dout: Tensor) -> list[Tensor]:
     own = getattr(layer, "_orig_mod", layer)
-    out = layer(x)
-    return [out.detach(), *torch.autograd.grad(out, (x, own.logits_TE, own.w_up, own.w_down), dout)]
+    out = layer(x, logits_TE)
+    return [out.detach(), *torch.autograd.grad(out, (x, logits_TE, own.w_up, own.w_down), dout)]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -99,21 +102,21 @@ def bench_shape(name: str, shape: Shape, names: list[str]) -> list[Measurement]:
     x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16).requires_grad_()
     dout = torch.randn_like(x)
     given = Routed(shape)
-    logits_TE = torch.randn(shape.T, shape.E, device=x.device)
+    logits_TE = torch.randn(shape.T, shape.E, device=x.device, requires_grad=True)
 
     def layer(kind: type[Routed]) -> Routed:
         made = kind(shape)
         made.load_state_dict(given.state_dict())
-        made.logits_TE = logits_TE.clone().requires_grad_()
         return made
 
-    expected = reference(layer(Routed), x, dout)
+    expected = reference(layer(Routed), x, logits_TE, dout)
     rows = []
     for contender in names:
         row = Measurement(name, contender)
         rows.append(row)
         try:
-            for quantity, got, want in zip(QUANTITIES, results(CONTENDERS[contender](layer), x, dout), expected, strict=True):
+            found = results(CONTENDERS[contender](layer), x, logits_TE, dout)
+            for quantity, got, want in zip(QUANTITIES, found, expected, strict=True):
                 setattr(row, quantity, relative_error(got, want))
         except Exception as failure:  # a contender that fails is a result, and the others still run
             row.failure = f"{type(failure).__name__}: {str(failure)[:300]}"

@@ -27,9 +27,7 @@ def _check_backward(
 ) -> None:
     _check(op, logits_TE, kept_T)
     if dlogits_TE is not None:
-        shape = list(logits_TE.shape)
-        fits = list(dlogits_TE.shape) == shape
-        require(fits, op, "dlogits_TE", f"have shape {shape} (that of logits_TE)", f"shape {list(dlogits_TE.shape)}")
+        check_shape(op, "dlogits_TE", dlogits_TE, list(logits_TE.shape), " (that of logits_TE)")
         require_dtype(dlogits_TE.dtype == logits_TE.dtype, op, "dlogits_TE", f"be {logits_TE.dtype}", dlogits_TE.dtype)
         check_like_logits(op, "dlogits_TE", dlogits_TE, logits_TE)
     wide = wide_dtype(logits_TE)
