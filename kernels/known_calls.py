@@ -40,6 +40,8 @@ def _take_apart(args: Iterable[Any], tensors: list[Tensor], rest: list[Any]) -> 
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
+            if arg.is_nested:  # has no shape
+                return False
             tensors.append(arg)
             rest.append(Tensor)
         elif arg is None or kind is str or kind is torch.dtype:
