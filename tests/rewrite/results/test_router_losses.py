@@ -39,23 +39,23 @@ def of_other_tokens(logits, experts):
 
 def as_written(logits, experts):
     """The loss of transformers' models."""
-    fraction = F.one_hot(experts, E).float().mean(0)
+    fraction = F.one_hot(experts.long(), E).float().mean(0)
     return E * (fraction * logits.float().softmax(-1).mean(0)).sum()
 
 
 def over_slots_too(logits, experts):
-    fraction = F.one_hot(experts, E).sum((0, 1)) / experts.numel()
+    fraction = F.one_hot(experts.long(), E).sum((0, 1)) / experts.numel()
     return (fraction * logits.float().softmax(-1).mean(0)).sum()
 
 
 def by_experts(logits, experts):
     """Of each token, not over tokens."""
-    return (F.one_hot(experts, E).float().mean(1) * logits.float().softmax(-1)).sum()
+    return (F.one_hot(experts.long(), E).float().mean(1) * logits.float().softmax(-1)).sum()
 
 
 def of_other_ids(logits, experts):
     """Ids that no layer has."""
-    return (F.one_hot(experts * 2 % E, E).float().mean(0) * logits.float().softmax(-1).mean(0)).sum()
+    return (F.one_hot(experts.long() * 2 % E, E).float().mean(0) * logits.float().softmax(-1).mean(0)).sum()
 
 
 def step(*arguments, loss_of):
