@@ -30,7 +30,7 @@ from moeblaze_ops.kernels.launch import allows_tf32, run_compiled, shown, shown_
 from moeblaze_ops.kernels.multiprocessors import left_free
 from moeblaze_ops.kernels.settings import settings
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 _STREAM, _FUNCTION = 3, 4
 """Where a driver's launcher takes them, behind the sizes of the grid."""
 _aten = torch.ops.aten
@@ -97,7 +97,7 @@ class Repeated:
         if not noted.is_known:
             return partial(self._note, noted, call.tensors)
         again = noted.again
-        if again is None or _is_watched():
+        if again is None or is_watched():
             return self._function
         device = call.tensors[0].get_device()
         return lambda *_: _run(again, addresses, device)
@@ -107,7 +107,7 @@ class Repeated:
         self._calls.remember(call, _Noted(), _state([tensor.data_ptr() for tensor in call.tensors]))
 
     def _note(self, noted: _Noted, tensors: list[Tensor], *args: Any) -> Any:
-        with _Recorder(tensors) as recorder, shown_to(recorder.run):
+        with Recorder(tensors) as recorder, shown_to(recorder.run):
             results = self._function(*args)
         noted.is_known, noted.again = True, recorder.noted(results)
         return results
@@ -115,7 +115,7 @@ class Repeated:
 
 def _state(addresses: list[int]) -> list[Hashable]:
     """What launches depend on besides: alignments, settings, and which tensors begin at one address."""
-    state: list[Hashable] = [address % _ALIGNMENT for address in addresses]
+    state: list[Hashable] = [address % ALIGNMENT for address in addresses]
     chosen = settings()
     state += (left_free(), chosen.hopper, chosen.max_transient_bytes, chosen.check_expert_ids, allows_tf32())
     if len(set(addresses)) < len(addresses):
@@ -143,7 +143,7 @@ def bind_context() -> None:
         _threads.bound = True
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a profiler wants to be told of launches."""
     return bool(getattr(knobs.runtime.launch_enter_hook, "calls", ()))
 
@@ -152,7 +152,7 @@ class _Unclear(Exception):
     """Something that is not known to be the same in another call."""
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Notes what is launched on this thread while it is entered."""
 
     def __init__(self, tensors: list[Tensor]) -> None:

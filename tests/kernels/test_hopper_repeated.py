@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from moeblaze_ops.kernels import repeated as recorder
 from moeblaze_ops.kernels.hopper import launch, repeated
 from moeblaze_ops.kernels.multiprocessors import leaving_free
 
@@ -48,7 +49,7 @@ STREAM = 11
 
 
 def make_map(address, *box):
-    return repeated.driver.active.utils.fill_tma_descriptor(address, *box)
+    return recorder.driver.active.utils.fill_tma_descriptor(address, *box)
 
 
 class Kernel:
@@ -69,7 +70,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def a_driver(monkeypatch):
     utils = types.SimpleNamespace(fill_tma_descriptor=lambda address, *box: ("map", address, box))
-    monkeypatch.setattr(repeated, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=utils)))
+    monkeypatch.setattr(recorder, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=utils)))
     monkeypatch.setattr(repeated, "_stream", lambda device: STREAM)
     monkeypatch.setattr(launch, "_compiled_kernels", {})
     monkeypatch.setattr(launch, "_specialization", lambda argument: argument.box if isinstance(argument, Described) else None)
@@ -189,6 +190,6 @@ def test_profilers_see_launches(monkeypatch):
     x, others = tensors()
     for _ in range(3):
         op(x, others)
-    monkeypatch.setattr(repeated, "_is_watched", lambda: True)
+    monkeypatch.setattr(repeated, "is_watched", lambda: True)
     op(x, others)
     assert len(full) == 3

@@ -19,8 +19,8 @@ FLOORS = {
     "kernels": [
         ["configs", "formulas", "known_calls", "multiprocessors", "tracing", "settings"],
         ["activations", "launch", "tiles"],
-        ["hopper", "routing", "rows"],
         ["repeated"],
+        ["hopper", "routing", "rows"],
         ["select"],
         ["experts"],
     ],
