@@ -9,7 +9,8 @@ their own.
     out = op(x, x[1:])           # never noted: two arguments are different parts of one memory
 
 Nor is a call noted that computes anything besides views, one that returns views, or a launcher that is not made like those of
-Triton 3.6 and 3.7.
+Triton 3.6 and 3.7. An operator is a view by its schema; some (``reshape``) copy where they must, but an address of their own is
+one that nobody knows.
 """
 
 import threading
@@ -34,20 +35,6 @@ ALIGNMENT = 16
 _STREAM, _FUNCTION = 3, 4
 """Where a driver's launcher takes them, behind the sizes of the grid."""
 _aten = torch.ops.aten
-_VIEWS = (
-    _aten.as_strided.default,
-    _aten.detach.default,
-    _aten.expand.default,
-    _aten.permute.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.squeeze.dim,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unbind.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-)
 _NEW = (
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -79,6 +66,7 @@ class Repeated:
         self._calls: KnownCalls[_Noted] = KnownCalls()
 
     def __call__(self, *args: Any) -> Any:
+        bind_context()
         call = None if shown() is not None else taken_apart(args)
         if call is None:
             return self._function(*args)
@@ -95,7 +83,7 @@ class Repeated:
         if noted is None:
             return None
         if not noted.is_known:
-            return partial(self._note, noted, call.tensors)
+            return partial(self._note, noted)
         again = noted.again
         if again is None or is_watched():
             return self._function
@@ -106,8 +94,10 @@ class Repeated:
         """Note the launches of the next call like this one."""
         self._calls.remember(call, _Noted(), _state([tensor.data_ptr() for tensor in call.tensors]))
 
-    def _note(self, noted: _Noted, tensors: list[Tensor], *args: Any) -> Any:
-        with Recorder(tensors) as recorder, shown_to(recorder.run):
+    def _note(self, noted: _Noted, *args: Any) -> Any:
+        call = taken_apart(args)
+        assert call is not None, "it was taken apart to be found"
+        with Recorder(call.tensors) as recorder, shown_to(recorder.run):
             results = self._function(*args)
         noted.is_known, noted.again = True, recorder.noted(results)
         return results
@@ -169,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if func in _NEW or (func in _ZEROS and result.numel() == 0):
             self._temporaries.append(result)
         else:
-            self._is_clear = self._is_clear and func in _VIEWS
+            self._is_clear = self._is_clear and func.is_view
         return result
 
     def run(self, compiled: Any, programs: int, args: tuple) -> None:

@@ -5,7 +5,6 @@ in the graph instead, on buffers that Inductor allocates and plans; eager launch
 optional because AOTInductor hands over None for an empty list.
 """
 
-import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -24,8 +23,7 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
     name = schema.split("(", 1)[0]
 
     def run(*args) -> None:
-        _bind_context()
-        _remembered(function)(*args)
+        _repeated(function)(*args)
 
     # Inductor must hand the kernels the strides that `select` has seen.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
@@ -40,23 +38,12 @@ def _register(schema: str, function: Callable[..., None]) -> Callable[..., None]
     return call
 
 
-_threads = threading.local()
-
-
-def _bind_context() -> None:
-    """The driver describes tensors in a context of the thread, which gets one when it first asks the runtime for anything: one of
-    autograd may have come here without."""
-    if not hasattr(_threads, "bound"):
-        torch.cuda.mem_get_info()
-        _threads.bound = True
-
-
 @cache
-def _remembered(function: Callable[..., None]) -> Callable[..., None]:
+def _repeated(function: Callable[..., None]) -> Callable[..., None]:
     """Whoever has no GPU imports this file, and may have no Triton."""
-    from moeblaze_ops.kernels.hopper.repeated import remembered
+    from moeblaze_ops.kernels.repeated import Repeated
 
-    return remembered(function)
+    return Repeated(function)
 
 
 def _expert_up(x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation, h_NGF, a_NF, *optional) -> None:
@@ -72,9 +59,7 @@ def _down_rows(a_NF, w_down, b_down, offsets_E1, blocks_B2, y_ND, slots_N, weigh
     hopper_down_rows(a_NF, w_down, b_down or [], offsets_E1, blocks_B2, y_ND, slots_N, weights_TK, v_NR, lora_b_ERD)
 
 
-def _up_backward_rows(
-    dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early, du_NR, lora_a_ERD
-) -> None:
+def _up_backward_rows(dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, early, du_NR, lora_a_ERD) -> None:
     from moeblaze_ops.kernels.hopper.row_gemm import hopper_up_backward_rows
 
     added = (left_TC, right_CD, early, du_NR, lora_a_ERD)

@@ -1,14 +1,15 @@
-"""Products of a recognised router in fp32 whose numbers came in bf16: tensor cores compute them, and lose nothing.
+"""Products of a recognised router in fp32 whose numbers came in bf16: tensor cores compute them, and round no factor.
 
     logits = F.linear(x.float(), w.float())          # bf16 x and w: one product of them that is summed and given in fp32
     logits = F.linear(x.float(), w)                  # fp32 w: one product with three bf16 parts of w, but none if x is fp32
 
 A product of two bf16 numbers is exact in fp32. An fp32 number is the sum of three bf16 numbers, eight bits of it each, so the
 gradient of the logits and a weight in fp32 become such parts side by side, once for all that reads them. Where the product is
-rounded to bf16 the first two do: what the third adds is 2**-8 of what rounding may take. The parts are cut off by a mask of bits,
-because generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Without this the
-tokens are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done to the graph of forward and
-backward, before it is parted.
+rounded to bf16 the first two do: what the third adds is 2**-8 of what rounding may take. The parts are cut off by a mask of
+bits, because generated code drops a cast to bf16 and back. Where a gradient is infinite the sum of its parts is NaN. Tensor
+cores cut off what they sum: the relative error of a sum of 4096 to 32768 products is 4.4e-6 on an H100, that of fp32 units 2e-7
+to 4e-7. Without this the tokens are copied to fp32 and kept for backward, and products leave tensor cores idle. So this is done
+to the graph of forward and backward, before it is parted.
 """
 
 import torch

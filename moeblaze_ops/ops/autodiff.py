@@ -45,8 +45,9 @@ def differentiated(name: str, gradient: Callable, setup_context: Callable | None
         results = call.function(*args)
         if setup_context is not None:
             setup_context(ctx, args, results)
-        ctx.call = call
         flat_results, call.results = _flat(results if isinstance(results, tuple) else (results,))
+        # Not the function: it may hold tensors, and would until backward.
+        ctx.arguments, ctx.results = call.arguments, call.results
         return tuple(flat_results)
 
     def backward(ctx, *grads):
@@ -55,13 +56,13 @@ def differentiated(name: str, gradient: Callable, setup_context: Callable | None
 
     def formula(ctx, *grads):
         needed = ctx.needs_input_grad
-        ctx.needs_input_grad = _in_lists(needed[1:], ctx.call.arguments)
+        ctx.needs_input_grad = _in_lists(needed[1:], ctx.arguments)
         try:
-            results = gradient(ctx, *_in_lists(grads, ctx.call.results))
+            results = gradient(ctx, *_in_lists(grads, ctx.results))
         finally:
             ctx.needs_input_grad = needed
         flat, counts = _flat(results if isinstance(results, tuple) else (results,))
-        assert counts == ctx.call.arguments, f"{name}: gradients {counts} of arguments {ctx.call.arguments}"
+        assert counts == ctx.arguments, f"{name}: gradients {counts} of arguments {ctx.arguments}"
         return None, *flat
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import moeblaze_ops
-from tests.hf.test_models import make_model
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 pytest.importorskip("transformers")
+
+from tests.hf.test_models import make_model
 
 ROUTER = "model.layers.{}.mlp.gate"
 

@@ -10,7 +10,10 @@ pytest.importorskip("triton")
 
 from moeblaze_ops import config
 from moeblaze_ops.kernels import launch, repeated
+from moeblaze_ops.kernels.hopper import launch as hopper_launch
 from moeblaze_ops.kernels.multiprocessors import leaving_free
+
+DEVICE = torch.device("cpu")
 
 
 class Reached:
@@ -56,33 +59,39 @@ class Kernel:
 
     def __init__(self):
         self.reached = Reached()
-        self.compiled = 0
+        self.made = []
 
     def __getitem__(self, grid):
         def compile_and_run(*args, **options):
-            self.compiled += 1
             compiled = Compiled(self.reached)
+            self.made.append(compiled)
             compiled[(*grid, 1, 1)](*args)
             return compiled
 
         return compile_and_run
 
 
-@pytest.fixture(autouse=True)
-def a_driver(monkeypatch):
+LAUNCHES = {
+    "portable": lambda kernel, programs, args: launch.launch_compiled(kernel, programs, args, {"num_warps": 4}),
+    "hopper": lambda kernel, programs, args: hopper_launch.launch_compiled(kernel, programs, DEVICE, args, num_warps=4),
+}
+
+
+@pytest.fixture(autouse=True, params=LAUNCHES)
+def launched(request, monkeypatch):
+    """How a kernel is launched, on a device that there is not."""
     utils = types.SimpleNamespace(fill_tma_descriptor=lambda address, *box: ("map", address, box))
     monkeypatch.setattr(repeated, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=utils)))
     monkeypatch.setattr(repeated, "_run", lambda again, addresses, device: again(addresses, STREAM))
+    monkeypatch.setattr(repeated, "bind_context", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_compiled_kernels", {})
-    monkeypatch.setattr(launch, "specialization", lambda argument: None)
+    for module, specialization in (launch, "specialization"), (hopper_launch, "_specialization"):
+        monkeypatch.setattr(module, "_compiled_kernels", {})
+        monkeypatch.setattr(module, specialization, lambda argument: None)
+    return LAUNCHES[request.param]
 
 
-def launched(kernel, programs, args):
-    launch.launch_compiled(kernel, programs, args, {"num_warps": 4})
-
-
-def op_of(kernel, body=None, results=lambda body_args: None):
+def op_of(launched, kernel, body=None, results=lambda body_args: None):
     """An op, and how often it was run in full."""
     full = []
 
@@ -104,13 +113,13 @@ def address(argument):
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
-def test_the_third_call_repeats_at_its_own_addresses():
+def test_the_third_call_repeats_at_its_own_addresses(launched):
     kernel = Kernel()
-    op, full = op_of(kernel)
+    op, full = op_of(launched, kernel)
     given = [tensors() for _ in range(4)]
     for x, others in given:
         op(x, others)
-    assert len(full) == 2 and kernel.compiled == 1
+    assert len(full) == 2 and len(kernel.made) == 1
     for (x, (other,)), reached in zip(given, kernel.reached.calls, strict=True):
         assert reached[:5] == (7, 1, 1, STREAM, "function")
         first, second, (third, number), described, none = reached[5:]
@@ -118,17 +127,19 @@ def test_the_third_call_repeats_at_its_own_addresses():
         assert (number, described, none) == (3, ("map", other.data_ptr(), (64, 32)), None)
 
 
-def test_temporaries_are_made_anew():
+def test_temporaries_are_made_anew(launched):
     kernel = Kernel()
-    op, full = op_of(kernel, lambda x, given: (x, torch.empty_like(x)))
+    op, full = op_of(launched, kernel, lambda x, given: (x, torch.empty_like(x)))
     for x, others in [tensors() for _ in range(3)]:
         op(x, others)
     assert len(full) == 2 and isinstance(kernel.reached.calls[2][6], int)
 
 
-def test_results_are_new():
+def test_results_are_new(launched):
     kernel = Kernel()
-    op, full = op_of(kernel, lambda x, given: (x, torch.empty_like(x), x.new_zeros(0)), lambda args: (args[1], [args[2], None]))
+    op, full = op_of(
+        launched, kernel, lambda x, given: (x, torch.empty_like(x), x.new_zeros(0)), lambda args: (args[1], [args[2], None])
+    )
     given = [tensors() for _ in range(4)]
     results = [op(x, others) for x, others in given]
     assert len(full) == 2
@@ -138,7 +149,7 @@ def test_results_are_new():
     assert len({out.data_ptr() for out, _ in results}) == 4
 
 
-def test_temporaries_end_behind_the_launch_that_takes_them_last():
+def test_temporaries_end_behind_the_launch_that_takes_them_last(launched):
     kernel = Kernel()
     living = []
 
@@ -177,9 +188,9 @@ def test_temporaries_end_behind_the_launch_that_takes_them_last():
     assert living[2]() is result
 
 
-def test_nothing_keeps_tensors_alive():
+def test_nothing_keeps_tensors_alive(launched):
     kernel = Kernel()
-    op, _ = op_of(kernel, lambda x, given: (x, torch.empty_like(x)), lambda args: args[1])
+    op, _ = op_of(launched, kernel, lambda x, given: (x, torch.empty_like(x)), lambda args: args[1])
     kept = []
     for _ in range(3):
         x, others = tensors()
@@ -189,9 +200,9 @@ def test_nothing_keeps_tensors_alive():
     assert not [ref for ref in kept if ref() is not None]
 
 
-def test_an_op_within_one_that_is_noted_is_run_in_full():
+def test_an_op_within_one_that_is_noted_is_run_in_full(launched):
     kernel = Kernel()
-    inner, full = op_of(kernel)
+    inner, full = op_of(launched, kernel)
     outer_full = []
 
     @repeated.Repeated
@@ -217,9 +228,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_another_geometry_is_launched_in_full(other):
+def test_another_geometry_is_launched_in_full(launched, other):
     kernel = Kernel()
-    op, full = op_of(kernel)
+    op, full = op_of(launched, kernel)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     for _ in range(3):
         op(x, [y])
@@ -229,8 +240,8 @@ def test_another_geometry_is_launched_in_full(other):
     assert len(full) == 3
 
 
-def test_multiprocessors_left_to_others_are_launched_in_full():
-    op, full = op_of(Kernel())
+def test_multiprocessors_left_to_others_are_launched_in_full(launched):
+    op, full = op_of(launched, Kernel())
     x, others = tensors()
     for _ in range(3):
         op(x, others)
@@ -240,8 +251,8 @@ def test_multiprocessors_left_to_others_are_launched_in_full():
 
 
 @pytest.mark.parametrize("knob", ["hopper", "max_transient_bytes", "check_expert_ids"])
-def test_settings_that_launchers_read_are_launched_in_full(knob, monkeypatch):
-    op, full = op_of(Kernel())
+def test_settings_that_launchers_read_are_launched_in_full(launched, knob, monkeypatch):
+    op, full = op_of(launched, Kernel())
     x, others = tensors()
     for _ in range(3):
         op(x, others)
@@ -250,7 +261,30 @@ def test_settings_that_launchers_read_are_launched_in_full(knob, monkeypatch):
     assert len(full) == 3
 
 
+def test_views_are_clear(launched):
+    kernel = Kernel()
+    op, full = op_of(
+        launched, kernel, lambda x, given: (x.narrow(0, 2, 4), x.unflatten(0, (2, 4)), x.movedim(0, 1), x.reshape(-1))
+    )
+    for x, others in [tensors() for _ in range(3)]:
+        op(x, others)
+    assert len(full) == 2
+    assert [at - x.data_ptr() for at in kernel.reached.calls[2][5:]] == [2 * x.stride(0) * x.element_size(), 0, 0, 0]
+
+
+def test_one_tensor_at_two_places(launched):
+    kernel = Kernel()
+    op, full = op_of(launched, kernel, lambda x, given: (x, given[0]))
+    xs = [torch.randn(8, 4) for _ in range(4)]
+    for x in xs:
+        op(x, [x])
+    assert len(full) == 2 and [address(second) for *_, second in kernel.reached.calls] == [x.data_ptr() for x in xs]
+    op(xs[0], [xs[1]])
+    assert len(full) == 3
+
+
 UNCLEAR = {
+    "copied": lambda x, given: (x.t().reshape(-1),),
     "computed": lambda x, given: (x + 1,),
     "from elsewhere": lambda x, given: (FOREIGN,),
     "parts of one memory": lambda x, given: (x, given[0]),
@@ -262,9 +296,9 @@ UNCLEAR_RESULTS = {"argument": lambda args: args[0], "view": lambda args: args[1
 
 
 @pytest.mark.parametrize("results", UNCLEAR_RESULTS.values(), ids=UNCLEAR_RESULTS)
-def test_results_that_are_unclear_are_made_in_full(results):
+def test_results_that_are_unclear_are_made_in_full(launched, results):
     kernel = Kernel()
-    op, full = op_of(kernel, lambda x, given: (x, torch.empty_like(x)), results)
+    op, full = op_of(launched, kernel, lambda x, given: (x, torch.empty_like(x)), results)
     for _ in range(4):
         x, others = tensors()
         op(x, others)
@@ -272,9 +306,9 @@ def test_results_that_are_unclear_are_made_in_full(results):
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
-def test_what_is_unclear_is_launched_in_full(name):
+def test_what_is_unclear_is_launched_in_full(launched, name):
     kernel = Kernel()
-    op, full = op_of(kernel, UNCLEAR[name])
+    op, full = op_of(launched, kernel, UNCLEAR[name])
     memory = torch.randn(16, 4)
     x, others = (memory[:8], [memory[8:]]) if name == "parts of one memory" else tensors()
     for _ in range(4):
@@ -282,22 +316,21 @@ def test_what_is_unclear_is_launched_in_full(name):
     assert len(full) == 4 and len(kernel.reached.calls) == 4
 
 
-def test_a_launcher_of_another_make_is_launched_in_full():
+def test_a_launcher_of_another_make_is_launched_in_full(launched):
     kernel = Kernel()
-    op, full = op_of(kernel)
+    op, full = op_of(launched, kernel)
     x, others = tensors()
     op(x, others)
     reached = kernel.reached
-    for compiled, _ in launch._compiled_kernels.values():
-        if isinstance(compiled, Compiled):
-            compiled.run.launch = lambda *args: reached(*args)
+    for compiled in kernel.made:
+        compiled.run.launch = lambda *args: reached(*args)
     for _ in range(3):
         op(x, others)
     assert len(full) == 4 == len(kernel.reached.calls)
 
 
-def test_profilers_see_launches(monkeypatch):
-    op, full = op_of(Kernel())
+def test_profilers_see_launches(launched, monkeypatch):
+    op, full = op_of(launched, Kernel())
     x, others = tensors()
     for _ in range(3):
         op(x, others)

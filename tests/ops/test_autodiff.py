@@ -1,5 +1,7 @@
 """Forward-mode AD and the transforms of ``torch.func`` over the ops: right, or an error that names the way round."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import ACTIVATIONS
 from moeblaze_ops.arguments.validation_calls import SCORINGS
 from moeblaze_ops.kernels.formulas.named import is_gated
+from moeblaze_ops.ops.autodiff import differentiated
 from tests.tools.rewrite_harness import compiled
 
 ops = torch.ops.moeblaze
@@ -206,6 +209,20 @@ def test_ops_that_write_take_no_tangents():
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="expert_bias_grad_add: forward-mode AD"):
         dual = forward_ad.make_dual(rows, rows)
         ops.expert_bias_grad_add(dual, torch.zeros(2, 3, dtype=DTYPE), None, slots, offsets, 1, False)
+
+
+def test_autograd_keeps_no_function():
+    """What computes an op may hold what it took, down_proj's input, which nobody needs until backward."""
+    weight = torch.randn(2, requires_grad=True)
+
+    def compute(x):
+        return x * held
+
+    held, run = torch.randn(2), differentiated("twice", lambda ctx, grad: grad, None)
+    function, alive = compute, weakref.ref(compute)
+    out = run(function, [weight])
+    del compute, function
+    assert alive() is None and torch.autograd.grad(out.sum(), weight)[0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("run", [lambda moe: moe, torch.compiler.disable], ids=["in_the_graph", "beside_it"])
