@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
-from moeblaze_ops.kernels.configs import Operands, choose_rank_block
+from moeblaze_ops.kernels.configs import ROW_BLOCK, Operands, choose_rank_block
 from moeblaze_ops.kernels.tracing import is_traceable
 
 
@@ -124,6 +124,14 @@ def mean_rows(num_rows: int, num_experts: int) -> int | None:
     if static_size(num_rows) is None or static_size(num_experts) is None:
         return None
     return ceil_div(num_rows, max(1, num_experts))
+
+
+def most_row_tiles(blocks_B2: Tensor, num_rows: int, block_m: int) -> int:
+    """Row tiles of a schedule, and tiles without rows: so many programs are launched. An entry has one row or more."""
+    num_entries = blocks_B2.shape[0] - 1
+    if static_size(num_entries) is not None and static_size(num_rows) is not None:
+        num_entries = min(num_entries, num_rows)
+    return num_entries * (ROW_BLOCK // block_m)
 
 
 def gate_and_up(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Which kernels run: the Gluon kernels for Hopper, or the portable ones. The only place that decides.
 
 Hopper kernels need compute capability 9.0, bf16 or fp16, widths that are multiples of 8 and operands that TMA can
-describe. ``why_portable`` says which of that is missing; launchers ask it, and so can a person (``explain``, or the
-``moeblaze_ops`` logger at debug level).
+describe. Where experts have few rows, as in decoding, the weights are what a projection waits for, and the portable kernels'
+tiles of 16 rows read them faster. ``why_portable`` says what speaks for the portable kernels; launchers ask it, and so can a
+person (the ``moeblaze_ops`` logger at debug level).
 """
 
 import logging
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 _HOPPER = (9, 0)
 _ALIGNMENT = 8
 """Elements of two bytes in 16 bytes: what TMA and 16-byte copies ask of strides and of the first element."""
+_FEW_ROWS = 8
+"""Rows of an expert on average up to which hardly any has more than the 16 of the portable kernels' smallest tile."""
 
 
 def why_portable(
@@ -32,6 +35,7 @@ def why_portable(
     biases: Sequence[Tensor] = (),
     weight_on_input: bool = False,
     low_rank: Tensor | None = None,
+    rows_per_expert: int | None = None,
 ) -> str | None:
     """Why the portable form of ``kernel`` has to run, or None when the Hopper form can.
 
@@ -44,8 +48,11 @@ def why_portable(
         biases: biases, F or D last.
         weight_on_input: the routing weights scale the experts' input.
         low_rank: what of a low-rank addition is in expert order.
+        rows_per_expert: rows of an expert on average, of a projection that is faster where they are few; None where it is not.
     """
     reason = _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank)
+    if reason is None and rows_per_expert is not None and rows_per_expert <= _FEW_ROWS:
+        reason = f"an expert has {rows_per_expert} rows on average, no more than {_FEW_ROWS}"
     log.debug("%s: %s", kernel, "Hopper kernels" if reason is None else f"portable kernels, because {reason}")
     return reason
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_rows
+from moeblaze_ops.kernels.configs import choose_expert_rows
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -24,6 +24,7 @@ from moeblaze_ops.kernels.launch import (
     launch,
     low_rank_blocks,
     mean_rows,
+    most_row_tiles,
     operands,
     static_size,
     strides_of,
@@ -184,12 +185,13 @@ def launch_expert_down(
     num_rows, D = slots_N.shape[0], w.shape[2]
     out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
-    on_hopper = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down, low_rank=v_NR) is None
+    rows_per_expert = mean_rows(num_rows, w.shape[0])
+    why = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down, low_rank=v_NR, rows_per_expert=rows_per_expert)
 
     def write(y_ND, w_part, b_part, lora_part, slots_N=None) -> None:
         """The rows in expert order, or with slots those of each token."""
         given = (a, w_part, b_part, offsets_E1, blocks_B2, y_ND, slots_N, None if slots_N is None else weights_TK)
-        if on_hopper:
+        if why is None:
             hopper_ops.down_rows(*given, v_NR, lora_part)
         else:
             _launch_portable(D, *given, v_NR, lora_part)
@@ -216,7 +218,7 @@ def _launch_portable(
     config = choose_expert_rows(
         operands(a_NF), static_size(F), static_size(width), mean_rows(a_NF.shape[0], num_experts), capability(a_NF)
     )
-    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    num_row_tiles = most_row_tiles(blocks_B2, a_NF.shape[0], config.block_m)
     launch(
         _expert_down_kernel,
         num_row_tiles * ceil_div(D, config.block_n),

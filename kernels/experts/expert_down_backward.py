@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import activate_backward
-from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_down_backward
+from moeblaze_ops.kernels.configs import choose_expert_down_backward
 from moeblaze_ops.kernels.experts.bias_dots import bias_dots
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.formulas.named import num_parameters
@@ -38,6 +38,7 @@ from moeblaze_ops.kernels.launch import (
     launch,
     low_rank_blocks,
     mean_rows,
+    most_row_tiles,
     operands,
     static_size,
     strides_of,
@@ -430,7 +431,7 @@ def _launch_portable(
     (w,) = w_down
     _, F, D = w.shape
     num_rows, G = h_NGF.shape[0], h_NGF.shape[1]
-    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    num_row_tiles = most_row_tiles(blocks_B2, num_rows, config.block_m)
     launch(
         _expert_down_backward_kernel,
         num_row_tiles * ceil_div(F, config.block_n),

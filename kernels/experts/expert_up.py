@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import activate
-from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_expert_up
+from moeblaze_ops.kernels.configs import choose_expert_up
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_cost, value_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
@@ -32,6 +32,7 @@ from moeblaze_ops.kernels.launch import (
     launch,
     low_rank_blocks,
     mean_rows,
+    most_row_tiles,
     operands,
     static_size,
     strides_of,
@@ -234,7 +235,8 @@ def launch_expert_up(
         params_EP = params_EP.contiguous()
     weighted = weights_TK is not None
     operands_of: dict[str, Any] = {"gathered": x_TD, "weights": w_up, "biases": b_up}
-    operands_of |= {"weight_on_input": weighted, "low_rank": u_NR}
+    rows_per_expert = mean_rows(num_rows, num_experts)
+    operands_of |= {"weight_on_input": weighted, "low_rank": u_NR, "rows_per_expert": rows_per_expert}
     if why_portable("expert_up", **operands_of) is None:
         top_k = positions_TK.shape[1]
         given = (x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation)
@@ -246,11 +248,11 @@ def launch_expert_up(
         static_size(D),
         static_size(F),
         gated,
-        mean_rows(num_rows, num_experts),
+        rows_per_expert,
         capability(x_TD),
         value_cost(activation).num_steps,
     )
-    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    num_row_tiles = most_row_tiles(blocks_B2, num_rows, config.block_m)
     launch(
         _expert_up_kernel,
         num_row_tiles * ceil_div(F, config.block_n),

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import FEW_CHANNELS, ROW_BLOCK, choose_expert_rows
+from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_expert_rows
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
 from moeblaze_ops.kernels.launch import (
     allows_tf32,
@@ -31,6 +31,7 @@ from moeblaze_ops.kernels.launch import (
     launch,
     low_rank_blocks,
     mean_rows,
+    most_row_tiles,
     operands,
     static_size,
     strides_of,
@@ -330,7 +331,7 @@ def _launch_portable(
     )
     gate, up = gate_and_up(w_up)
     product = None if left_TC is None else (left_TC, right_CD)
-    num_row_tiles = (blocks_B2.shape[0] - 1) * (ROW_BLOCK // config.block_m)
+    num_row_tiles = most_row_tiles(blocks_B2, num_rows, config.block_m)
     launch(
         _expert_up_backward_kernel,
         num_row_tiles * ceil_div(D, config.block_n),

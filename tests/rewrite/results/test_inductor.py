@@ -12,7 +12,7 @@ from moeblaze_ops import config
 from moeblaze_ops.kernels import configs
 from tests.tools import fakecuda
 
-T, K, E, D, F = 64, 2, 4, 64, 128
+T, K, E, D, F = 96, 2, 4, 64, 128
 CALL = "torch.ops.moeblaze."
 FORWARD_KERNELS = ["_count_kernel", "_scan_kernel", "_place_kernel", "_expert_up_kernel", "_expert_down_kernel"]
 
@@ -91,12 +91,20 @@ def test_plain_layer_becomes_kernels():
     assert_in_order([*FORWARD_KERNELS, "_combine_kernel"], fakecuda.launches(code))
 
 
+def test_few_slots_are_dispatched_by_one_kernel():
+    with FakeTensorMode():
+        inputs = layer_inputs("cuda", 64)
+    kernels = fakecuda.launches(fakecuda.generated_code(layer, inputs))
+    assert_in_order(["_dispatch_few_kernel", *FORWARD_KERNELS[3:], "_combine_kernel"], kernels)
+    assert not set(kernels) & set(FORWARD_KERNELS[:3])
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_is_inlined(dynamic):
     sources: list[str] = []
     compiled = torch.compile(layer, backend=fakecuda.shadow_backend(sources), dynamic=dynamic)
     torch._dynamo.reset()
-    for num_tokens in (24, 40, 72) if dynamic else (24,):
+    for num_tokens in (24, 40, 72) if dynamic else (72,):
         compiled(*layer_inputs("cpu", num_tokens, requires_grad=True)[:2], *training_tail(num_tokens)).sum().backward()
     assert len(sources) == 2, "one forward and one backward graph"
     forward, backward = sources
@@ -124,6 +132,17 @@ def test_kernels_follow_the_device(capability, hopper):
     assert set(called) == ({".implementation"} if hopper else set())
     assert ("_expert_up_kernel" in fakecuda.launches(code)) == (not hopper)
     assert "clone" not in code and ".copy_(" not in code
+
+
+@pytest.mark.parametrize(("num_tokens", "few"), [(16, True), (17, False)])
+def test_projections_of_few_rows_an_expert_are_portable(num_tokens, few):
+    """With 8 rows an expert on average, and with 9."""
+    with FakeTensorMode():
+        inputs = layer_inputs("cuda", num_tokens, dtype=torch.bfloat16)
+    code = fakecuda.generated_code(layer, inputs, capability=(9, 0))
+    names = {"_expert_up_kernel", "_expert_down_kernel"} & set(fakecuda.launches(code))
+    assert names == ({"_expert_up_kernel", "_expert_down_kernel"} if few else set())
+    assert ("torch.ops.moeblaze_hopper." in code) == (not few)
 
 
 @pytest.mark.parametrize(
