@@ -8,18 +8,21 @@ all ranks, each of which draws batches of its own.
 
 import argparse
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import moeblaze_ops
 from moe_lm import MoELanguageModel
 from moeblaze_ops.distributed import clip_grad_norm_, shard_experts
-from train_moe_lm import PRESETS, draw_batches, read_corpus
+from train_moe_lm import PRESETS, draw_batches, positive, read_corpus
 
 WARMUP_STEPS = 3
 
@@ -45,26 +48,63 @@ def train(model: nn.Module, batches: list, device: str) -> None:
     for parameter in model.parameters():
         by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
     optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=1e-3)
-    ranks, start, tokens = dist.get_world_size(), 0.0, 0
-    for step, (inputs, targets) in enumerate(batches):
-        if step == WARMUP_STEPS:
-            synchronize(device)
-            start, tokens = time.perf_counter(), 0
+    ranks, start, tokens, kept = dist.get_world_size(), 0.0, 0, 0
+
+    def train_on(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
         loss = model(inputs, targets) / ranks
+        kept = torch.cuda.memory_allocated() - before if device == "cuda" else 0
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
+
+    for step, (inputs, targets) in enumerate(batches):
+        if step == WARMUP_STEPS:
+            synchronize(device)
+            start, tokens = time.perf_counter(), 0
+        loss = train_on(inputs, targets)
         tokens += inputs.numel()
         if step % 10 == 0 or step == len(batches) - 1:
-            mean = loss.detach().clone()
+            mean = loss.clone()
             dist.all_reduce(mean)
             print_once(f"step {step}: loss {mean.item():.3f}")
     synchronize(device)
     per_second = ranks * tokens / (time.perf_counter() - start)
     print_once(f"{per_second:,.0f} tokens/s on {ranks} ranks")
     if device == "cuda":
-        print_once(f"peak {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on rank 0")
+        peak = torch.cuda.max_memory_allocated()
+        print_once(f"rank 0: {kept / 2**20:,.0f} MiB kept for backward, peak {peak / 2**20:,.0f} MiB")
+        exposed, whole = exposed_communication(lambda: train_on(*batches[-1]))
+        print_once(f"exposed communication: {exposed:.1f} of {whole:.1f} ms, in which rank 0's GPU computes nothing else")
+
+
+def exposed_communication(step: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of a step in which this GPU only communicates or waits for another one, and in which it does anything."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    time_of_stream: Counter[int] = Counter()
+    for event, (begin, end) in zip(events, spans, strict=True):
+        time_of_stream[event.device_resource_id] += end - begin
+    ((computing, _),) = time_of_stream.most_common(1)
+    # What is moved has streams of its own; barriers have not.
+    computes = [event.device_resource_id == computing and "barrier" not in event.name for event in events]
+    whole = covered(spans)
+    return (whole - covered(span for span, own in zip(spans, computes, strict=True) if own)) / 1e3, whole / 1e3
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def synchronize(device: str) -> None:
@@ -80,7 +120,7 @@ def print_once(text: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="default: gpu with a GPU for each rank, else tiny")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=positive(int), help="training steps whose time is taken")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(minutes=5))
@@ -97,7 +137,7 @@ def main() -> None:
     moeblaze_ops.enable()
     model = prepare(model, mesh["ep"])
     own = corpus[rank * len(corpus) // ranks : (rank + 1) * len(corpus) // ranks]
-    train(model, draw_batches(own, preset, arguments.steps or preset.steps + WARMUP_STEPS, device), device)
+    train(model, draw_batches(own, preset, (arguments.steps or preset.steps) + WARMUP_STEPS, device), device)
     dist.destroy_process_group()
 
 

@@ -1,9 +1,10 @@
-"""The example, run as a user runs it, at a tiny size."""
+"""The examples, run as a user runs them, at a tiny size."""
 
 import importlib.util
 import json
 import math
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
+ON_RANKS = ROOT / "examples" / "train_multi_gpu.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 WITHOUT_PACKAGES = """
@@ -144,3 +146,35 @@ def test_table_has_ratios_to_the_first_row(tmp_path):
     header, _, *rows = format_table(ways).splitlines()
     assert "peak memory" not in header
     assert rows[1].split()[1:4] == ["100.0", "ms", "3.00x"]
+
+
+def train_on_two_ranks(folder):
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *ranks, str(ON_RANKS), "--preset", "tiny", "--steps", "2"]
+    env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = (float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE))
+    assert last < first
+    (speed,) = re.findall(r"^([\d,]+) tokens/s on 2 ranks$", done.stdout, re.MULTILINE)
+    assert speed != "0"
+    return done.stdout
+
+
+def test_experts_over_two_processes(tmp_path):
+    assert "shard_experts: 3 parameters sharded" in train_on_two_ranks(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_experts_over_two_gpus(tmp_path):
+    printed = train_on_two_ranks(tmp_path)
+    exposed, whole = map(float, re.findall(r"^exposed communication: ([\d.]+) of ([\d.]+) ms", printed, re.MULTILINE)[0])
+    assert 0 <= exposed < whole and "MiB kept for backward" in printed
+
+
+def test_time_that_intervals_cover(monkeypatch):
+    monkeypatch.syspath_prepend(str(ON_RANKS.parent))
+    covered = runpy.run_path(str(ON_RANKS))["covered"]
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
