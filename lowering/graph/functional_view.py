@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
@@ -205,6 +206,12 @@ class GraphView:
     def all_writes(self) -> list[tuple[fx.Node, fx.Node]]:
         """Every writing node with each of the nodes that it writes, in graph order."""
         return list(self._all_writes)
+
+    @cached_property
+    def without_gradients(self) -> frozenset[fx.Node]:
+        """Nodes of which no gradient is asked for."""
+        made = {node: tree_leaves(fake_of(self.writes.get(node, node))) for node in self.position}
+        return frozenset(node for node, fakes in made.items() if not any(getattr(fake, "requires_grad", False) for fake in fakes))
 
     @cached_property
     def writers(self) -> dict[fx.Node, list[fx.Node]]:

@@ -100,13 +100,13 @@ def differ(a: "Expr", b: "Expr") -> bool:
     return len(numbers[0]) == len(numbers[1]) == 1 and others[0] == others[1] and numbers[0] != numbers[1]
 
 
-def subexpressions(e: Expr, accept: Callable[[Expr], bool]) -> Iterator[Expr]:
-    """Outermost sub-expressions that ``accept`` takes, each once."""
+def subexpressions(e: Expr, accept: Callable[[Expr], bool], over: Expr | None = None) -> Iterator[Expr]:
+    """Outermost sub-expressions that ``accept`` takes, each once; of those that depend on ``over``, a variable, alone."""
     seen: set[Expr] = set()
     stack = [e]
     while stack:
         top = stack.pop()
-        if top in seen:
+        if top in seen or (over is not None and over not in top.free):
             continue
         seen.add(top)
         if accept(top):

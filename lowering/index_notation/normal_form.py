@@ -257,9 +257,10 @@ class Algebra:
 
     def _over_both(self, var: Expr, body: Expr) -> Expr | None:
         """The sum over n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
-        parts = list(subexpressions(body, lambda e: e.kind in ("div", "mod") and e.args[0] is var))
-        sizes = {part.args[1] for part in parts}
-        if var.args[2] != "r" or len(sizes) != 1:
+        if var.args[2] != "r":
+            return None
+        sizes = {part.args[1] for part in subexpressions(body, lambda e: e.kind in ("div", "mod") and e.args[0] is var, over=var)}
+        if len(sizes) != 1:
             return None
         (size,) = sizes
         ratio = sympy.cancel(sympy.sympify(var.args[1]) / sympy.sympify(size))
@@ -292,7 +293,7 @@ class Algebra:
 
     def _without_permutation(self, var: Expr, body: Expr) -> Expr:
         """Take the summed rows in the order before a permutation of them, where that removes it."""
-        permuted = _find(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,))
+        permuted = _find(body, lambda e: e.kind == "leaf" and e.args[0].is_permutation and e.args[1] == (var,), over=var)
         if permuted is None or not same_size(permuted.args[0].shape[0], var.args[1]):
             return body
         reordered = self.substitute(body, {var: self.inverse(permuted.args[0], var)})
@@ -350,6 +351,8 @@ class Algebra:
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
+            if found is None and not any(old.free <= e.free for old in replace):
+                return e
             if found is None:
                 if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
                     outer = {key: value for key, value in replace.items() if key is not e.args[0]}
@@ -400,5 +403,5 @@ def _is_chosen(e: Expr) -> bool:
     return e.kind == "call" and e.args[0] == CHOSEN
 
 
-def _find(e: Expr, accept: Callable[[Expr], bool]) -> Expr | None:
-    return next(subexpressions(e, accept), None)
+def _find(e: Expr, accept: Callable[[Expr], bool], over: Expr | None = None) -> Expr | None:
+    return next(subexpressions(e, accept, over), None)

@@ -80,7 +80,7 @@ def _prove_gradients(view: GraphView, root: fx.Node, carriers: frozenset[fx.Node
         for e in range(9): out += share(ids, e) * experts[e](x)         nobody chooses the last one: not taken
         weights.fill_(1)                                                nor this: the router has gradients of zeros
     """
-    constant = frozenset(node for node in view.position if not _needs_gradient(view, node))
+    constant = view.without_gradients
     if root in constant:
         return
     lost = dependencies(view, root, stop=constant) - dependencies(view, *read - constant, stop=constant)
@@ -100,10 +100,6 @@ def _is_used(node: fx.Node, without: frozenset[fx.Node]) -> bool:
                 seen.add(user)
                 ways.append(user)
     return False
-
-
-def _needs_gradient(view: GraphView, node: fx.Node) -> bool:
-    return any(getattr(fake, "requires_grad", False) for fake in tree_leaves(fake_of(view.writes.get(node, node))))
 
 
 def _kept(view: GraphView, own: set[fx.Node], nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> set[fx.Node]:
@@ -208,7 +204,7 @@ def written_before_backward(view: GraphView, root: fx.Node, operands: Iterable[f
     """
     written = set()
     late = [(node, target) for node, target in view.all_writes() if view.position[node] > view.position[root]]
-    for operand in operands if late and _needs_gradient(view, root) else ():
+    for operand in operands if late and root not in view.without_gradients else ():
         aliases = set(view.aliases(operand)) if fake_of(operand).is_floating_point() else set()
         for node, target in late:
             if target in aliases:
