@@ -95,7 +95,7 @@ class Moving:
         if config.exchange != "auto":
             return config.exchange == "all_to_all"
         promises_more = config.arrived_rows == "bound" or config.transport == "copies"
-        return isinstance(self.K, int) and self.K < self.sharded.ranks and not promises_more
+        return isinstance(self.K, int) and self.sharded.ranks > self.K and not promises_more
 
     def describe(self) -> str:
         most = config.tokens_per_rank

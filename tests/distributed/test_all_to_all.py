@@ -1,6 +1,7 @@
 """Tokens that go to the ranks of their experts alone: numbers of one process, on ranks with any number of tokens and rows."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -192,6 +193,30 @@ def check_calls() -> None:
     assert (sum(forward.values()), sum(backward.values())) == (4, 4), (forward, backward)
     assert all("alltoall" in name for name in (*forward, *backward)), (forward, backward)
     assert ours["row_numbers"] == 1 and "used_slots" not in ours and "most_tokens" not in ours, ours
+
+
+def test_others_reached():
+    """As many other ranks as all choices of K experts reach on average."""
+    from moeblaze_ops.lowering.rewrite.sharded import ShardedWeights
+
+    for ranks, experts, K in ((2, 4, 1), (2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 6, 5)):
+        counts = [len({e // (experts // ranks) for e in chosen} - {0}) for chosen in itertools.combinations(range(experts), K)]
+        reached = ShardedWeights({}, "", ranks, 0).others_reached(experts, K)
+        assert reached == pytest.approx(sum(counts) / len(counts)), (ranks, experts, K)
+
+
+def test_sum_of_rows():
+    """In the order of ranks and in fp32, rounded once; a token without rows gets zeros."""
+    from moeblaze_ops.ops.sharded.all_to_all import sum_rows
+
+    rows = torch.tensor([[2.0**-9], [1.0], [2.0**-9], [-1.0]], dtype=torch.bfloat16)
+    positions = torch.tensor([[1, 0, 2], [-1, -1, -1], [-1, 3, 1]], dtype=torch.int32)
+    assert sum_rows(rows, positions).tolist() == [[1.0], [0.0], [0.0]]
+    assert sum_rows(rows.float(), positions).tolist() == [[1.0 + 2.0**-8], [0.0], [0.0]]
+    big = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]])
+    orders = torch.tensor([[0, 1, 2], [0, 2, 1]], dtype=torch.int32)
+    assert sum_rows(big, orders).tolist() == [[0.0], [1.0]]
+    assert sum_rows(big[:0], torch.full((3, 2), -1, dtype=torch.int32)).tolist() == [[0.0]] * 3
 
 
 FUNCTION = {

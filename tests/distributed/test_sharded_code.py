@@ -182,6 +182,7 @@ def test_all_to_all_runs_beside_products(group):
         "_combine_kernel",
         "start all_to_all_single 2",
         "wait all_to_all_single 2",
+        "_combine_kernel",
     ]
     assert order(backward) == [
         "start all_to_all_single 0",
@@ -196,6 +197,8 @@ def test_all_to_all_runs_beside_products(group):
         "_expert_weight_grad_kernel",
         "_expert_weight_grad_kernel",
         "wait all_to_all_single 2",
+        "_combine_kernel",
         "wait all_to_all_single 3",
+        "_combine_kernel",
     ]
     assert forward.count("row_numbers.default(") == 1 and "row_numbers" not in backward and "used_slots" not in forward

@@ -191,10 +191,7 @@ RANKS = {2: CHECKS, 4: CHECKS_OF_FOUR}
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
-    return {
-        ranks: run_checks(checks, ranks, tmp_path_factory.mktemp("ranks"))
-        for ranks, checks in RANKS.items()
-    }
+    return {ranks: run_checks(checks, ranks, tmp_path_factory.mktemp("ranks")) for ranks, checks in RANKS.items()}
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, checks in RANKS.items() for name in checks])

@@ -7,6 +7,7 @@ of ranks and of tokens within a rank, and where each token finds what comes back
 and the hosts read these numbers once a layer. Nobody waits who has no tokens, or gets none: it sends and receives 0 rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.register import number_of_data, register_plain_op
+from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
 from moeblaze_ops.ops.sharded.collectives import Size, first_rows, process_group
 
 _functional = torch.ops._c10d_functional
@@ -37,7 +38,7 @@ class Route(NamedTuple):
     @classmethod
     def of(cls, tensors: list[Tensor], group: str) -> "Route":
         """What gave ``tensors()``."""
-        return cls(*tensors[:2], tensors[2:], group)
+        return cls(tensors[0], tensors[1], tensors[2:], group)
 
     def tensors(self) -> list[Tensor]:
         return [self.tokens_S, self.positions_TR, *self.numbers]
@@ -97,19 +98,23 @@ def _row_numbers_fake(leaving_R2: Tensor, group: str) -> list[Tensor]:
     return [leaving_R2.new_empty(number_of_data(), 0) for _ in range(2 * leaving_R2.shape[0] + 1)]
 
 
-def _sum_rows(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
-    if rows_SD.is_cuda:
-        from moeblaze_ops.kernels.rows.combine import combine, token_slots
-
-        out_TD = rows_SD.new_empty(positions_TR.shape[0], rows_SD.shape[1])
-        with torch.cuda.device(rows_SD.device):
-            combine(rows_SD, token_slots(positions_TR, None, rows_SD.shape[0]), out_TD)
-        return out_TD
+def _sum_rows_cpu(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
     sums_TD = rows_SD.new_zeros(positions_TR.shape[0], rows_SD.shape[1], dtype=sum_dtype(rows_SD))
     for positions_T in positions_TR.unbind(1):
         tokens = (positions_T >= 0).nonzero().squeeze(1)
         sums_TD[tokens] += rows_SD[positions_T[tokens]]
     return sums_TD.to(rows_SD.dtype)
+
+
+def _sum_rows_launcher() -> Callable:
+    from moeblaze_ops.kernels.rows.combine import combine, token_slots
+
+    def launch(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
+        out_TD = _sum_rows_fake(rows_SD, positions_TR)
+        combine(rows_SD, token_slots(positions_TR, None, rows_SD.shape[0]), out_TD)
+        return out_TD
+
+    return launch
 
 
 def _sum_rows_fake(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
@@ -124,7 +129,13 @@ Args:
         host reads all numbers at once.
 """
 
-sum_rows = register_plain_op("sum_rows", "(Tensor rows_SD, Tensor positions_TR) -> Tensor", _sum_rows, _sum_rows_fake)
+sum_rows = register_op(
+    "sum_rows",
+    "(Tensor rows_SD, Tensor positions_TR) -> Tensor",
+    fake=_sum_rows_fake,
+    cpu=_sum_rows_cpu,
+    launcher=_sum_rows_launcher,
+)
 """[T, D]: the sum of the rows of each token, in fp32 (fp64 of fp64) and in the order of ranks; two runs agree bit for bit.
 
 Args:

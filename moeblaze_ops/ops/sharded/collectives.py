@@ -20,9 +20,7 @@ Size = int | torch.SymInt
 _functional = torch.ops._c10d_functional
 
 
-def start_gathers(
-    local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, routing: bool = False
-) -> list[Tensor]:
+def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, routing: bool = False) -> list[Tensor]:
     """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1, or any with copies.
 
     The results are for ``wait``, and have no gradient. ``routing``: rows behind are -1 with copies too, or 0 of floating dtypes.

@@ -130,9 +130,7 @@ def _moving(ranks: Ranks, experts_TK: Tensor, gathered_x: Tensor | None, x_TD: T
     return Gathering(gathered_x.shape[0] // ranks.size, x_TD.shape[0], ranks.size, ranks.group, ranks.copies)
 
 
-def _routing_of_all(
-    experts_TK: Tensor, weights_TK: Tensor | None, moving: Gathering | Route
-) -> tuple[Tensor, Tensor | None]:
+def _routing_of_all(experts_TK: Tensor, weights_TK: Tensor | None, moving: Gathering | Route) -> tuple[Tensor, Tensor | None]:
     """Expert ids and routing weights of what arrives, -1 for ids of rows behind a rank's own.
 
     They travel together: as they are by copies, else in one collective, for which fp32 and fp64 hold ids and narrower weights
