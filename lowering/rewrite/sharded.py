@@ -10,6 +10,7 @@ that is what experts compute that see the tokens of all ranks. Accepted and refu
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -43,10 +44,9 @@ class ShardedWeights:
         """Bytes that a rank receives in forward and backward where tokens move to every rank."""
         return _TOKEN_LEGS * (self.ranks - 1) * T * D * itemsize
 
-    def others_reached(self, E: int, K: int) -> float:
-        """How many other ranks have one of a token's K experts, as expected of K experts of E that are chosen at random."""
-        nowhere_here = math.comb(E - E // self.ranks, K) / math.comb(E, K)
-        return (self.ranks - 1) * (1 - nowhere_here)
+    def share_reached(self, E: int, K: int) -> Fraction:
+        """Of the other ranks, those that have one of a token's K experts, if any K of E are as likely as others."""
+        return 1 - Fraction(math.comb(E - E // self.ranks, K), math.comb(E, K))
 
     @property
     def moved_weight_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Moving:
     sharded: ShardedWeights
     x: torch.Tensor
     E: int
-    K: int | torch.SymInt
+    K: int
 
     @property
     def tokens(self) -> bool:
@@ -95,7 +95,7 @@ class Moving:
         if config.exchange != "auto":
             return config.exchange == "all_to_all"
         promises_more = config.arrived_rows == "bound" or config.transport == "copies"
-        return isinstance(self.K, int) and self.sharded.ranks > self.K and not promises_more
+        return self.sharded.ranks > self.K and not promises_more
 
     def describe(self) -> str:
         most = config.tokens_per_rank
@@ -108,8 +108,6 @@ class Moving:
 
     def _describe_exchange(self, T: int | torch.SymInt) -> str:
         gathered = f"{_size(self._bytes_of(T, all_to_all=False))} by all-gather"
-        if not isinstance(self.K, int):
-            return gathered
         sent = f"{_size(self._bytes_of(T, all_to_all=True))} by all-to-all"
         taken, other = (sent, gathered) if self.all_to_all else (gathered, sent)
         return f"{taken}, not {other}"
@@ -119,9 +117,10 @@ class Moving:
 
     def _bytes_of(self, T: int | torch.SymInt, all_to_all: bool) -> int | torch.SymInt:
         whole = self.sharded.token_bytes(T, self.x.shape[1], self.x.element_size())
-        if not all_to_all or not isinstance(self.K, int):
+        if not all_to_all:
             return whole
-        return whole * round(1000 * self.sharded.others_reached(self.E, self.K)) // (1000 * (self.sharded.ranks - 1))
+        share = self.sharded.share_reached(self.E, self.K).limit_denominator(1000)
+        return whole * share.numerator // share.denominator
 
 
 def may_move(match: MoEMatch, x_TD: fx.Node, experts_TK: fx.Node) -> Moving | None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def as_written(x: Tensor, weights: Tensor | None, ids: Tensor, w_up, b_up, w_dow
 def check_function(
     K: int, chosen: str = "any", weighted: bool = True, on_input: bool = False, exact: bool = True, keep_h: bool = True
 ) -> None:
-    """The function itself, eager: output, gradients, and both once more."""
+    """The function itself, eager: output, gradients, and both once more. Of rows of width D it keeps x alone."""
     from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
     from tests.tools import sharded_layers as harness
 
@@ -78,9 +79,32 @@ def check_function(
         for name in ("w_up", "b_up", "w_down", "b_down"):
             dist.all_reduce(wanted[name])
             wanted[name] = wanted[name][here]
-        first, second = (gradients(ours, [each[here] for each in whole]) for _ in range(2))
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each, kept=kept: kept.append(each) or each, lambda each: each):
+            first = gradients(ours, [each[here] for each in whole])
+        assert [each.shape for each in kept if each.dim() == 2 and each.shape[1] == D] == [x.shape, whole[-1][here].shape]
+        second = gradients(ours, [each[here] for each in whole])
         harness.assert_close(first, wanted)
         assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def check_route(K: int) -> None:
+    """A token goes once to each rank with an expert of it, and each rank knows what comes."""
+    from moeblaze_ops.ops.sharded.all_to_all import route_to_ranks
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    num_local = E // world
+    for counts in COUNTS[world]:
+        ids = [routing_of(r, count, K, "any") for r, count in enumerate(counts)]
+        to = [[((of >= r * num_local) & (of < (r + 1) * num_local)) for r in range(world)] for of in ids]
+        route = route_to_ranks(ids[rank], num_local, world, dist.group.WORLD.group_name)
+        assert route.tokens_S.tolist() == [
+            token for r in range(world) for token in to[rank][r].any(1).nonzero().flatten().tolist()
+        ]
+        leaving = [int(to[rank][r].any(1).sum()) for r in range(world)]
+        arriving = [int(to[r][rank].any(1).sum()) for r in range(world)]
+        slots = sum(int(to[r][rank].sum()) for r in range(world))
+        assert [len(number) for number in route.numbers] == [*leaving, *arriving, slots]
 
 
 def layer(name: str, K: int) -> nn.Module:
@@ -195,14 +219,14 @@ def check_calls() -> None:
     assert ours["row_numbers"] == 1 and "used_slots" not in ours and "most_tokens" not in ours, ours
 
 
-def test_others_reached():
+def test_share_reached():
     """As many other ranks as all choices of K experts reach on average."""
     from moeblaze_ops.lowering.rewrite.sharded import ShardedWeights
 
     for ranks, experts, K in ((2, 4, 1), (2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 6, 5)):
-        counts = [len({e // (experts // ranks) for e in chosen} - {0}) for chosen in itertools.combinations(range(experts), K)]
-        reached = ShardedWeights({}, "", ranks, 0).others_reached(experts, K)
-        assert reached == pytest.approx(sum(counts) / len(counts)), (ranks, experts, K)
+        chosen = list(itertools.combinations(range(experts), K))
+        reached = sum(len({e // (experts // ranks) for e in each} - {0}) for each in chosen)
+        assert ShardedWeights({}, "", ranks, 0).share_reached(experts, K) == Fraction(reached, len(chosen) * (ranks - 1))
 
 
 def test_sum_of_rows():
@@ -220,6 +244,7 @@ def test_sum_of_rows():
 
 
 FUNCTION = {
+    **{f"route, K {K}": functools.partial(check_route, K) for K in (1, 2)},
     **{f"function, K {K}": functools.partial(check_function, K) for K in (1, 2)},
     "function, all to the first rank": functools.partial(check_function, 1, "of the first rank"),
     "function, no expert": functools.partial(check_function, 2, "none"),

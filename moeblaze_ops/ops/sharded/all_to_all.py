@@ -23,10 +23,10 @@ _functional = torch.ops._c10d_functional
 
 
 class Route(NamedTuple):
-    """Which tokens go to which ranks, and how many rows each rank sends to which; as ``Gathering``, with rows for some ranks.
+    """Which tokens go to which ranks, and how they get there and back; it does what ``Gathering`` does.
 
-    tokens_S: token of each row that leaves, for the first rank, the second, and so on. positions_TR: row of each token for each
-    rank, -1 for none. leaving, arriving: rows for and from each rank. num_slots: slots of this rank's experts in what arrives.
+    ``tokens_S``: the token of each row that leaves, those for the first rank first. ``positions_TR``: the row of each token for
+    each rank, -1 for none. ``numbers``: those of ``row_numbers``. Copy engines have no part in it.
     """
 
     tokens_S: Tensor
