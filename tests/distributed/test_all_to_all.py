@@ -140,6 +140,24 @@ def check_layer(name: str, K: int, steps=None, backend: str = "aot_eager", first
     assert not [called for called in names if called in unwanted], names
 
 
+def check_one_axis() -> None:
+    """Two groups of two ranks, each with all experts."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
+    model, rank = layer("dense_einsum", 1), mesh.get_local_rank()
+    shard_experts(model, mesh)
+    run, graphs, _ = compiled(model)
+    inputs = [harness.tokens_of(r, zoo.D, 3 + dist.get_rank() // 2 + r) for r in range(2)]
+    got = harness.train(model, run, inputs[rank])
+    harness.assert_close(*map(without_router, (got, harness.in_one_process(layer("dense_einsum", 1), inputs)[rank])))
+    names = names_in(graphs)
+    assert "experts_over_ranks" in names and "start_gather_of_tokens" not in names, names
+
+
 def check_checkpointed(within_graph: bool) -> None:
     """A layer that is run again in backward, by the compiled graph or from outside, on ranks without tokens as well."""
     from moeblaze_ops.distributed import shard_experts
@@ -259,7 +277,7 @@ OTHERS = {
     "stacked_loop, K 1": functools.partial(check_layer, "stacked_loop", 1),
     "dense_einsum, K 1": functools.partial(check_layer, "dense_einsum", 1, WITHOUT_NONE[2]),
     "all to the first rank": functools.partial(check_layer, "stacked_loop", 1, WITHOUT_NONE[2], first_only=True),
-    "through Inductor": functools.partial(check_layer, "loop_mixtral", 1, backend="inductor"),
+    "through Inductor": functools.partial(check_layer, "loop_mixtral", 1, [(0, 33)], backend="inductor"),
     "checkpointed from outside": functools.partial(check_checkpointed, within_graph=False),
     "checkpointed in the graph": functools.partial(check_checkpointed, within_graph=True),
     "choice": check_choice,
@@ -269,6 +287,7 @@ OF_FOUR = {
     "dense_einsum, K 1": functools.partial(check_layer, "dense_einsum", 1, WITHOUT_NONE[4]),
     "stacked_loop, K 2": functools.partial(check_layer, "stacked_loop", 2),
     "sorted_transformers, K 2": functools.partial(check_layer, "sorted_transformers", 2, WITHOUT_NONE[4]),
+    "one axis of two": check_one_axis,
     "choice": functools.partial(check_choice, every_knob=False),
 }
 CHECKS = {2: FUNCTION | OTHERS, 4: FUNCTION | OF_FOUR}
