@@ -285,7 +285,7 @@ OTHERS = {
 }
 OF_FOUR = {
     "dense_einsum, K 1": functools.partial(check_layer, "dense_einsum", 1, WITHOUT_NONE[4]),
-    "stacked_loop, K 2": functools.partial(check_layer, "stacked_loop", 2),
+    "stacked_loop, K 2": functools.partial(check_layer, "stacked_loop", 2, [(5, 0, 33, 1)]),
     "sorted_transformers, K 2": functools.partial(check_layer, "sorted_transformers", 2, WITHOUT_NONE[4]),
     "one axis of two": check_one_axis,
     "choice": functools.partial(check_choice, every_knob=False),
