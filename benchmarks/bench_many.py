@@ -6,6 +6,7 @@ Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in 
 
     ours      ``shard_experts`` and ``torch.compile``: tokens move, h exactly as long as the rows that arrived
     nccl      the same through collectives, where ``ours`` moves tokens by copy engines
+    alltoall  the same with an all-to-all: a token goes to the ranks of its experts alone (for fewer ``--choices`` than ranks)
     bound     the same as ours with room for all rows and a promised number of tokens: no host sync, and no question between hosts
     weights   the same layer with weights that move
     titan     torchtitan's flow, written plainly and compiled: argsort, 2 all-to-all, 3 ``grouped_mm``, scatter_add
@@ -141,6 +142,7 @@ class Bench:
         config.arrived_rows = "bound" if name == "bound" else "exact"
         config.tokens_per_rank = self.T if name == "bound" else None
         config.transport = "nccl" if name == "nccl" else "auto"
+        config.exchange = "all_to_all" if name == "alltoall" else "all_gather"
         config.experts_move = "weights" if name == "weights" else "tokens"
         if name == "local":
             model = self.layer(self.arguments.experts // self.ep)

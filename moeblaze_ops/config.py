@@ -22,6 +22,12 @@ collective_multiprocessors: int | None = None
 """Multiprocessors that our persistent kernels leave to a collective that runs beside them, in backward of a layer whose tokens
 move by NCCL: as many as it takes (``NCCL_MAX_CTAS``). None: not one; programs of such a kernel may have to wait then."""
 
+exchange: Literal["auto", "all_gather", "all_to_all"] = "auto"
+"""How tokens reach the experts of other ranks and come back: ``all_gather`` brings each to every rank, and a reduce-scatter sums;
+``all_to_all`` brings each once to every rank that has an expert of it, after a host read of how many go where. ``auto``: the
+all-to-all where there are more ranks than experts per token, which is fewer bytes then, unless ``arrived_rows`` is ``bound``,
+which promises no host read, or ``transport`` is ``copies``. The same on every rank."""
+
 experts_move: Literal["auto", "tokens", "weights"] = "auto"
 """What moves between ranks that share the experts of a proven layer (``shard_experts``): its tokens, its weights, or of the two
 what is fewer bytes for ``tokens_per_rank``: tokens where that is None. The same on every rank."""
@@ -71,7 +77,7 @@ as many rows as the largest number."""
 transport: Literal["auto", "nccl", "copies"] = "auto"
 """What moves tokens between ranks that share experts: collectives of the process group (``nccl``; gloo on CPUs), or copy engines
 of GPUs that see each other's memory (``copies``). ``auto``: copies where the ranks are the processes of one host with NVLink
-between any two GPUs. The same on every rank."""
+between any two GPUs. An all-to-all (``exchange``) is a collective whatever this is. The same on every rank."""
 
 verify: Literal["off", "first"] = "off"
 """``first``: the first run of each graph with rewritten layers is compared with the graph as it was, outputs and gradients;

@@ -99,11 +99,11 @@ def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.N
 def _insert_layer(
     insert: Inserter, match: MoEMatch, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
 ) -> tuple[fx.Node, str]:
-    moving = may_move(match, x_TD)
+    moving = may_move(match, x_TD, experts_TK)
     if moving is None or not moving.tokens:
         out, became = _insert_whole(insert, match, x_TD, weights_TK, experts_TK)
         return out, became if moving is None else f"{became}: {moving.describe()}"
-    out = insert_moved_tokens(insert, match, moving.sharded, x_TD, weights_TK, experts_TK)
+    out = insert_moved_tokens(insert, match, moving, x_TD, weights_TK, experts_TK)
     return out, f"experts_over_ranks({match.activation}): {moving.describe()}"
 
 

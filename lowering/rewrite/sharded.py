@@ -10,6 +10,7 @@ that is what experts compute that see the tokens of all ranks. Accepted and refu
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -40,8 +41,12 @@ class ShardedWeights:
     weight_bytes: int
 
     def token_bytes(self, T: int | torch.SymInt, D: int, itemsize: int) -> int | torch.SymInt:
-        """Bytes that a rank receives in forward and backward where tokens move."""
+        """Bytes that a rank receives in forward and backward where tokens move to every rank."""
         return _TOKEN_LEGS * (self.ranks - 1) * T * D * itemsize
+
+    def share_reached(self, E: int, K: int) -> Fraction:
+        """Of the other ranks, those that have one of a token's K experts, if any K of E are as likely as others."""
+        return 1 - Fraction(math.comb(E - E // self.ranks, K), math.comb(E, K))
 
     @property
     def moved_weight_bytes(self) -> int:
@@ -75,6 +80,8 @@ class Moving:
 
     sharded: ShardedWeights
     x: torch.Tensor
+    E: int
+    K: int
 
     @property
     def tokens(self) -> bool:
@@ -82,40 +89,56 @@ class Moving:
         most = config.tokens_per_rank
         return config.experts_move == "tokens" or most is None or self._token_bytes(most) <= self.sharded.moved_weight_bytes
 
+    @property
+    def all_to_all(self) -> bool:
+        """Whether tokens go to the ranks of their experts alone, see ``config.exchange``."""
+        if config.exchange != "auto":
+            return config.exchange == "all_to_all"
+        promises_more = config.arrived_rows == "bound" or config.transport == "copies"
+        return self.sharded.ranks > self.K and not promises_more
+
     def describe(self) -> str:
         most = config.tokens_per_rank
-        tokens = f"{_size(self._token_bytes(self.x.shape[0] if most is None else most))} of tokens"
+        T = self.x.shape[0] if most is None else most
+        tokens = f"{_size(self._token_bytes(T))} of tokens"
         weights = f"{_size(self.sharded.moved_weight_bytes)} of weights"
         moved, other = (tokens, weights) if self.tokens else (weights, tokens)
-        return f"{moved} move between {self.sharded.ranks} ranks, not {other}"
+        text = f"{moved} move between {self.sharded.ranks} ranks, not {other}"
+        return f"{text}; {self._describe_exchange(T)}" if self.tokens else text
+
+    def _describe_exchange(self, T: int | torch.SymInt) -> str:
+        gathered = f"{_size(self._bytes_of(T, all_to_all=False))} by all-gather"
+        sent = f"{_size(self._bytes_of(T, all_to_all=True))} by all-to-all"
+        taken, other = (sent, gathered) if self.all_to_all else (gathered, sent)
+        return f"{taken}, not {other}"
 
     def _token_bytes(self, T: int | torch.SymInt) -> int | torch.SymInt:
-        return self.sharded.token_bytes(T, self.x.shape[1], self.x.element_size())
+        return self._bytes_of(T, self.all_to_all)
+
+    def _bytes_of(self, T: int | torch.SymInt, all_to_all: bool) -> int | torch.SymInt:
+        whole = self.sharded.token_bytes(T, self.x.shape[1], self.x.element_size())
+        if not all_to_all:
+            return whole
+        share = self.sharded.share_reached(self.E, self.K).limit_denominator(1000)
+        return whole * share.numerator // share.denominator
 
 
-def may_move(match: MoEMatch, x_TD: fx.Node) -> Moving | None:
+def may_move(match: MoEMatch, x_TD: fx.Node, experts_TK: fx.Node) -> Moving | None:
     """What moves, if the layer's experts are sharded and its tokens may."""
     if config.experts_move == "weights" or match.has_low_rank or match.parameters:
         return None
     sharded = sharded_weights(match)
-    return None if sharded is None else Moving(sharded, fake_of(x_TD))
+    return None if sharded is None else Moving(sharded, fake_of(x_TD), match.E, fake_of(experts_TK).shape[1])
 
 
 def insert_moved_tokens(
-    insert: Inserter, match: MoEMatch, sharded: ShardedWeights, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
+    insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, weights_TK: fx.Node | None, experts_TK: fx.Node
 ) -> fx.Node:
-    """Insert the layer with tokens that move. They leave before the router chooses."""
-    x, ranks = fake_of(x_TD), sharded.ranks
-    together = ranks, sharded.group, x.is_cuda and copies_between(sharded.group)
-    early = _is_unwritten(match)
-    first = insert.at(_behind_inputs(match.x.node)) if early else insert
-    early_TD = first.rows(match.x, match.D) if early else x_TD
-    with x.fake_mode:
-        # What copies have started holds nothing yet.
-        everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if together[2] else []))
-        value = x.new_empty(x.shape)
-    rows = config.tokens_per_rank or _most_tokens(first, early_TD, sharded.group)
-    gathered = first.given(everyone, start_gather_of_tokens, early_TD, rows, *together)
+    """Insert the layer with tokens that move. They leave before the router chooses, unless it says where they go."""
+    x, sharded = fake_of(x_TD), moving.sharded
+    copies = x.is_cuda and not moving.all_to_all and copies_between(sharded.group)
+    together = sharded.ranks, sharded.group, copies
+    gathered = None if moving.all_to_all else _start_gather(insert, match, x_TD, *together)
     w_up, b_up, w_down, b_down = (
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
@@ -126,7 +149,20 @@ def insert_moved_tokens(
     settings = (match.activation, match.weights_on_input, *together, config.arrived_rows == "exact", keep_h)
     parameters = (w_up, b_up, w_down, b_down)
     operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
+    with x.fake_mode:
+        value = x.new_empty(x.shape)
     return insert.given(value.requires_grad_(learns), experts_over_ranks, *operands)
+
+
+def _start_gather(insert: Inserter, match: MoEMatch, x_TD: fx.Node, ranks: int, group: str, copies: bool) -> fx.Node:
+    x, early = fake_of(x_TD), _is_unwritten(match)
+    first = insert.at(_behind_inputs(match.x.node)) if early else insert
+    early_TD = first.rows(match.x, match.D) if early else x_TD
+    with x.fake_mode:
+        # What copies have started holds nothing yet.
+        everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if copies else []))
+    rows = config.tokens_per_rank or _most_tokens(first, early_TD, group)
+    return first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group, copies)
 
 
 def _most_tokens(first: Inserter, x_TD: fx.Node, group: str) -> fx.Node:

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+# A graph from a compiler's cache calls these ops without anything having rewritten the layer.
+from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  # noqa: F401
 from moeblaze_ops.ops.sharded.collectives import start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 

@@ -93,17 +93,18 @@ def compiled(model: nn.Module):
     return torch.compile(model)
 
 
-def check_numbers(popularity: float = 0.0, **settings) -> None:
+def check_numbers(popularity: float = 0.0, popular: int = 1, **settings) -> None:
     from moeblaze_ops import compile as switch
     from moeblaze_ops import config
 
     defaults = {"experts_move": "tokens", "arrived_rows": "exact", "keep": "preactivation", "transport": "nccl"}
+    defaults["exchange"] = "all_gather"
     for name, value in {**defaults, **settings}.items():
         setattr(config, name, value)
     inputs = [tokens(rank) for rank in range(dist.get_world_size())]
     one, model = layer(), layer()
     for each in (one, model):
-        each.popularity[0] = popularity
+        each.popularity[:popular] = popularity
     expected = wanted(one, inputs)
     run = compiled(sharded(model))
     with switch.recording() as records:
@@ -122,11 +123,11 @@ def check_eager() -> None:
     assert_close(train(model, model, inputs[dist.get_rank()]), expected)
 
 
-def check_uneven_tokens(transport: str = "nccl") -> None:
+def check_uneven_tokens(transport: str = "nccl", exchange: str = "all_gather") -> None:
     """Tokens or weights move for any number of tokens on a rank, none included."""
     from moeblaze_ops import config
 
-    config.arrived_rows, config.transport = "exact", transport
+    config.arrived_rows, config.transport, config.exchange = "exact", transport, exchange
     rank = dist.get_rank()
     inputs = [tokens(r, count=0 if r == 1 else 64 * (r + 1)) for r in range(dist.get_world_size())]
     expected = wanted(layer(), inputs)
@@ -141,7 +142,7 @@ def check_steps_by_copies() -> None:
     """Copy engines give what collectives give, in every one of many steps that follow each other without a pause."""
     from moeblaze_ops import config
 
-    config.experts_move, config.arrived_rows, config.keep = "tokens", "exact", "preactivation"
+    config.experts_move, config.arrived_rows, config.keep, config.exchange = "tokens", "exact", "preactivation", "all_gather"
     inputs = [tokens(10 * step + dist.get_rank(), count=4096 if step % 3 else 8192) for step in range(12)]
     results = {}
     for transport in ("nccl", "copies"):
@@ -160,7 +161,7 @@ def check_memory(transport: str = "nccl") -> None:
     """Kept: x, h of the rows that arrived, and indices."""
     from moeblaze_ops import config
 
-    config.experts_move, config.arrived_rows, config.keep = "tokens", "exact", "preactivation"
+    config.experts_move, config.arrived_rows, config.keep, config.exchange = "tokens", "exact", "preactivation", "all_gather"
     config.transport = transport
     model = sharded()
     run = compiled(model)
@@ -202,6 +203,10 @@ CHECKS = {
     "memory, by copies": functools.partial(check_memory, transport="copies"),
     "uneven tokens, by copies": functools.partial(check_uneven_tokens, transport="copies"),
     "many steps by copies": check_steps_by_copies,
+    "tokens move by all-to-all": functools.partial(check_numbers, exchange="all_to_all"),
+    "keeps the input, by all-to-all": functools.partial(check_numbers, keep="input", exchange="all_to_all"),
+    "all tokens to one rank, by all-to-all": functools.partial(check_numbers, 16.0, E // 4, exchange="all_to_all"),
+    "uneven tokens, by all-to-all": functools.partial(check_uneven_tokens, exchange="all_to_all"),
 }
 
 

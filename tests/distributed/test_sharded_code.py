@@ -42,22 +42,33 @@ def ends(x, gathered, weights, ids, w_up, w_down):
     return x.clone()
 
 
+def as_many_come(arriving_R2, leaving_R2, group):
+    """As many rows arrive as leave, with all slots, whatever they hold: this group moves nothing."""
+    arriving_R2[:, 0] = leaving_R2[:, 0]
+    arriving_R2[:, 1] = leaving_R2[:, 0] * K
+
+
 def layer(x, w_router, w_up, w_down):
     gathered = begins(x)
     weights, ids = torch.topk(torch.softmax(x @ w_router, -1), K, dim=-1)
     return ends(x, gathered, weights, ids, w_up, w_down)
 
 
-def generated(group: str, copies: bool, exact: bool = False, dtype: torch.dtype = torch.float32) -> list[str]:
+def generated(
+    group: str, copies: bool, exact: bool = False, dtype: torch.dtype = torch.float32, all_to_all: bool = False
+) -> list[str]:
     """Forward and backward of a layer whose tokens move, in a graph as the rewriter leaves it."""
 
     def start(x):
         rows = most_tokens(x, group) if exact else T
+        if all_to_all:
+            return x
         return start_gather_of_tokens(x, rows, RANKS, group, copies)
 
     def experts(x, gathered, weights, ids, w_up, w_down):
         settings = ("swiglu", False, RANKS, group, copies, exact, True)
-        return experts_over_ranks(x, gathered, weights, ids, [w_up], [], [w_down], [], *settings)
+        given = None if all_to_all else gathered
+        return experts_over_ranks(x, given, weights, ids, [w_up], [], [w_down], [], *settings)
 
     def rewritten(graph, inputs):
         for node in graph.graph.nodes:
@@ -70,7 +81,11 @@ def generated(group: str, copies: bool, exact: bool = False, dtype: torch.dtype 
     sources: list[str] = []
     shadow = fakecuda.shadow_backend(sources)
     torch._dynamo.reset()
-    with rank_of(RANKS), mock.patch.object(collectives, "largest_number", lambda mine, group: mine):
+    with (
+        rank_of(RANKS),
+        mock.patch.object(collectives, "largest_number", lambda mine, group: mine),
+        mock.patch.object(dist, "all_to_all_single", as_many_come),
+    ):
         torch.compile(layer, backend=rewritten)(*inputs).sum().backward()
     return sources
 
@@ -84,7 +99,7 @@ def order(code: str) -> list[str]:
         part = re.search(r"(\w+) = (\w+)\[\d+\]$", line.strip())
         if part and part[2] in names:
             names[part[1]] = names[part[2]]
-        starts = "all_gather_into_tensor|reduce_scatter_tensor|gather_rows|sum_parts"
+        starts = "all_gather_into_tensor|reduce_scatter_tensor|gather_rows|sum_parts|all_to_all_single"
         started = re.search(rf"(\w+) = torch\.ops\.\w+\.({starts})\b", line)
         waited = re.search(r"(?:wait_tensor|arrived)\.default\((\w+)\)", line)
         launched = re.search(r"(_expert_\w+_kernel|_combine_kernel)_\d+\.run", line)
@@ -153,3 +168,37 @@ def test_copies_take_the_place_of_collectives(group, exact):
 def test_the_routers_product_is_added_in_place(group, copies):
     _, backward = generated(group, copies, exact=True, dtype=torch.bfloat16)
     assert backward.count("aten.addmm_.default(") == 1 and "extern_kernels.addmm" not in backward
+
+
+def test_all_to_all_runs_beside_products(group):
+    forward, backward = generated(group, copies=False, exact=True, all_to_all=True)
+    assert order(forward) == [
+        "start all_to_all_single 0",
+        "wait all_to_all_single 0",
+        "start all_to_all_single 1",
+        "wait all_to_all_single 1",
+        "_expert_up_kernel",
+        "_expert_down_kernel",
+        "_combine_kernel",
+        "start all_to_all_single 2",
+        "wait all_to_all_single 2",
+        "_combine_kernel",
+    ]
+    assert order(backward) == [
+        "start all_to_all_single 0",
+        "start all_to_all_single 1",
+        "wait all_to_all_single 0",
+        "_expert_down_backward_kernel",
+        "_expert_up_backward_kernel",
+        "_combine_kernel",
+        "start all_to_all_single 2",
+        "start all_to_all_single 3",
+        "wait all_to_all_single 1",
+        "_expert_weight_grad_kernel",
+        "_expert_weight_grad_kernel",
+        "wait all_to_all_single 2",
+        "_combine_kernel",
+        "wait all_to_all_single 3",
+        "_combine_kernel",
+    ]
+    assert forward.count("row_numbers.default(") == 1 and "row_numbers" not in backward and "used_slots" not in forward

@@ -43,6 +43,13 @@ def test_cold_import():
     assert float(result.stdout) < 3
 
 
+def test_sharding_registers_what_cached_graphs_call():
+    ops = ("experts_over_ranks_backward", "row_numbers", "sum_rows", "used_slots", "most_tokens")
+    program = f"import torch, moeblaze_ops.distributed\n[getattr(torch.ops.moeblaze, name) for name in {ops}]"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 def test_cpu_needs_no_triton():
     program = (
         "import sys\n"

@@ -4,11 +4,13 @@ They start at once, by the name of a process group, and are waited for. Copy eng
 (``peer_copies``), torch's functional collectives elsewhere: these keep their arguments as they are until somebody has waited.
 """
 
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeblaze_ops.ops.dispatch import used_slots
 from moeblaze_ops.ops.register import number_of_data, register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
@@ -18,9 +20,7 @@ Size = int | torch.SymInt
 _functional = torch.ops._c10d_functional
 
 
-def start_gathers(
-    local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, routing: bool = False
-) -> list[Tensor]:
+def start_gathers(local: list[Tensor], rows: Size, ranks: int, group: str, copies: bool, routing: bool = False) -> list[Tensor]:
     """Start to gather ``rows`` rows of every rank on the first axis: those of ``local``, and behind them -1, or any with copies.
 
     The results are for ``wait``, and have no gradient. ``routing``: rows behind are -1 with copies too, or 0 of floating dtypes.
@@ -49,6 +49,36 @@ def start_reduce_scatters(whole: list[Tensor], ranks: int, group: str, copies: b
 def wait(started: Tensor, copies: bool) -> Tensor:
     """The result of what was started, with ``copies`` or without."""
     return arrived(started) if copies else _functional.wait_tensor(started)
+
+
+class Gathering(NamedTuple):
+    """Tokens go to every rank, ``rows`` of each, and a reduce-scatter brings back the sums of this rank's own ``num_tokens``."""
+
+    rows: Size
+    num_tokens: Size
+    ranks: int
+    group: str
+    copies: bool
+
+    def start_out(self, local: list[Tensor], routing: bool = False) -> list[Tensor]:
+        """Start to bring rows of tokens to the ranks of their experts, for ``arrived``; ``routing`` as for ``start_gathers``."""
+        return start_gathers(local, self.rows, self.ranks, self.group, self.copies, routing)
+
+    def arrived(self, started: Tensor) -> Tensor:
+        """The rows that this rank has got."""
+        return wait(started, self.copies)
+
+    def start_back(self, computed: list[Tensor]) -> list[Tensor]:
+        """Start to bring back what was computed for the rows that arrived, for ``sums``."""
+        return start_reduce_scatters(computed, self.ranks, self.group, self.copies)
+
+    def sums(self, started: Tensor) -> Tensor:
+        """For each token of this rank, the sum of what the ranks computed."""
+        return first_rows(wait(started, self.copies), self.num_tokens)
+
+    def used(self, slots_N: Tensor, offsets_E1: Tensor) -> Tensor:
+        """The slots of ``dispatch`` that are used."""
+        return used_slots(slots_N, offsets_E1)
 
 
 def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str, routing: bool) -> list[Tensor]:

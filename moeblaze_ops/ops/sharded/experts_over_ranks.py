@@ -16,18 +16,12 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
-from moeblaze_ops.ops.dispatch import dispatch, used_slots
+from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
-from moeblaze_ops.ops.sharded.collectives import (
-    Size,
-    first_rows,
-    process_group,
-    start_gathers,
-    start_reduce_scatters,
-    wait,
-)
+from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
+from moeblaze_ops.ops.sharded.collectives import Gathering, process_group
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
 
@@ -48,7 +42,7 @@ class Ranks(NamedTuple):
 
 def experts_over_ranks(
     x_TD: Tensor,
-    gathered_x: Tensor,
+    gathered_x: Tensor | None,
     weights_TK: Tensor | None,
     experts_TK: Tensor,
     w_up: list[Tensor],
@@ -67,7 +61,7 @@ def experts_over_ranks(
 
     Args:
         x_TD: tokens of this rank. Shape [T, D]; T may be 0, and another one on each rank.
-        gathered_x: ``start_gathers`` of x_TD. Shape [R*M, D].
+        gathered_x: ``start_gathers`` of x_TD. Shape [R*M, D]. None: an all-to-all brings each token to the ranks of its experts.
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
@@ -88,13 +82,15 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
-        together = ranks.size, ranks.group, ranks.copies
-        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, gathered_x.shape[0] // ranks.size, *together)
+        moving = _moving(ranks, experts_TK, gathered_x, x_TD, num_local)
+        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, moving)
+        if gathered_x is None:
+            (gathered_x,) = moving.start_out([x_TD])
         local = ids - first_of_rank(ranks.group, num_local)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
-        routing = (used_slots(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
-        all_x = wait(gathered_x, ranks.copies)
+        routing = (moving.used(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
+        all_x = moving.arrived(gathered_x)
         on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
         h_NGF = None
         if ranks.keep_h:
@@ -103,21 +99,23 @@ class _Experts(torch.autograd.Function):
         else:
             out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
         ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
-        ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *parameters)
-        (sums,) = start_reduce_scatters([out], *together)
-        return first_rows(wait(sums, ranks.copies), x_TD.shape[0])
+        route = moving.tensors() if isinstance(moving, Route) else []
+        ctx.num_route = len(route)
+        ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *route, *parameters)
+        (sums,) = moving.start_back([out])
+        return moving.sums(sums)
 
     @staticmethod
     def backward(ctx, dout_TD):
         x_TD, h_NGF, all_weights_TK, *saved = ctx.saved_tensors
-        routing, parameters = saved[:4], saved[4:]
+        routing, route, parameters = saved[:4], saved[4 : 4 + ctx.num_route], saved[4 + ctx.num_route :]
         needed = ctx.needs_input_grad
         needs = [needed[6], needed[7] and all_weights_TK is not None]
         needs += [any(group) for group in split_groups(list(needed[8:]), ctx.counts)]
         groups = split_groups(parameters, ctx.counts)
         gradients = experts_over_ranks_backward(
             dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.size,
-            ctx.ranks.group, ctx.ranks.copies, needs,
+            ctx.ranks.group, ctx.ranks.copies, route, needs,
         )  # fmt: skip
         dx_TD, dweights_TK, *of_parameters = gradients
         filled: list[Tensor | None] = []
@@ -126,22 +124,26 @@ class _Experts(torch.autograd.Function):
         return (None,) * 6 + (dx_TD if needs[0] else None, dweights_TK if needs[1] else None, *filled)
 
 
-def _routing_of_all(
-    experts_TK: Tensor, weights_TK: Tensor | None, rows: Size, ranks: int, group: str, copies: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Expert ids and routing weights of all ranks, -1 for ids of rows behind a rank's own.
+def _moving(ranks: Ranks, experts_TK: Tensor, gathered_x: Tensor | None, x_TD: Tensor, num_local: int) -> Gathering | Route:
+    if gathered_x is None:
+        return route_to_ranks(experts_TK, num_local, ranks.size, ranks.group)
+    return Gathering(gathered_x.shape[0] // ranks.size, x_TD.shape[0], ranks.size, ranks.group, ranks.copies)
+
+
+def _routing_of_all(experts_TK: Tensor, weights_TK: Tensor | None, moving: Gathering | Route) -> tuple[Tensor, Tensor | None]:
+    """Expert ids and routing weights of what arrives, -1 for ids of rows behind a rank's own.
 
     They travel together: as they are by copies, else in one collective, for which fp32 and fp64 hold ids and narrower weights
     exactly.
     """
     ids = experts_TK.to(torch.int32)
-    if weights_TK is None or copies:
+    if weights_TK is None or moving.copies:
         sent = [ids] if weights_TK is None else [ids, weights_TK]
-        arrived = [wait(each, copies) for each in start_gathers(sent, rows, ranks, group, copies, routing=True)]
+        arrived = [moving.arrived(each) for each in moving.start_out(sent, routing=True)]
         return arrived[0], arrived[1] if len(arrived) == 2 else None
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    (both,) = start_gathers([torch.cat([ids.to(wide), weights_TK.to(wide)], 1)], rows, ranks, group, copies)
-    ids, weights = wait(both, copies).chunk(2, dim=1)
+    (both,) = moving.start_out([torch.cat([ids.to(wide), weights_TK.to(wide)], 1)])
+    ids, weights = moving.arrived(both).chunk(2, dim=1)
     return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()
 
 
@@ -159,17 +161,18 @@ def gradients_over_ranks(*args: Any) -> list[Tensor]:
 
 def _gradients(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, ranks, group, copies, needs,
+    weight_on_input, ranks, group, copies, route, needs,
 ):  # fmt: skip
     needs_x, needs_weights, needs_w_up, needs_b_up, needs_w_down, needs_b_down = needs
     on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     top_k = positions_TK.shape[1]
-    T, rows = x_TD.shape[0], positions_TK.shape[0] // ranks
+    gathering = Gathering(positions_TK.shape[0] // ranks, x_TD.shape[0], ranks, group, copies)
+    moving = Route.of(route, group) if route else gathering
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
-    dout, *gathered = start_gathers([dout_TD, x_TD] if needs_all_x else [dout_TD], rows, ranks, group, copies)
-    dout = wait(dout, copies)
-    all_x = wait(gathered[0], copies) if h_NGF is None or on_input is not None else None
+    dout, *gathered = moving.start_out([dout_TD, x_TD] if needs_all_x else [dout_TD])
+    dout = moving.arrived(dout)
+    all_x = moving.arrived(gathered[0]) if h_NGF is None or on_input is not None else None
     if h_NGF is None:
         dh_NGF, dscale_TK, wa_NF = expert_mlp_backward(
             dout, all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input
@@ -183,11 +186,11 @@ def _gradients(
         dscale_TK = scale_TK if weight_on_input else dscale_TK
         of_tokens += [dx] if needs_x else []
     of_tokens += [dscale_TK] if needs_weights else []
-    sums = start_reduce_scatters(of_tokens, ranks, group, copies) if of_tokens else []
+    sums = moving.start_back(of_tokens) if of_tokens else []
     # Beside the sums.
     results: list[Tensor] = []
     if needs_w_up:
-        all_x = wait(gathered[0], copies) if all_x is None else all_x
+        all_x = moving.arrived(gathered[0]) if all_x is None else all_x
         results += expert_weight_grad(all_x, dh_NGF, w_up, on_input, slots_N, offsets_E1, top_k)
     if needs_b_up:
         results += up_bias_gradients(dh_NGF, slots_N, offsets_E1, top_k, len(b_up))
@@ -195,14 +198,14 @@ def _gradients(
         results += expert_weight_grad(dout, wa_NF.unsqueeze(1), w_down, None, slots_N, offsets_E1, top_k)
     if needs_b_down:
         results.append(expert_bias_grad(dout, on_output, slots_N, offsets_E1, top_k, True))
-    own = (wait(each, copies) for each in sums)
-    reduced = [first_rows(next(own), T) if need else x_TD.new_empty(0) for need in (needs_x, needs_weights)]
+    own = (moving.sums(each) for each in sums)
+    reduced = [next(own) if need else x_TD.new_empty(0) for need in (needs_x, needs_weights)]
     return [*reduced, *results]
 
 
 def _backward_fake(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, ranks, group, copies, needs,
+    weight_on_input, ranks, group, copies, route, needs,
 ):  # fmt: skip
     needs_x, needs_weights, *needs_parameters = needs
     tokens, top_k = x_TD.shape[0], positions_TK.shape[1]
@@ -218,7 +221,7 @@ _library = torch.library.Library("moeblaze", "FRAGMENT")
 _library.define(
     "experts_over_ranks_backward(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
     " Tensor[] b_down, Tensor? all_weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2,"
-    " str activation, bool weight_on_input, int ranks, str group, bool copies, bool[] needs) -> Tensor[]",
+    " str activation, bool weight_on_input, int ranks, str group, bool copies, Tensor[] route, bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("experts_over_ranks_backward", gradients_over_ranks, "CompositeExplicitAutograd")
