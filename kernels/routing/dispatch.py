@@ -13,8 +13,7 @@ any other, behind all used ones, where they are written as -1. A program keeps B
 slots of no concern to it: with more experts than that, every chunk has a program for each *window* of BINS - 1 bins.
 
 Where a token has many slots, as one that may go to any number of experts, most are unused, and are not sorted: the count writes
-their positions, and a list of the used slots of each chunk, one after another, which is what is placed. Few slots in all are
-placed by one program (``dispatch_few``).
+their positions, and a list of the used slots of each chunk, one after another, which is what is placed.
 """
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_dispatch
 from moeblaze_ops.kernels.launch import ceil_div, launch
-from moeblaze_ops.kernels.routing.dispatch_few import has_few_slots, launch_dispatch_few
 from moeblaze_ops.kernels.tiles import ROWS_PER_ENTRY
 
 _COUNT_STEP = 1024
@@ -384,13 +382,10 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         return experts_TK.new_empty(shape, dtype=torch.int32)
 
     positions_TK, blocks_B2 = new_ints(T, top_k), new_ints(num_entries + 1, 2)
-    slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
-    if has_few_slots(experts_TK, num_experts):
-        launch_dispatch_few(experts_TK, num_experts, slots_N, offsets_E1, positions_TK, blocks_B2)
-        return slots_N, offsets_E1, positions_TK, blocks_B2
-
     listed = new_ints(num_chunks * (chunk + 1)) if lists else None
     counts, totals = _launch_counts(experts_TK, num_experts, listed, positions_TK if lists else None)
+    slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
+
     launch(
         _place_kernel,
         num_experts + 1 + num_chunks * num_windows,

@@ -106,18 +106,6 @@ def check_resources(layer, capability, on_tensor_cores, step=train):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_few_slots_compile(capability):
-    with recorded_launches(capability) as launches:
-        for num_experts in (128, 1000):
-            launch_dispatch(torch.empty(16, 8, dtype=torch.int64, device="cuda"), num_experts)
-    assert [launch.name for launch in launches] == ["_dispatch_few_kernel"] * 2
-    for launch in launches:
-        resources = compile_launch(launch, capability)
-        assert resources.spill_bytes == 0
-        assert resources.shared_bytes <= shared_memory_bytes(capability)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_many_slots_compile(capability):
     """Dispatch with a list of used slots, sums over these, a product in parts, and what is added to a router's gradient."""
 
