@@ -19,6 +19,7 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
@@ -238,6 +239,9 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
     def _element_cast(self, value: Value, indices: Indices, depth: int) -> Expr:
         (x,) = value.args
         e = self.element(x, indices, depth)
+        if e.kind == "const":
+            stored = stored_number(e.args[0], value.dtype)
+            return self.algebra.leaf(value, indices) if stored is None else self.algebra.const(stored)
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
             if value.dtype == torch.bool:
                 return self._not_zero(e) or self.algebra.cast(value.dtype, e)

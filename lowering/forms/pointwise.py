@@ -28,8 +28,8 @@ from moeblaze_ops.lowering.forms.views import (
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
-_OF_NUMBERS = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "logsigmoid",
-           "softsign", "threshold")  # fmt: skip
+_OF_NUMBERS = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "hardtanh",
+           "logsigmoid", "softsign", "threshold")  # fmt: skip
 """Pointwise functions of one tensor that numbers may stand beside."""
 
 
@@ -196,5 +196,5 @@ short_forms({
     # What Dynamo makes of `addcmul_` with a number.
     ("fma",): lambda view, a, b, x: pointwise(view, "add", x, pointwise(view, "mul", a, b)),
     ("gelu",): lambda view, x, approximate="none": pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x),
-    ("hardtanh",): lambda view, x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(view, x, min_val, max_val),
+    ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),
 })  # fmt: skip
