@@ -24,6 +24,7 @@ from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import holds
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
 
@@ -247,6 +248,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
                 return self._not_zero(e) or self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
+            if whole and not holds(self.algebra, value.dtype, e):
+                return self.algebra.leaf(value, indices)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
         if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
@@ -283,7 +286,9 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
                 return mask
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
-        return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
+        e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
+        wraps = not value.dtype.is_floating_point and not holds(self.algebra, value.dtype, e)
+        return self.algebra.leaf(value, indices) if wraps else e
 
     # Reductions.
 

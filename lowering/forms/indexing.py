@@ -325,12 +325,16 @@ def _permutation(view: GraphView, keys: Value, dim: int, descending: bool) -> Va
 
 
 def _exact_integers(x: Value) -> Value:
-    """Integers below the float casts that hold them exactly."""
+    """Integers below the float casts that hold them exactly.
+
+        ids.float(), ids.float().long()         but not  (ids / 2).long(), which rounds
+    """
+    given = x
     while x.op == "cast" and x.dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
         if x.args[0].dtype not in (torch.int32, torch.int64, torch.float32, torch.float64, torch.int16, torch.uint8):
             break
         x = x.args[0]
-    return x
+    return given if x.dtype.is_floating_point else x
 
 
 def bound_of(x: Value) -> Size | None:
@@ -379,7 +383,7 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
-    require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
+    require(min == 0 and max > 0 and integers.dtype.is_floating_point is False, "bins of integers")
     bound = bound_of(integers)  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, counts_of(view, ids, bins), output_dtype(view))

@@ -155,7 +155,8 @@ def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype:
 
 @form("truediv", "div", "divide", "true_divide")
 def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
-    positions = isinstance(a, Value) and a.is_permutation  # never negative: both ways round down
+    negative = isinstance(b, (int, float)) and b < 0
+    positions = isinstance(a, Value) and a.is_permutation and not negative  # both ways round down
     require(rounding_mode in (None, "floor") or (rounding_mode == "trunc" and positions), "rounding mode")
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
 

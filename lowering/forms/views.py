@@ -185,6 +185,7 @@ def pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: A
         length = size_of(piece.shape[d])
         found.append(sliced(view, x, d, start, 1, length))
         start = start + length
+    require(same_size(start, x.shape[d]), "one part behind another")  # not ``x.tensor_split([2, 1])``
     return tuple(found)
 
 
