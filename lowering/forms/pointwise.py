@@ -4,6 +4,7 @@
 """
 
 import math
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ from moeblaze_ops.lowering.forms.views import (
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
-_OF_NUMBERS = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "hardtanh",
-           "logsigmoid", "softsign", "threshold")  # fmt: skip
-"""Pointwise functions of one tensor that numbers may stand beside."""
+_OF_NUMBERS: dict[str, dict[str, float | None]] = {
+    "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
+    "celu": {"alpha": 1.0}, "hardtanh": {"min_val": -1.0, "max_val": 1.0}, "threshold": {"threshold": None, "value": None},
+    **{name: {} for name in ("mish", "selu", "relu6", "hardswish", "hardsigmoid", "logsigmoid", "softsign")},
+}  # fmt: skip
+"""Pointwise functions of one tensor, and the names of the numbers that may stand beside it, with what they are if not given."""
 
 
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
@@ -111,8 +115,11 @@ for _name, _arity, _names in [
 def _with_numbers(name: str) -> None:
     """A pointwise function of one tensor, its other arguments numbers: never looked into, only repeated."""
 
-    def apply(view: GraphView, x: Any, *params: Any, inplace: bool = False) -> Value:
+    def apply(view: GraphView, x: Any, *params: Any, inplace: bool = False, **named: Any) -> Value:
         params = params[:-1] if params and params[-1] is False else params  # a positional `inplace`
+        for keyword, default in islice(_OF_NUMBERS[name].items(), len(params), None):
+            params = (*params, named.pop(keyword, default)) if named else params
+        require(not named, "keywords")
         require(all(type(p) in (int, float) for p in params), "numbers")
         return pointwise(view, name, x, params=params)
 

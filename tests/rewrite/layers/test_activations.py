@@ -105,6 +105,41 @@ def test_log_sigmoid():
     assert found.activation == "-softplus(-h)"
 
 
+_BY_NAME = {
+    "leaky_relu": (lambda g: F.leaky_relu(g, negative_slope=0.2), lambda g: F.leaky_relu(g, 0.2)),
+    "elu": (lambda g: F.elu(g, alpha=0.5), lambda g: F.elu(g, 0.5)),
+    "celu": (lambda g: F.celu(input=g, alpha=0.5), lambda g: F.celu(g, 0.5)),
+    "softplus": (lambda g: F.softplus(g, threshold=3), lambda g: F.softplus(g, 1.0, 3)),
+    "softplus with both": (lambda g: F.softplus(g, threshold=3, beta=2.0), lambda g: F.softplus(g, 2.0, 3)),
+    "hardtanh": (lambda g: F.hardtanh(g, max_val=0.5), lambda g: F.hardtanh(g, -1.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", _BY_NAME)
+def test_numbers_that_are_given_by_name(name):
+    formulas = set()
+    for function in _BY_NAME[name]:
+        layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda function=function: zoo.PlainMLP(function), E=2)
+        (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 4).rewritten
+        formulas.add(found.activation)
+    assert len(formulas) == 1
+
+
+_REASONS = {
+    "sinh": (lambda g, u: torch.sinh(g) * u, "it reads what 'sinh' gives, which is no function of formulas"),
+    "cast": (lambda g, u: torch.tanh(g) * u.int(), "it casts to torch.int32"),
+    "arange": (lambda g, u: torch.tanh(g) * u * torch.arange(zoo.FF), "it depends on which expert or which feature it is"),
+}
+
+
+@pytest.mark.parametrize("name", _REASONS)
+def test_the_reason_names_the_operator(name):
+    function, reason = _REASONS[name]
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(function), E=2)
+    (found,) = rewrite_of(layer, torch.randn(5, zoo.D)).candidates
+    assert found.reason == "ACTIVATION" and reason in found.detail
+
+
 _STORED = {
     "an integer of 1.5": lambda g: g * torch.full((1,), 1.5, dtype=torch.int64),
     "1.5 as an integer": lambda g: g * torch.full((1,), 1.5).long(),
