@@ -374,7 +374,7 @@ class Matcher:
         b_down = None
         if _all_or_none([e.down.bias for e in chosen]):
             (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
-        if fake_of(root).requires_grad:
+        if fake_of(self.view.writes.get(root, root)).requires_grad:
             _prove_reached(lead.activation, x, w_up, b_up, low_rank_up, parameters)
         on_input = bool(lead.scale)
         passed = None
