@@ -62,6 +62,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     refuse_comparison,
 )
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
+from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -104,6 +105,7 @@ class Branches:
         self.age = 0
         self.done: dict[str, None] = {}
         self.longer = LongerLists()
+        self.merged = MergedTensors()
         self._flows: dict[Any, ControlFlow] = {}
         self._births: dict[int, tuple[Any, int]] = {}
 
@@ -187,14 +189,31 @@ class Branches:
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
+        if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
+            return self._round(tx, at, instruction, original)
+        self._inspect(tx, instruction)
+        if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
+            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
+            if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
+                return True
+        return self._do(tx, at, instruction, original)
+
+    def _inspect(self, tx: Any, instruction: Any) -> None:
+        """Refuse an instruction that asks what only the data tell, and hand it what it may ask, on either side of a branch."""
         if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Numbers) for side in tx.stack[-2:]):
             raise Declined("numbers that only the data tell are compared")
         if instruction.opname in _COMPARES:
-            refuse_comparison(_COMPARES[instruction.opname], [_realized(side) for side in tx.stack[-2:]])
+            sides = [_realized(side) for side in tx.stack[-2:]]
+            refuse_comparison(_COMPARES[instruction.opname], sides)
+            self.merged.refuse(_COMPARES[instruction.opname], sides)
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
             raise Declined("an error is raised in a block")
+        self.longer.resolve(tx, instruction)
+
+    def _do(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        """Do an instruction that is no branch on data."""
         if instruction.opname == "GET_ITER":
             over = _realized(tx.stack[-1])
             if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
@@ -206,13 +225,6 @@ class Branches:
                 tx.popn(2)
                 tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
                 tx.instruction_pointer = at + 1
-                return True
-        if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
-            return self._round(tx, at, instruction, original)
-        self.longer.resolve(tx, instruction)
-        if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
-            if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         return self.longer.step(tx, instruction, original)
 
@@ -294,8 +306,9 @@ class Branches:
         branch.world = _world(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
-        while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
-            if not original(tx) or tx.instruction_pointer is None:
+        while not self._joins(branch, at := tx.instruction_pointer, instruction := tx.instructions[at]):
+            self._inspect(tx, instruction)
+            if not self._do(tx, at, instruction, original) or tx.instruction_pointer is None:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
@@ -349,6 +362,7 @@ class Branches:
                 self.decline(branch, "a list would have another length")
             for one, other in zip(branch.skipped[found], found.items, strict=True):
                 compare("what a list holds", one, other)
+        self.merged.add(with_ for _, with_ in pairs)
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
@@ -406,6 +420,8 @@ def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple
         pairs.append((without, with_))  # a number that became one that data tell, or the other way round
         return _is_number(without) and _is_number(with_)
     if isinstance(without, TensorVariable | SymNodeVariable):
+        if without.python_type() is not with_.python_type():
+            return False
         if without.as_proxy().node is not with_.as_proxy().node:
             pairs.append((without, with_))
         return True

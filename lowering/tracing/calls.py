@@ -18,6 +18,9 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 
+_IDENTIFY = {"hash_impl", "get_python_hash", "is_python_equal"}
+"""What Dynamo asks of a tensor that is a key; 2.11 has no ``hash_impl``."""
+
 _OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
 
 
@@ -31,6 +34,7 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
     def of_tensors(self, tx, name, args, kwargs):
         if (branches := attempt()) is None:
             return tensor_method(self, tx, name, args, kwargs)
+        branches.merged.refuse_history(self, name)
         found = branches.instead(host_numbers.handled_method, tx, self, name, args, kwargs)
         if found is None:
             found = branches.instead(hit_loops.handled_method, tx, self, name, args)
@@ -46,6 +50,17 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         return constant_method(self, tx, name, args, kwargs)
 
     TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
+    get_attribute = TensorVariable.var_getattr
+
+    @functools.wraps(get_attribute)
+    def of_attributes(self, tx, name):
+        if (branches := attempt()) is not None:
+            branches.merged.refuse_history(self, name)
+        return get_attribute(self, tx, name)
+
+    TensorVariable.var_getattr = of_attributes
+    for name in _IDENTIFY & vars(TensorVariable).keys():
+        _watch_identity(name, attempt)
     set_item = TensorVariable.method___setitem__
 
     @functools.wraps(set_item)
@@ -53,6 +68,18 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         return set_item(self, tx, as_key(key) if attempt() is not None else key, value)
 
     TensorVariable.method___setitem__ = of_subscripts
+
+
+def _watch_identity(name: str, attempt: Callable[[], Any]) -> None:
+    original = getattr(TensorVariable, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if (branches := attempt()) is not None:
+            branches.merged.refuse(hash, [self])
+        return original(self, *args, **kwargs)
+
+    setattr(TensorVariable, name, method)
 
 
 def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Callable[[], Any]) -> None:
@@ -70,6 +97,7 @@ def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Call
             if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
                 args = [args[0], as_key(args[1])]
             hit_loops.refuse(function, args)
+            branches.merged.refuse(function, args)
         found = branches.instead(host_numbers.handled, tx, function, args, kwargs)
         return original(self, tx, args, kwargs) if found is None else found
 

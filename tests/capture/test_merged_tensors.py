@@ -1,0 +1,184 @@
+"""Which tensor one is after a branch on data, and how it was made, depends on the branch: a program that asks is left alone.
+
+Layers are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out`` for x [T, D]. They count what they are told.
+"""
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from moeblaze_ops import compile as moeblaze_compile
+from tests.capture import test_capture as guarded
+from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+
+def _rounds(self, x, weights, ids, start):
+    """Each expert's number, and what the sum was before its tokens were added, and is afterwards."""
+    out = start
+    for e in range(len(self.experts)):
+        before = out
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        yield e, before, out
+
+
+def asks_identity(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += out is not before
+    return out
+
+
+def asks_identity_by_a_function(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += any(map(operator.is_, [before], [out]))
+    return out
+
+
+def asks_id(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += id(out) == id(before)
+    return out
+
+
+def key_of_a_dict(self, x, weights, ids):
+    seen = {}
+    for e, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        seen[before] = seen[out] = e
+    self.calls += len(seen)
+    return out
+
+
+def in_a_set(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += len({before, out})
+    return out
+
+
+def asks_whether_it_is_a_parameter(self, x, weights, ids):
+    scale = self.router.gate.weight
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        taken = scale
+        if token.numel() > 0:
+            taken = scale + 0
+            out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        self.calls += isinstance(taken, nn.Parameter)
+    return out
+
+
+def _parts(self, x, weights, ids, start):
+    """What each expert gives to all tokens, which does not depend on it where it has none."""
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        part = start()
+        if token.numel() > 0:
+            part = part.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        yield part
+
+
+def asks_requires_grad(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for part in _parts(self, x, weights, ids, lambda: torch.zeros_like(x)):
+        self.calls += part.requires_grad
+        out = out + part
+    return out
+
+
+def asks_it_of_what_is_made_of_it(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for part in _parts(self, x, weights, ids, lambda: torch.zeros_like(x)):
+        part = 2 * part
+        self.calls += getattr(part, "requires_grad", False)
+        out = out + part / 2
+    return out
+
+
+def asks_is_leaf_of_what_is_written(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        part = torch.zeros_like(x)
+        if token.numel() > 0:
+            part.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        self.calls += part.is_leaf
+        out = out + part
+    return out
+
+
+def skips_by_a_flag_that_is(self, x, weights, ids):
+    """The flag is compared where an expert has no tokens."""
+    first = (ids == 0).any().item()
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            out = out * (2 if first is True else 1)
+            continue
+        out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def skips_by_a_flag_that_equals(self, x, weights, ids):
+    first = (ids == 0).any().item()
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            if first == 1:
+                out = out * 2
+            continue
+        out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def asks_of_tensors_beside(self, x, weights, ids):
+    """Of tensors that no branch makes; in the work of an expert, of what it made."""
+    start = torch.zeros_like(x)
+    loss = weights.mean()
+    out = start
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            rows = x[token]
+            y = self.experts[e](rows)
+            y = y if y.requires_grad and y is not rows else rows
+            out = out.index_add(0, token, y * weights[token, slot, None])
+    self.calls = loss.requires_grad + (loss is start) + len({loss, start, x}) + x.is_leaf + (out is None)
+    return out
+
+
+def skips_by_a_known_flag(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            out = out * (2 if self.training is None else 1)
+            continue
+        out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+LAYERS = (asks_of_tensors_beside, skips_by_a_known_flag)
+NEAR_MISSES = (
+    asks_identity, asks_identity_by_a_function, asks_id, key_of_a_dict, in_a_set, asks_whether_it_is_a_parameter,
+    asks_requires_grad, asks_it_of_what_is_made_of_it, asks_is_leaf_of_what_is_written, skips_by_a_flag_that_is,
+    skips_by_a_flag_that_equals,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("combine", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_what_depends_on_a_branch_is_left_alone(combine):
+    guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
+
+
+@pytest.mark.parametrize("combine", LAYERS, ids=lambda f: f.__name__)
+def test_what_no_branch_makes_may_be_asked(combine):
+    layer = make_layer(combine)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        guarded.check(layer, torch.compile(layer, backend=backend, fullgraph=True))
+    assert len(rewritten_in(records)) == 1
