@@ -57,6 +57,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     Numbers,
     as_key,
     contains,
+    holds_numbers_of_data,
     iterator_over,
     known_number,
     refuse_comparison,
@@ -92,9 +93,12 @@ class Branches:
 
     ``differs``: whether anything was, or may have been, traced in another way than without branches and numbers. Then only
     does it help to trace the frame so. It stays when Dynamo starts again, which may leave out what made the difference.
+
+    ``traces``: whether branches and numbers are traced at all; if not, what Dynamo would misread of sizes gives the attempt up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, traces: bool = True) -> None:
+        self.traces = traces
         self.left: str | None = None
         self.differs = False
         self.reset()
@@ -115,6 +119,8 @@ class Branches:
 
     def instead(self, give: Callable[..., Any], *args: Any) -> Any:
         """What ``give`` gives in the place of what Dynamo would, or None; that, or an error, is a difference."""
+        if not self.traces:
+            return None
         try:
             found = give(*args)
         except Exception:
@@ -185,6 +191,9 @@ class Branches:
             raise
 
     def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        if not self.traces:
+            self._inspect(tx, instruction)
+            return original(tx)
         while self.open and self.open[-1].tx is tx and self._joins(self.open[-1], at, instruction):
             self._end(self.open.pop(), instruction)
         if self.open:
@@ -233,6 +242,10 @@ class Branches:
         flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
         at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
         written = _realized(tx.stack[at])
+        if holds_numbers_of_data(written):
+            raise Declined("a number that only the data tell is written into a text")
+        if not self.traces:
+            return
         of_data = isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Numbers)
         if of_data and not written.is_python_constant():
             is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
@@ -483,6 +496,17 @@ def tracing(branches: Branches) -> Iterator[None]:
     token = _current.set(branches)
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def watching(branches: Branches) -> Iterator[None]:
+    """A context in which Dynamo traces as it does with sizes that only the data tell, but for what ``branches`` refuses."""
+    token = _current.set(branches)
+    try:
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
             yield
     finally:
         _current.reset(token)

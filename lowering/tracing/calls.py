@@ -32,7 +32,7 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
 
     @functools.wraps(tensor_method)
     def of_tensors(self, tx, name, args, kwargs):
-        if (branches := attempt()) is None:
+        if (branches := attempt()) is None or not branches.traces:
             return tensor_method(self, tx, name, args, kwargs)
         branches.merged.refuse_history(self, name)
         found = branches.instead(host_numbers.handled_method, tx, self, name, args, kwargs)
@@ -45,8 +45,10 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
     @functools.wraps(constant_method)
     def of_texts(self, tx, name, args, kwargs):
         asked = (*args, *kwargs.values())
-        if attempt() is not None and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
-            raise Declined("a text is made of what only the data tell")
+        if (branches := attempt()) is not None and isinstance(self.value, str):
+            known = all(arg.is_python_constant() for arg in asked)
+            if any(map(hit_loops.holds_numbers_of_data, asked)) or (branches.traces and not known):
+                raise Declined("a text is made of what only the data tell")
         return constant_method(self, tx, name, args, kwargs)
 
     TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
@@ -65,7 +67,8 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
 
     @functools.wraps(set_item)
     def of_subscripts(self, tx, key, value):
-        return set_item(self, tx, as_key(key) if attempt() is not None else key, value)
+        branches = attempt()
+        return set_item(self, tx, as_key(key) if branches is not None and branches.traces else key, value)
 
     TensorVariable.method___setitem__ = of_subscripts
 
@@ -90,6 +93,9 @@ def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Call
         if (branches := attempt()) is None:
             return original(self, tx, args, kwargs)
         function = function_of(self)
+        if not branches.traces:
+            hit_loops.refuse_misread(function, args)
+            return original(self, tx, args, kwargs)
         if cls in _OF_PYTHON and args and not kwargs:
             args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
             if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:

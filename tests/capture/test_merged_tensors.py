@@ -182,3 +182,47 @@ def test_what_no_branch_makes_may_be_asked(combine):
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         guarded.check(layer, torch.compile(layer, backend=backend, fullgraph=True))
     assert len(rewritten_in(records)) == 1
+
+
+class Beside(nn.Module):
+    """A layer of which another parameter is read where an expert has tokens only."""
+
+    def __init__(self, layer, add, start=lambda scale: torch.zeros_like(scale[0])):
+        super().__init__()
+        self.layer, self.router, self.add, self.start = layer, layer.router, add, start
+        self.scale = nn.Parameter(torch.ones(4, layer.experts[0].w1.in_features))
+
+    def forward(self, x):
+        weights, ids = self.router(x)
+        out, bonus = torch.zeros_like(x), self.start(self.scale)
+        for e in range(4):
+            mask = (ids == e).any(-1)
+            if mask.any():
+                bonus = self.add(bonus, (x.detach() * mask[:, None]).sum(0) * self.scale[e])
+                out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.layer.experts[e](x)
+        return out, bonus
+
+
+@pytest.mark.parametrize("add", [torch.add, lambda bonus, more: bonus.add_(more)], ids=["another", "written"])
+def test_gradients_beside_a_layer_are_none_where_a_branch_is_not_taken(add):
+    """Experts have zeros in their place, which is documented; other tensors have what they have as written."""
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        layer = Beside(make_layer(asks_identity), add)
+        run = torch.compile(layer, backend=backend)
+        for penalty in (0.0, -1000.0):
+            layer.router.penalty[[1, 3]] = penalty
+            x = torch.randn(12, layer.scale.shape[1])
+            expected, actual = layer(x), run(x)
+            torch.testing.assert_close(actual, expected)
+            assert actual[1].requires_grad == expected[1].requires_grad
+    assert not rewritten_in(records)
+
+
+def test_gradients_that_flow_either_way_are_no_obstacle():
+    """The sum beside the layer starts from what has one."""
+    layer = Beside(make_layer(asks_identity), torch.add, lambda scale: scale.sum(0))
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        run = torch.compile(layer, backend=backend, fullgraph=True)
+        x = torch.randn(12, layer.scale.shape[1])
+        torch.testing.assert_close(run(x), layer(x))
+    assert len(rewritten_in(records)) == 1
