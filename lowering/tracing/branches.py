@@ -158,6 +158,7 @@ class Branches:
                 branch.lists[variable] = list(variable.items)
 
     def stored(self, effects: SideEffects, item: Variable, name: str) -> None:
+        self.merged.refuse_own(item, name)
         for branch in self.open:
             if self.is_older(item, branch) and (item, name) not in branch.attributes:
                 known = effects.store_attr_mutations.get(item, {})

@@ -21,6 +21,8 @@ from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 _IDENTIFY = {"hash_impl", "get_python_hash", "is_python_equal"}
 """What Dynamo asks of a tensor that is a key; 2.11 has no ``hash_impl``."""
 
+_ASK_NAMES = (locals, vars, dir)
+
 _OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
 
 
@@ -61,6 +63,15 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         return get_attribute(self, tx, name)
 
     TensorVariable.var_getattr = of_attributes
+    has_attribute = TensorVariable.call_obj_hasattr
+
+    @functools.wraps(has_attribute)
+    def of_presence(self, tx, name):
+        if (branches := attempt()) is not None:
+            branches.merged.refuse_history(self, name)
+        return has_attribute(self, tx, name)
+
+    TensorVariable.call_obj_hasattr = of_presence
     for name in _IDENTIFY & vars(TensorVariable).keys():
         _watch_identity(name, attempt)
     set_item = TensorVariable.method___setitem__
@@ -93,6 +104,8 @@ def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Call
         if (branches := attempt()) is None:
             return original(self, tx, args, kwargs)
         function = function_of(self)
+        if not args and branches.age and any(function is asks for asks in _ASK_NAMES):
+            raise Declined("a program asks which names are set, which depends on whether a branch was taken")
         if not branches.traces:
             hit_loops.refuse_misread(function, args)
             return original(self, tx, args, kwargs)

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
@@ -49,8 +50,16 @@ class MergedTensors:
 
     def refuse_history(self, variable: TensorVariable, name: str) -> None:
         """Give the attempt up where it is asked how a tensor came to be that depends on the work of a branch."""
-        if name in _OF_HISTORY and _depends_on_work(variable):
+        if (name in _OF_HISTORY and _depends_on_work(variable)) or self._has_own(variable, name):
             raise Declined(f"`{name}` is asked of a tensor, which depends on whether a branch was taken")
+
+    def refuse_own(self, variable: VariableTracker, name: str) -> None:
+        """Give the attempt up where one of them is given an attribute of the program's."""
+        if isinstance(variable, TensorVariable) and self._has_own(variable, name):
+            raise Declined(f"`{name}` is set on a tensor, which depends on whether a branch was taken")
+
+    def _has_own(self, variable: TensorVariable, name: str) -> bool:
+        return variable.as_proxy().node in self._nodes and not hasattr(torch.Tensor, name)
 
 
 def _depends_on_work(variable: TensorVariable) -> bool:

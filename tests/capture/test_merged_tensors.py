@@ -136,6 +136,27 @@ def skips_by_a_flag_that_equals(self, x, weights, ids):
     return out
 
 
+def asks_for_an_attribute(self, x, weights, ids):
+    start = torch.zeros_like(x)
+    start.is_start = True
+    for _, _, out in _rounds(self, x, weights, ids, start):
+        self.calls += hasattr(out, "is_start")
+    return out
+
+
+def asks_for_a_name(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            y = self.experts[e](x[token])
+            out = out.index_add(0, token, y * weights[token, slot, None])
+        self.calls += "y" in locals()
+        y = None
+        del y
+    return out
+
+
 def asks_of_tensors_beside(self, x, weights, ids):
     """Of tensors that no branch makes; in the work of an expert, of what it made."""
     start = torch.zeros_like(x)
@@ -167,7 +188,7 @@ LAYERS = (asks_of_tensors_beside, skips_by_a_known_flag)
 NEAR_MISSES = (
     asks_identity, asks_identity_by_a_function, asks_id, key_of_a_dict, in_a_set, asks_whether_it_is_a_parameter,
     asks_requires_grad, asks_it_of_what_is_made_of_it, asks_is_leaf_of_what_is_written, skips_by_a_flag_that_is,
-    skips_by_a_flag_that_equals,
+    skips_by_a_flag_that_equals, asks_for_an_attribute, asks_for_a_name,
 )  # fmt: skip
 
 
