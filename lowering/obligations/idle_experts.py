@@ -67,7 +67,7 @@ def gradient_beside_layers(starts: Collection[fx.Node]) -> fx.Node | None:
             for user in stack.pop().users:
                 if user.op == "output":
                     return start
-                if getattr(user.target, "namespace", None) == "moeblaze":
+                if _is_fused(user.target):
                     continue
                 for reached in (user, *written_nodes(user)):
                     if reached not in seen and (reached is not user or needs_gradient(user)):
@@ -99,3 +99,8 @@ def _source(node: fx.Node) -> fx.Node:
 def _module_path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return stack[-1][0] if stack else ""
+
+
+def _is_fused(target: object) -> bool:
+    """Whether a node is a layer that was put in: an operator, or a function where its experts are on several ranks."""
+    return getattr(target, "namespace", None) == "moeblaze" or getattr(target, "__module__", "").startswith("moeblaze_ops.")
