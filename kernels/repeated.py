@@ -31,7 +31,7 @@ from moeblaze_ops.kernels.launch import allows_tf32, run_compiled, shown, shown_
 from moeblaze_ops.kernels.multiprocessors import left_free
 from moeblaze_ops.kernels.settings import settings
 
-ALIGNMENT = 16
+_ALIGNMENT = 16
 _STREAM, _FUNCTION = 3, 4
 """Where a driver's launcher takes them, behind the sizes of the grid."""
 _aten = torch.ops.aten
@@ -85,7 +85,7 @@ class Repeated:
         if not noted.is_known:
             return partial(self._note, noted)
         again = noted.again
-        if again is None or is_watched():
+        if again is None or _is_watched():
             return self._function
         device = call.tensors[0].get_device()
         return lambda *_: _run(again, addresses, device)
@@ -97,7 +97,7 @@ class Repeated:
     def _note(self, noted: _Noted, *args: Any) -> Any:
         call = taken_apart(args)
         assert call is not None, "it was taken apart to be found"
-        with Recorder(call.tensors) as recorder, shown_to(recorder.run):
+        with _Recorder(call.tensors) as recorder, shown_to(recorder.run):
             results = self._function(*args)
         noted.is_known, noted.again = True, recorder.noted(results)
         return results
@@ -105,7 +105,7 @@ class Repeated:
 
 def _state(addresses: list[int]) -> list[Hashable]:
     """What launches depend on besides: alignments, settings, and which tensors begin at one address."""
-    state: list[Hashable] = [address % ALIGNMENT for address in addresses]
+    state: list[Hashable] = [address % _ALIGNMENT for address in addresses]
     chosen = settings()
     state += (left_free(), chosen.hopper, chosen.max_transient_bytes, chosen.check_expert_ids, allows_tf32())
     if len(set(addresses)) < len(addresses):
@@ -117,8 +117,7 @@ _threads = threading.local()
 
 
 def _run(again: Again, addresses: list[int], device: int) -> Any:
-    if not hasattr(_threads, "bound"):
-        bind_context()
+    bind_context()
     if torch._C._cuda_getDevice() == device:
         return again(addresses, torch._C._cuda_getCurrentRawStream(device))
     with torch.cuda.device(device):
@@ -133,7 +132,7 @@ def bind_context() -> None:
         _threads.bound = True
 
 
-def is_watched() -> bool:
+def _is_watched() -> bool:
     """Whether a profiler wants to be told of launches."""
     return bool(getattr(knobs.runtime.launch_enter_hook, "calls", ()))
 
@@ -142,7 +141,7 @@ class _Unclear(Exception):
     """Something that is not known to be the same in another call."""
 
 
-class Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """Notes what is launched on this thread while it is entered."""
 
     def __init__(self, tensors: list[Tensor]) -> None:

@@ -28,7 +28,7 @@ from torch import fx
 
 from moeblaze_ops import config, sources
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing, watching
+from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     token = _attempt.set(attempt)
     compiled = None
     try:
-        with tracing(branches) if branches else watching(watched):
+        with tracing(watched):
             compiled = compile_frame(frame.code)
         if attempt.assumes and torch_internals.resumes(compiled):
             attempt.left = _BREAK
@@ -383,13 +383,9 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         report = rewrite_graph(gm)
         _keep(GraphRecord(report))
         return report
+    from moeblaze_ops.lowering.graph.fake_values import needs_gradient
     from moeblaze_ops.lowering.obligations import branches, check
-    from moeblaze_ops.lowering.obligations.idle_experts import (
-        gradient_beside_layers,
-        guarded_inputs,
-        idle_experts,
-        needs_gradient,
-    )
+    from moeblaze_ops.lowering.obligations.idle_experts import gradient_beside_layers, guarded_inputs, idle_experts
 
     traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
     work: set[fx.Node] = set()

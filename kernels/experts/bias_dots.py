@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_row_dot
-from moeblaze_ops.kernels.launch import is_multiple, launch, static_size
+from moeblaze_ops.kernels.launch import is_multiple, launch, most_row_tiles, static_size
 from moeblaze_ops.kernels.tiles import count_row_tiles, load_tile, locate_row_tile
 
 
@@ -65,7 +65,7 @@ def bias_dots(
     block_m = min(config.rows, ROW_BLOCK)
     launch(
         _bias_dots_kernel,
-        (blocks_B2.shape[0] - 1) * (ROW_BLOCK // block_m),
+        most_row_tiles(blocks_B2, dots_N.shape[0], block_m),
         dout_TD,
         b_ED,
         slots_N,

@@ -184,8 +184,8 @@ def launch_expert_down(
     a = h_NGF.select(1, 0) if activation == "identity" else a_NF
     num_rows, D = slots_N.shape[0], w.shape[2]
     out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
-    # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     rows_per_expert = mean_rows(num_rows, w.shape[0])
+    # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     why = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down, low_rank=v_NR, rows_per_expert=rows_per_expert)
 
     def write(y_ND, w_part, b_part, lora_part, slots_N=None) -> None:

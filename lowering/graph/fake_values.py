@@ -4,10 +4,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 
 def fake_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    """Whether a gradient flows through a value of the graph, or one of several."""
+    return any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in tree_leaves(fake_of(node)))
 
 
 def storage_of(node: fx.Node) -> int | None:

@@ -19,10 +19,9 @@ import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
-from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.model_state import nodes_of_state
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
@@ -210,8 +209,7 @@ class GraphView:
     @cached_property
     def without_gradients(self) -> frozenset[fx.Node]:
         """Nodes of which no gradient is asked for."""
-        made = {node: tree_leaves(fake_of(self.writes.get(node, node))) for node in self.position}
-        return frozenset(node for node, fakes in made.items() if not any(getattr(fake, "requires_grad", False) for fake in fakes))
+        return frozenset(node for node in self.position if not needs_gradient(self.writes.get(node, node)))
 
     @cached_property
     def writers(self) -> dict[fx.Node, list[fx.Node]]:

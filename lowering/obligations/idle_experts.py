@@ -9,11 +9,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.fake_values import needs_gradient
 from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.obligations.check import all_nodes
 
@@ -48,11 +46,6 @@ def gives_gradient(write: fx.Node, target: fx.Node) -> bool:
     """Whether a tensor that no gradient flows through is written to with one: ``bonus += scale`` of zeros."""
     made_of = target.all_input_nodes or [target]
     return any(map(needs_gradient, (write, *write.all_input_nodes))) and not any(map(needs_gradient, made_of))
-
-
-def needs_gradient(node: fx.Node) -> bool:
-    """Whether a gradient flows through a value of the graph, or one of several."""
-    return any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in tree_leaves(fake_of(node)))
 
 
 def gradient_beside_layers(starts: Collection[fx.Node]) -> fx.Node | None:

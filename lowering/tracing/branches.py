@@ -493,21 +493,16 @@ _current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=
 
 @contextmanager
 def tracing(branches: Branches) -> Iterator[None]:
-    """A context in which Dynamo traces branches on data as ``branches`` does, and numbers of a tensor's elements."""
-    token = _current.set(branches)
-    try:
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-            yield
-    finally:
-        _current.reset(token)
+    """A context in which Dynamo traces sizes that only the data tell, but for what ``branches`` refuses.
 
-
-@contextmanager
-def watching(branches: Branches) -> Iterator[None]:
-    """A context in which Dynamo traces as it does with sizes that only the data tell, but for what ``branches`` refuses."""
+    Where ``branches.traces``, it traces branches on data as they do, and numbers of a tensor's elements.
+    """
     token = _current.set(branches)
+    changed: dict[str, Any] = {"capture_dynamic_output_shape_ops": True}
+    if branches.traces:
+        changed["capture_scalar_outputs"] = True
     try:
-        with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        with dynamo_config.patch(changed):
             yield
     finally:
         _current.reset(token)

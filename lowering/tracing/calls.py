@@ -54,26 +54,10 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         return constant_method(self, tx, name, args, kwargs)
 
     TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
-    get_attribute = TensorVariable.var_getattr
-
-    @functools.wraps(get_attribute)
-    def of_attributes(self, tx, name):
-        if (branches := attempt()) is not None:
-            branches.merged.refuse_history(self, name)
-        return get_attribute(self, tx, name)
-
-    TensorVariable.var_getattr = of_attributes
-    has_attribute = TensorVariable.call_obj_hasattr
-
-    @functools.wraps(has_attribute)
-    def of_presence(self, tx, name):
-        if (branches := attempt()) is not None:
-            branches.merged.refuse_history(self, name)
-        return has_attribute(self, tx, name)
-
-    TensorVariable.call_obj_hasattr = of_presence
+    for name in ("var_getattr", "call_obj_hasattr"):
+        _watch_tensors(name, attempt, lambda merged, tensor, tx, attribute: merged.refuse_history(tensor, attribute))
     for name in _IDENTIFY & vars(TensorVariable).keys():
-        _watch_identity(name, attempt)
+        _watch_tensors(name, attempt, lambda merged, tensor, *args: merged.refuse(hash, [tensor]))
     set_item = TensorVariable.method___setitem__
 
     @functools.wraps(set_item)
@@ -84,13 +68,14 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
     TensorVariable.method___setitem__ = of_subscripts
 
 
-def _watch_identity(name: str, attempt: Callable[[], Any]) -> None:
+def _watch_tensors(name: str, attempt: Callable[[], Any], look: Callable[..., None]) -> None:
+    """Let ``look`` refuse a call of a method of tensors: it gets the merged ones, the tensor, and the arguments by position."""
     original = getattr(TensorVariable, name)
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
         if (branches := attempt()) is not None:
-            branches.merged.refuse(hash, [self])
+            look(branches.merged, self, *args)
         return original(self, *args, **kwargs)
 
     setattr(TensorVariable, name, method)

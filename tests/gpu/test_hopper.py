@@ -298,7 +298,7 @@ def test_steps_launch_again_what_steps_before_launched(top_k, monkeypatch):
         if seed > 1:
             assert not in_full, "the third step repeats launches"
         with monkeypatch.context() as patch:
-            patch.setattr(repeated, "is_watched", lambda: True)
+            patch.setattr(repeated, "_is_watched", lambda: True)
             torch.manual_seed(seed)
             wanted = step()
         if seed > 1:

@@ -334,6 +334,6 @@ def test_profilers_see_launches(launched, monkeypatch):
     x, others = tensors()
     for _ in range(3):
         op(x, others)
-    monkeypatch.setattr(repeated, "is_watched", lambda: True)
+    monkeypatch.setattr(repeated, "_is_watched", lambda: True)
     op(x, others)
     assert len(full) == 3
