@@ -14,6 +14,8 @@ slots of no concern to it: with more experts than that, every chunk has a progra
 
 Where a token has many slots, as one that may go to any number of experts, most are unused, and are not sorted: the count writes
 their positions, and a list of the used slots of each chunk, one after another, which is what is placed.
+
+Where all are few, as in decoding, one program does it all (`few_slots.py`).
 """
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_dispatch
 from moeblaze_ops.kernels.launch import ceil_div, launch
+from moeblaze_ops.kernels.routing.few_slots import has_few_slots, launch_few_slots
 from moeblaze_ops.kernels.tiles import ROWS_PER_ENTRY
 
 _COUNT_STEP = 1024
@@ -372,20 +375,26 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     """
     T, top_k = experts_TK.shape
     N = T * top_k
-    config = choose_dispatch(num_experts)
-    chunk, lists = _chunk_size(num_experts, top_k)
-    num_chunks = N // chunk + 1
     num_entries = N // ROW_BLOCK + num_experts
-    num_windows = ceil_div(num_experts + 1, config.bins - 1)
 
     def new_ints(*shape):
         return experts_TK.new_empty(shape, dtype=torch.int32)
 
-    positions_TK, blocks_B2 = new_ints(T, top_k), new_ints(num_entries + 1, 2)
+    outputs = slots_N, offsets_E1, positions_TK, blocks_B2 = (
+        new_ints(N),
+        new_ints(num_experts + 1),
+        new_ints(T, top_k),
+        new_ints(num_entries + 1, 2),
+    )
+    if has_few_slots(experts_TK, num_experts):
+        launch_few_slots(experts_TK, num_experts, *outputs)
+        return outputs
+    config = choose_dispatch(num_experts)
+    chunk, lists = _chunk_size(num_experts, top_k)
+    num_chunks = N // chunk + 1
+    num_windows = ceil_div(num_experts + 1, config.bins - 1)
     listed = new_ints(num_chunks * (chunk + 1)) if lists else None
     counts, totals = _launch_counts(experts_TK, num_experts, listed, positions_TK if lists else None)
-    slots_N, offsets_E1 = new_ints(N), new_ints(num_experts + 1)
-
     launch(
         _place_kernel,
         num_experts + 1 + num_chunks * num_windows,
@@ -411,4 +420,4 @@ def launch_dispatch(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         num_warps=config.num_warps,
         num_stages=1,
     )
-    return slots_N, offsets_E1, positions_TK, blocks_B2
+    return outputs

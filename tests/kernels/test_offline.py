@@ -106,6 +106,15 @@ def check_resources(layer, capability, on_tensor_cores, step=train):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("num_experts", [8, 128, 1022])
+def test_few_slots_compile(capability, num_experts):
+    with recorded_launches(capability) as launches:
+        launch_dispatch(torch.empty(16, 8, dtype=torch.int64, device="cuda"), num_experts)
+    (launch,) = launches
+    assert compile_launch(launch, capability).spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 def test_many_slots_compile(capability):
     """Dispatch with a list of used slots, sums over these, a product in parts, and what is added to a router's gradient."""
 

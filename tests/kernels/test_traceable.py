@@ -171,6 +171,14 @@ def test_mutation_analysis_finds_what_kernels_write(trace):
     check_writes(graph, WRITES)
 
 
+def test_few_slots_are_grouped_by_one_kernel():
+    with FakeTensorMode(allow_non_fake_inputs=False), fake_device():
+        kernel_side_table.reset_table()
+        graph = make_fx(lambda experts: launch_dispatch(experts, E))(torch.empty(16, K, dtype=torch.int64, device="cuda"))
+        assert [kernel_name(kernel) for kernel, _ in kernel_launches(graph)] == ["_few_slots_kernel"]
+        check_writes(graph, {"_few_slots_kernel": WRITES["_place_kernel"]})
+
+
 def test_used_slots_are_put_first_once_for_all_ranges_of_columns(monkeypatch):
     monkeypatch.setattr(configs, "COLUMN_UNIT", 32)
 

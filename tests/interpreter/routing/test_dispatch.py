@@ -21,14 +21,23 @@ def assert_dispatches(experts_TK, num_experts):
         assert torch.equal(got, expected)
 
 
+def in_chunks(monkeypatch):
+    """However few slots there are, they are counted, scanned and placed."""
+    monkeypatch.setattr(dispatch_module, "has_few_slots", lambda *_: False)
+
+
 @pytest.mark.parametrize(("case", "dtype"), zip(ROUTINGS, cycle([torch.int32, torch.int64]), strict=False))
-def test_dispatch_matches_reference(case, dtype):
-    assert_dispatches(routing(case).to(dtype), 5)
+def test_dispatch_matches_reference(case, dtype, monkeypatch):
+    experts = routing(case).to(dtype)
+    assert_dispatches(experts, 5)
+    in_chunks(monkeypatch)
+    assert_dispatches(experts, 5)
 
 
 @pytest.mark.parametrize("case", ROUTINGS)
 @pytest.mark.parametrize("config", [SMALL, FEW_BINS], ids=["many_chunks", "many_windows"])
 def test_dispatch_over_many_programs(case, config, monkeypatch):
+    in_chunks(monkeypatch)
     monkeypatch.setattr(dispatch_module, "choose_dispatch", lambda num_experts: config)
     monkeypatch.setattr(dispatch_module, "_COUNT_STEP", 32)
     monkeypatch.setattr(dispatch_module, "_SCAN_BLOCK", 4)
@@ -40,12 +49,29 @@ def test_dispatch_any_number_of_experts(num_experts):
     assert_dispatches(torch.randint(0, num_experts, (300, 2)), num_experts)
 
 
-def test_dispatch_ids_out_of_range_are_unused_slots():
+@pytest.mark.parametrize("num_experts", [1, 30, 31, 128, 1022, 1023])
+@pytest.mark.parametrize("slots", [0, 1, 127, 128, 129])
+def test_dispatch_of_few_slots(slots, num_experts):
+    assert_dispatches(torch.randint(-1, num_experts + 2, (slots, 1)), num_experts)
+
+
+def test_one_program_groups_few_slots(monkeypatch):
+    monkeypatch.setattr(dispatch_module, "_launch_counts", None)
+    assert_dispatches(torch.randint(0, 5, (64, 2)), 5)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_dispatch_ids_out_of_range_are_unused_slots(few, monkeypatch):
+    if not few:
+        in_chunks(monkeypatch)
     ids = [-1, 3, 4, -(2**31), 2**31 - 1, 2**32, 2**32 + 1, 0, -5, 2]
     assert_dispatches(torch.tensor(ids).view(5, 2), 4)
 
 
-def test_dispatch_reads_strided_ids():
+@pytest.mark.parametrize("few", [True, False])
+def test_dispatch_reads_strided_ids(few, monkeypatch):
+    if not few:
+        in_chunks(monkeypatch)
     wide = torch.randint(0, 5, (3, 40))
     assert_dispatches(wide[:, ::4].t(), 5)
 
@@ -55,6 +81,7 @@ def test_dispatch_reads_strided_ids():
 def test_dispatch_lists_the_used_of_many_slots(top_k, num_experts, used, monkeypatch):
     """Over several chunks, and several steps of one; with more experts than bins all slots are sorted."""
     torch.manual_seed(0)
+    in_chunks(monkeypatch)
     monkeypatch.setattr(dispatch_module, "_LISTED_TOKENS", 8)
     monkeypatch.setattr(dispatch_module, "_COUNT_STEP", 64)
     monkeypatch.setattr(dispatch_module, "_SCAN_BLOCK", 4)
