@@ -309,9 +309,11 @@ def main() -> None:
     parser.add_argument("--round-ms", type=float, default=120.0, help="time of each contender in each round")
     parser.add_argument("--skew", type=float, default=0.0, help="standard deviation of the experts' popularity (logits)")
     parser.add_argument("--hopper", default="auto", choices=["auto", "off"], help="off: the portable kernels on Hopper too")
+    parser.add_argument("--one-thread", action="store_true", help="backward on the thread that calls it, as forward is")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
     config.hopper = arguments.hopper
+    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
 
     rows = []
     for shape in arguments.shapes:
