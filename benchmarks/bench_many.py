@@ -46,10 +46,23 @@ REFERENCE_TOLERANCE = 2e-2
 """Relative error between ways that round to bf16 in different places; both stand against the same fp32 sums."""
 
 
+class Shared(nn.Module):
+    """An expert of every token; its products are no part of the TFLOP/s."""
+
+    def __init__(self, D: int, hidden: int, options: dict) -> None:
+        super().__init__()
+        self.w_up = nn.Parameter(torch.randn(2 * hidden, D, **options) * D**-0.5)
+        self.w_down = nn.Parameter(torch.randn(D, hidden, **options) * hidden**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.w_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.w_down)
+
+
 class Layer(nn.Module):
     """A layer as libraries write it today: sort by expert, gather, ``grouped_mm``, weight, unsort, sum."""
 
-    def __init__(self, D: int, hidden: int, E: int, K: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, D: int, hidden: int, E: int, K: int, device: str, dtype: torch.dtype, shared: int = 0) -> None:
         super().__init__()
         self.E, self.K = E, K
         options = {"device": device, "dtype": dtype}
@@ -57,6 +70,7 @@ class Layer(nn.Module):
         self.w_up = nn.Parameter(torch.randn(E, 2 * hidden, D, **options) * D**-0.5)
         self.w_down = nn.Parameter(torch.randn(E, D, hidden, **options) * hidden**-0.5)
         self.register_buffer("popularity", torch.zeros(E, device=device, dtype=dtype))
+        self.shared = Shared(D, shared, options) if shared else None
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, experts = torch.topk(F.linear(x, self.router) + self.popularity, self.K, dim=-1)
@@ -72,7 +86,8 @@ class Layer(nn.Module):
         gate, up = h.chunk(2, dim=-1)
         y = torch._grouped_mm(F.silu(gate) * up, self.w_down.transpose(1, 2), offs=offsets)
         y = y * weights.reshape(-1)[order].unsqueeze(1).to(y.dtype)
-        return y[torch.argsort(order)].view(T, self.K, -1).sum(1)
+        out = y[torch.argsort(order)].view(T, self.K, -1).sum(1)
+        return out if self.shared is None else out + self.shared(x)
 
 
 class TitanLayer(nn.Module):
@@ -88,6 +103,7 @@ class TitanLayer(nn.Module):
         self.w1, self.w3 = nn.Parameter(gate.contiguous()), nn.Parameter(up.contiguous())
         self.w2 = nn.Parameter(layer.w_down.detach()[own].clone())
         self.register_buffer("popularity", layer.popularity.clone())
+        self.shared = layer.shared
 
     def forward(self, x: Tensor) -> Tensor:
         logits, experts = torch.topk(F.linear(x, self.router) + self.popularity, self.K, dim=-1)
@@ -113,7 +129,8 @@ class TitanLayer(nn.Module):
         y = functional.all_to_all_single_autograd(y, to, of, self.group)
         y = (y.float() * weights.reshape(-1)[order].unsqueeze(1)).to(x.dtype)
         token = (order // self.K).unsqueeze(1).expand(-1, x.shape[1])
-        return torch.zeros_like(x).scatter_add(0, token, y)
+        out = torch.zeros_like(x).scatter_add(0, token, y)
+        return out if self.shared is None else out + self.shared(x)
 
 
 class Bench:
@@ -134,7 +151,7 @@ class Bench:
     def layer(self, experts: int | None = None) -> Layer:
         torch.manual_seed(7)
         a = self.arguments
-        return Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype)
+        return Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype, a.shared)
 
     def side(self, name: str) -> tuple[nn.Module, Callable]:
         compiled = {"backend": "moeblaze", "dynamic": False}
@@ -298,6 +315,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--choices", type=int, default=8)
+    parser.add_argument("--shared", type=int, default=0, help="width of a shared expert, which every token goes through")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json")
     parser.add_argument("--trace", help="folder for timelines of a GPU")

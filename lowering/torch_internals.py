@@ -286,6 +286,15 @@ def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], boo
     register_graph_pattern(of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
 
 
+def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
+    """Show each call of ``op`` to ``visit`` once autograd is done and forward and backward are graphs of their own."""
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+
+    calls = CallFunctionVarArgs(op)
+    register_graph_pattern(calls, pass_dict=pass_patterns[1])(lambda match, *_, **__: visit(match.output_node()))
+
+
 def register_joint_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
     """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
     from torch._inductor.fx_passes.joint_graph import patterns

@@ -22,6 +22,7 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
+from moeblaze_ops.lowering.inductor.late_sums import WAITS, wait_late
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
@@ -43,6 +44,8 @@ def register_lowerings() -> None:
     torch_internals.register_joint_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
         torch_internals.register_joint_visit(reduction, count_one_hot)
+    for wait in WAITS:
+        torch_internals.register_visit(wait, wait_late)
     for op in ROUTED:
         torch_internals.register_joint_visit(op, pin_routing)
         torch_internals.register_joint_visit(op, repeat_weights)

@@ -54,8 +54,18 @@ def layer(x, w_router, w_up, w_down):
     return ends(x, gathered, weights, ids, w_up, w_down)
 
 
+def with_shared(x, w_router, w_up, w_down, w_in, w_out):
+    """A layer, and behind it a shared expert."""
+    return layer(x, w_router, w_up, w_down) + torch.relu(x @ w_in) @ w_out
+
+
 def generated(
-    group: str, copies: bool, exact: bool = False, dtype: torch.dtype = torch.float32, all_to_all: bool = False
+    group: str,
+    copies: bool,
+    exact: bool = False,
+    dtype: torch.dtype = torch.float32,
+    all_to_all: bool = False,
+    shared: bool = False,
 ) -> list[str]:
     """Forward and backward of a layer whose tokens move, in a graph as the rewriter leaves it."""
 
@@ -77,6 +87,7 @@ def generated(
         return shadow(graph, inputs)
 
     shapes = ((T, D), (D, E), (E // RANKS, 2, F, D), (E // RANKS, F, D))
+    shapes += ((D, F), (F, D)) if shared else ()
     inputs = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
     sources: list[str] = []
     shadow = fakecuda.shadow_backend(sources)
@@ -86,7 +97,7 @@ def generated(
         mock.patch.object(collectives, "largest_number", lambda mine, group: mine),
         mock.patch.object(dist, "all_to_all_single", as_many_come),
     ):
-        torch.compile(layer, backend=rewritten)(*inputs).sum().backward()
+        torch.compile(with_shared if shared else layer, backend=rewritten)(*inputs).sum().backward()
     return sources
 
 
@@ -202,3 +213,12 @@ def test_all_to_all_runs_beside_products(group):
         "_combine_kernel",
     ]
     assert forward.count("row_numbers.default(") == 1 and "row_numbers" not in backward and "used_slots" not in forward
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_shared_expert_runs_beside_the_sums(group, copies):
+    """Its first product does; Inductor adds the sums to the second one as it computes it."""
+    forward, _ = generated(group, copies, exact=True, all_to_all=not copies, shared=True)
+    start, wait = ("sum_parts.default(", "arrived.default(") if copies else ("all_to_all_single.default(", "wait_tensor.default(")
+    started = forward.rindex(start)
+    assert started < forward.index("extern_kernels.mm(", started) < forward.rindex(wait) < forward.index("extern_kernels.addmm(")
