@@ -207,6 +207,32 @@ def fsdp_table() -> str:
     return markdown(["tokens a GPU", "forward and backward", "with AdamW", "tokens/s a GPU", "peak"], lines)
 
 
+def few_tokens_table() -> str:
+    """A layer of few tokens without gradients: microseconds on the device beside the limit that the weights' bytes set."""
+    rows = json.loads((RESULTS / "small_h100.json").read_text())["measurements"]
+    found = {(row["tokens"], row["contender"]): row for row in rows}
+    lines = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        theirs, ours = found[tokens, "grouped_mm+compile"], found[tokens, "moeblaze"]
+        times = [f"{1e3 * row['device_ms']:.0f} us" for row in (theirs, ours)]
+        rate = ours["weights_mib"] * 2**20 / ours["device_ms"] / 1e9
+        lines.append([str(tokens), f"{ours['weights_mib']:.0f} MiB", *times, f"{rate:.2f} TB/s"])
+    return markdown(["tokens", "weights of the experts chosen", "grouped_mm + compile", "moeblaze", "weights read"], lines)
+
+
+def one_thread_table() -> str:
+    """A step that waits for the host, with backward on autograd's thread and on the caller's."""
+    two, one = measured("conf1_8k_h100.json"), measured("conf1_8k_one_thread_h100.json")
+    labels = {
+        "grouped_mm": "grouped_mm",
+        "grouped_mm+compile": "grouped_mm + compile",
+        "moeblaze-eager": "`torch.ops.moeblaze.*`, eager",
+        "moeblaze": "moeblaze",
+    }
+    lines = [[label, *(f"{rows['conf1_8k', name]['step_ms']:.2f} ms" for rows in (two, one))] for name, label in labels.items()]
+    return markdown(["", "autograd's thread", "one thread"], lines)
+
+
 def compile_table() -> str:
     """Compile time of 24 layers with attention on two busy CPU cores, forward and backward, without any cache."""
     rows = {
@@ -235,6 +261,8 @@ TABLES = {
         short_table,
         configuration_table,
         tokens_table,
+        few_tokens_table,
+        one_thread_table,
         dial_table,
         adapters_table,
         activations_table,
