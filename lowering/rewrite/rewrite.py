@@ -205,7 +205,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
         return _declined(result)
     mark, insert = edits.mark(), Inserter(edits, result.root, result.copied)
     device = fake_of(result.x.node).device.type
-    autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
+    autocast_off = insert.without_autocast(device) if result.region.in_autocast else nullcontext()
     try:
         with autocast_off:
             out, became = insert_layer_ops(insert, result, router)
