@@ -9,7 +9,6 @@ from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.match.checked_ids import CheckedIds
 from moeblaze_ops.lowering.match.identity_experts import Passed
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
@@ -53,7 +52,6 @@ class MoEMatch:
     low_rank_down: tuple[Factors, ...] = ()
     subscripts: bool = False  # the ids are subscripts of weights and may be negative, or no expert's: that is an error
     copied: frozenset[fx.Node] = frozenset()  # operands, not weights, that are written before the backward: it reads copies
-    checked: tuple[CheckedIds, ...] = ()  # ids that the layer raises an error for where they are out of range
 
     @property
     def has_low_rank(self) -> bool:

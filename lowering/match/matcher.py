@@ -23,7 +23,6 @@ from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.match.checked_ids import checked_ids
 from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
@@ -423,7 +422,6 @@ class Matcher:
             named=named, parameters=parameters, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or passed or _has_row_groups(region)),
             copied=written_before_backward(self.view, root, read),
-            checked=checked_ids(self.view, self._evaluator, root, region.nodes),
         )  # fmt: skip
 
     def _region(

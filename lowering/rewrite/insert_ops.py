@@ -18,7 +18,6 @@ import moeblaze_ops.ops.route_at  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.match.checked_ids import CheckedIds
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
@@ -36,8 +35,6 @@ _ops = torch.ops.moeblaze
 
 def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
     """Insert what computes a matched layer from its operands; returns its result, ``[T, D]``, and what the layer became."""
-    for checked in match.checked:
-        _assert_range(insert, checked)
     x_TD = insert.rows(match.x, match.D)
     weights_TK, ids_TK = _routing_operands(insert, match, router) if match.experts else _of_all_experts(insert, match, x_TD)
     for scale in match.scales:
@@ -55,19 +52,6 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
         out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
-
-
-def _assert_range(insert: Inserter, checked: CheckedIds) -> None:
-    """What an operator that goes checks of ids, as torch compiles ``one_hot``: without the host waiting for it."""
-    ids, rule = checked.ids, "non-negative"
-    if checked.operator in ("index_select", "embedding"):  # their error is another
-        numbers_E = insert.call(torch.arange, checked.end, device=fake_of(ids).device)
-        ids = insert.call("index_select", numbers_E, 0, insert.call("reshape", ids, (-1,)))
-    in_range = insert.call(torch.ge, ids, 0)
-    if checked.end is not None:
-        in_range = insert.call(torch.logical_and, in_range, insert.call(torch.lt, ids, checked.end))
-        rule = f"from 0 to {checked.end - 1}"
-    insert.call(torch._assert_async, insert.call("all", in_range), f"{checked.operator}: ids must be {rule}")
 
 
 def _of_all_experts(insert: Inserter, match: MoEMatch, x_TD: fx.Node) -> tuple[fx.Node | None, fx.Node]:
