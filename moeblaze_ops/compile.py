@@ -416,6 +416,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _give_up(f"{', '.join(effects)} would run where the program skips it")
     if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
         _give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
+    if attempt.assumes and any(layer.T == 0 for layer in report.rewritten):
+        _give_up("there are no tokens: the program skips all work, and its output needs no gradient")
     if attempt.assumes and not report.rewritten:
         _give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":
