@@ -390,8 +390,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
     work: set[fx.Node] = set()
     graded: list[fx.Node] = []
-    if (reason := check.unproven(gm)) is not None:  # of conditions, too, which are not there any more when they are discharged
-        _give_up(reason)
+    unproven = check.unproven(gm)  # of conditions, too, which are not there any more when they are discharged
     if traced is not None:
         discharged = branches.discharge(gm)
         if reason := traced.left or discharged.reason:
@@ -401,6 +400,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
     if attempt.assumes and ends_in_break:
         _give_up(_BREAK)
+    if unproven is not None:
+        _give_up(unproven)
     guarded = guarded_inputs(gm, work)
     try:
         report = rewrite_graph(gm)

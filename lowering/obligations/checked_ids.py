@@ -1,8 +1,8 @@
 """Operators that raise an error for ids out of range, where these may be: what goes with them is asserted in their place.
 
-    F.one_hot(ids, E), scores.scatter_add(1, ids, weights)      asserted of ids that a caller gives
-    F.one_hot(scores.topk(2).indices, E)                        not: a place among E scores is below E
-    ids == e                                                    nor here: it says of any number that it is another
+F.one_hot(ids, E), scores.scatter_add(1, ids, weights)      asserted of ids that a caller gives
+F.one_hot(scores.topk(2).indices, E)                        not: a place among E scores is below E
+ids == e                                                    nor here: it says of any number that it is another
 """
 
 import operator
@@ -68,8 +68,10 @@ def assert_in_range(call: Callable[..., fx.Node], checked: CheckedIds) -> fx.Nod
     ids, end = checked.ids, checked.end
     if checked.operator in (*_WRITES_AT, "index_select", "embedding"):  # these raise an `IndexError`
         numbers_E = call(torch.arange, end, device=fake_of(ids).device)
-        by_axis = checked.operator not in _WRITES_AT
-        ids = call(torch.index_select, numbers_E, 0, call("reshape", ids, (-1,))) if by_axis else call(operator.getitem, numbers_E, ids)
+        if checked.operator in _WRITES_AT:
+            ids = call(operator.getitem, numbers_E, ids)
+        else:
+            ids = call(torch.index_select, numbers_E, 0, call("reshape", ids, (-1,)))
     in_range, rule = call(torch.ge, ids, 0), "non-negative"
     if end is not None:
         in_range, rule = call(torch.logical_and, in_range, call(torch.lt, ids, end)), f"numbers below {end}"
