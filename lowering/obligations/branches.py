@@ -114,7 +114,7 @@ def _assert_ids(graph: fx.Graph, work: set[fx.Node]) -> "dict[fx.Node, _Behind]"
     if not any(node.target is branch_begins for node in graph.nodes):
         return {}
     apart = work | _without_work(graph)
-    checked = checked_ids(GraphView(graph, TABLE), Evaluator(), [node for node in graph.nodes if node not in apart])
+    checked = checked_ids(GraphView(graph, TABLE), [node for node in graph.nodes if node not in apart])
     added = [(_Behind(checks.node), checks) for checks in checked]
     return {assert_in_range(behind.call, checks): behind for behind, checks in added}
 

@@ -1,8 +1,8 @@
 """Operators that raise an error for ids out of range, where these may be: what goes with them is asserted in their place.
 
-F.one_hot(ids, E), scores.scatter_add(1, ids, weights)      asserted of ids that a caller gives
-F.one_hot(scores.topk(2).indices, E)                        not: a place among E scores is below E
-ids == e                                                    nor here: it says of any number that it is another
+    F.one_hot(ids, E), scores.scatter_add(1, ids, weights)      asserted of ids that a caller gives
+    F.one_hot(scores.topk(2).indices, E)                        not: a place among E scores is below E
+    ids == e                                                    nor here: it says of any number that it is another
 """
 
 import operator
@@ -40,9 +40,10 @@ class CheckedIds:
     end: int | None
 
 
-def checked_ids(view: GraphView, evaluator: Evaluator, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
+def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
     """What operators among ``nodes`` check of ids of which nothing else tells that it holds."""
     found: dict[tuple, CheckedIds] = {}
+    evaluator = Evaluator()
     for node in nodes:
         name = inplace_name(node) or target_name(node)
         for index, end in _read(node, name):

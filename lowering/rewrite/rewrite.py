@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.arguments.validation import require
-from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, target_name
@@ -225,7 +224,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
 def _assert_ids(edits: Edits, layers: list[MoEMatch], views: dict[fx.Node, GraphView]) -> None:
     """Assert what the operators of replaced layers check of ids."""
     for layer in layers:
-        for checked in checked_ids(views[layer.root], Evaluator(), layer.region.nodes):
+        for checked in checked_ids(views[layer.root], layer.region.nodes):
             assert_in_range(Inserter(edits, checked.node).call, checked)
 
 
