@@ -53,6 +53,7 @@ def prove_region(
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
+        _prove_one_width(node)
     kept = _kept(view, nodes - computed, nodes, carriers)
     if base in buffer:
         between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
@@ -225,6 +226,13 @@ def _is_in_autocast(view: GraphView, root: fx.Node) -> bool:
         return False
     inside = [args for name, args in view.context[root] if name == "_enter_autocast" and args[0] == device]
     return bool(inside[-1][2] if inside else torch.is_autocast_enabled(device))
+
+
+def _prove_one_width(node: fx.Node) -> None:
+    """Autocast casts no fp64, so that a product of fp64 and anything else raises an error."""
+    fakes = [fake_of(operand) for operand in node.all_input_nodes] if target_name(node) in _PROJECTIONS else []
+    dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor) and fake.dtype.is_floating_point}
+    prove(torch.float64 not in dtypes or len(dtypes) == 1, Reason.DTYPE_PATH, "a product of float64 and another dtype", node)
 
 
 def _prove_dtype(node: fx.Node, dtype: torch.dtype, result: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
-from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
@@ -27,14 +27,15 @@ _ALONG_AN_AXIS = {
 """Operators with an axis and an index, and where the index stands among their arguments."""
 
 _WRITES_AT = ("setitem", "__setitem__", "index_put")
-_SAME_NUMBERS = ("reshape", "permute", "expand")
+_SAME_NUMBERS = ("reshape", "permute", "expand", "lane")
 
 
 @dataclass(frozen=True)
 class CheckedIds:
-    """An operator, the ids that it checks, and the number that they have to be below, if any."""
+    """An operator, where it can be asserted what it checks, its ids, and the number that they have to be below, if any."""
 
     node: fx.Node
+    after: fx.Node
     operator: str
     ids: fx.Node
     end: int | None
@@ -55,7 +56,9 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
                 continue
             made = _source(value)
             ids = made.node if view.value_at(made.node, view.position[node]) is made else index
-            found.setdefault((name in _WRITES_AT, made, end), CheckedIds(node, name, ids, end))
+            if has_storage(ids):  # no slice under vmap
+                after = node if has_storage(index) else _behind(ids)
+                found.setdefault((name in _WRITES_AT, made, end), CheckedIds(node, after, name, ids, end))
     return list(found.values())
 
 
@@ -77,6 +80,11 @@ def assert_in_range(call: Callable[..., fx.Node], checked: CheckedIds) -> fx.Nod
     if end is not None:
         in_range, rule = call(torch.logical_and, in_range, call(torch.lt, ids, end)), f"numbers below {end}"
     return call(torch._assert_async, call("all", in_range), f"{checked.operator}: ids must be {rule}")
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """A node, or the last placeholder where it is one."""
+    return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
 
 
 def _is_of_ids(index: Any) -> bool:

@@ -22,6 +22,11 @@ def by_one_hot(self, x, weights, ids):
     return sum(share[:, e, None] * self.experts[e](x) for e in range(E))
 
 
+def by_one_hot_of_slices(self, x, weights, ids):
+    chosen = torch.vmap(lambda ids: F.one_hot(ids, E))(ids)
+    return sum((weights * chosen[..., e]).sum(-1, keepdim=True) * self.experts[e](x) for e in range(E))
+
+
 def by_scatter_add(self, x, weights, ids):
     share = x.new_zeros(len(x), E).scatter_add(1, ids, weights)
     return sum(share[:, e, None] * self.experts[e](x) for e in range(E))
@@ -80,7 +85,7 @@ class Layer(nn.Module):
 
 
 CASES = [
-    *((combine, True) for combine in (by_one_hot, by_scatter_add, by_index_select, where_hits_are_one_hot)),
+    *((combine, True) for combine in (by_one_hot, by_one_hot_of_slices, by_scatter_add, by_index_select, where_hits_are_one_hot)),
     (where_hits_are_written, True),  # a subscript below zero counts from the end
     (where_hits_are_compared, True),  # of any number it is known whether it is another
     (over_all_counts, False),  # there are more counts than experts where ids are above
