@@ -115,15 +115,15 @@ def _assert_ids(graph: fx.Graph, work: set[fx.Node]) -> "dict[fx.Node, _Behind]"
         return {}
     apart = work | _without_work(graph)
     checked = checked_ids(GraphView(graph, TABLE), [node for node in graph.nodes if node not in apart])
-    added = [(_Behind(checks.node, checks.after), checks) for checks in checked]
+    added = [(_Behind(checks.node), checks) for checks in checked]
     return {assert_in_range(behind.call, checks): behind for behind, checks in added}
 
 
 class _Behind:
-    """Adds nodes behind one, for what ``node`` checks."""
+    """Adds nodes behind one."""
 
-    def __init__(self, node: fx.Node, after: fx.Node) -> None:
-        self.node, self.added = node, [after]
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.added = node, [node]
 
     def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
         graph = self.node.graph

@@ -27,15 +27,14 @@ _ALONG_AN_AXIS = {
 """Operators with an axis and an index, and where the index stands among their arguments."""
 
 _WRITES_AT = ("setitem", "__setitem__", "index_put")
-_SAME_NUMBERS = ("reshape", "permute", "expand", "lane")
+_SAME_NUMBERS = ("reshape", "permute", "expand")
 
 
 @dataclass(frozen=True)
 class CheckedIds:
-    """An operator, where it can be asserted what it checks, its ids, and the number that they have to be below, if any."""
+    """An operator, the ids that it checks, and the number that they have to be below, if any."""
 
     node: fx.Node
-    after: fx.Node
     operator: str
     ids: fx.Node
     end: int | None
@@ -48,7 +47,7 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
     for node in nodes:
         name = inplace_name(node) or target_name(node)
         for index, end in _read(node, name):
-            if not isinstance(index, fx.Node) or not isinstance(end, int | None) or not _is_of_ids(fake_of(index)):
+            if not isinstance(index, fx.Node) or not isinstance(end, int | None) or not _is_of_ids(index):
                 continue
             value = view.value_at(index, view.position[node])
             element = evaluator.try_element(value) if isinstance(value, Value) else None
@@ -56,9 +55,7 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
                 continue
             made = _source(value)
             ids = made.node if view.value_at(made.node, view.position[node]) is made else index
-            if has_storage(ids):  # no slice under vmap
-                after = node if has_storage(index) else _behind(ids)
-                found.setdefault((name in _WRITES_AT, made, end), CheckedIds(node, after, name, ids, end))
+            found.setdefault((name in _WRITES_AT, made, end), CheckedIds(node, name, ids, end))
     return list(found.values())
 
 
@@ -82,14 +79,11 @@ def assert_in_range(call: Callable[..., fx.Node], checked: CheckedIds) -> fx.Nod
     return call(torch._assert_async, call("all", in_range), f"{checked.operator}: ids must be {rule}")
 
 
-def _behind(node: fx.Node) -> fx.Node:
-    """A node, or the last placeholder where it is one."""
-    return node if node.op != "placeholder" else node.graph.find_nodes(op="placeholder")[-1]
-
-
-def _is_of_ids(index: Any) -> bool:
-    integers = isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype != torch.bool
-    return integers and not free_unbacked_symbols(index)
+def _is_of_ids(index: fx.Node) -> bool:
+    """Whether an index holds whole numbers, as many as the graph tells. Under vmap ``one_hot`` checks none."""
+    fake = fake_of(index)
+    integers = isinstance(fake, torch.Tensor) and not fake.is_floating_point() and fake.dtype != torch.bool
+    return integers and has_storage(index) and not free_unbacked_symbols(fake)
 
 
 def _read(node: fx.Node, name: str) -> Iterable[tuple[Any, Any]]:

@@ -225,7 +225,7 @@ def _assert_ids(edits: Edits, layers: list[MoEMatch], views: dict[fx.Node, Graph
     """Assert what the operators of replaced layers check of ids."""
     for layer in layers:
         for checked in checked_ids(views[layer.root], layer.region.nodes):
-            assert_in_range(Inserter(edits, checked.after).call, checked)
+            assert_in_range(Inserter(edits, checked.node).call, checked)
 
 
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> bool:
