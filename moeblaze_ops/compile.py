@@ -390,6 +390,7 @@ def _rewrite(gm: fx.GraphModule) -> Any:
     traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
     work: set[fx.Node] = set()
     graded: list[fx.Node] = []
+    unproven = check.unproven(gm)  # of conditions, too, which are not there any more when they are discharged
     if traced is not None:
         discharged = branches.discharge(gm)
         if reason := traced.left or discharged.reason:
@@ -399,8 +400,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
     if attempt.assumes and ends_in_break:
         _give_up(_BREAK)
-    if (reason := check.unproven(gm)) is not None:
-        _give_up(reason)
+    if unproven is not None:
+        _give_up(unproven)
     guarded = guarded_inputs(gm, work)
     try:
         report = rewrite_graph(gm)
@@ -416,6 +417,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _give_up(f"{', '.join(effects)} would run where the program skips it")
     if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
         _give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
+    if attempt.assumes and any(layer.T == 0 for layer in report.rewritten):
+        _give_up("there are no tokens: the program skips all work, and its output needs no gradient")
     if attempt.assumes and not report.rewritten:
         _give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":

@@ -22,13 +22,13 @@ _PROJECTIONS = frozenset((
 class Region:
     """Nodes between the operands and the root, in graph order, and the nodes that hold the result afterwards.
 
-    ``ignores_autocast``: its products are computed in another dtype than the one that autocast is on for.
+    ``in_autocast``: autocast is on there. The operators get what it would cast in the dtype that it gives.
     """
 
     root: fx.Node
     nodes: tuple[fx.Node, ...]
     carriers: tuple[fx.Node, ...]
-    ignores_autocast: bool
+    in_autocast: bool
 
 
 def prove_region(
@@ -53,13 +53,14 @@ def prove_region(
     for node in computed:
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
+        _prove_one_width(node)
     kept = _kept(view, nodes - computed, nodes, carriers)
     if base in buffer:
         between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
         staying = [w for w, to in between if to in buffer and w not in nodes - kept]
         prove(not staying, Reason.BUFFER_ALIASED, "what the sum starts from is written to before", next(iter(staying), None))
     ordered = tuple(sorted(nodes - kept, key=view.position.__getitem__))
-    return Region(root, ordered, carriers, _autocast_dtype(view, root) not in (None, dtype))
+    return Region(root, ordered, carriers, _is_in_autocast(view, root))
 
 
 def _acts(view: GraphView, node: fx.Node) -> bool:
@@ -219,14 +220,19 @@ def reads_size(node: fx.Node) -> bool:
     return node.op != "output" and fake is not None and not isinstance(fake, (torch.Tensor, tuple, list))
 
 
-def _autocast_dtype(view: GraphView, root: fx.Node) -> torch.dtype | None:
-    """What autocast would cast the operands of ops at ``root`` to, None where it is off."""
+def _is_in_autocast(view: GraphView, root: fx.Node) -> bool:
     device = fake_of(view.writes.get(root, root)).device.type
     if not torch.amp.is_autocast_available(device):
-        return None
+        return False
     inside = [args for name, args in view.context[root] if name == "_enter_autocast" and args[0] == device]
-    dtype, enabled = inside[-1][1:3] if inside else (None, torch.is_autocast_enabled(device))
-    return (dtype or torch.get_autocast_dtype(device)) if enabled else None
+    return bool(inside[-1][2] if inside else torch.is_autocast_enabled(device))
+
+
+def _prove_one_width(node: fx.Node) -> None:
+    """Autocast casts no fp64, so that a product of fp64 and anything else raises an error."""
+    fakes = [fake_of(operand) for operand in node.all_input_nodes] if target_name(node) in _PROJECTIONS else []
+    dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor) and fake.dtype.is_floating_point}
+    prove(torch.float64 not in dtypes or len(dtypes) == 1, Reason.DTYPE_PATH, "a product of float64 and another dtype", node)
 
 
 def _prove_dtype(node: fx.Node, dtype: torch.dtype, result: torch.Tensor) -> None:

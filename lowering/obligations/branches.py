@@ -13,22 +13,25 @@ import copy
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
+from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
@@ -72,7 +75,7 @@ def discharge(gm: fx.GraphModule) -> Discharged:
             result.graded += [after for before, after in zip(*end.args[1:3], strict=True) if gains_gradient(before, after)]
             result.graded += [write for write, target in known.writes_between(begin, end) if gives_gradient(write, target)]
     for graph in graphs:
-        _erase(graph)
+        _erase(graph, _assert_ids(graph, result.work))
     result.work = {node for node in result.work if not node._erased}
     return result
 
@@ -106,12 +109,52 @@ def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
     return taken
 
 
-def _erase(graph: fx.Graph) -> None:
-    """Drop the markers, what stands on the sides without work, and what only the conditions read."""
+def _assert_ids(graph: fx.Graph, work: set[fx.Node]) -> "dict[fx.Node, _Behind]":
+    """Assertions of what operators check of ids, with what was added for each: conditions may be all that reads them."""
+    if not any(node.target is branch_begins for node in graph.nodes):
+        return {}
+    apart = work | _without_work(graph)
+    checked = checked_ids(GraphView(graph, TABLE), [node for node in graph.nodes if node not in apart])
+    added = [(_Behind(checks.node), checks) for checks in checked]
+    return {assert_in_range(behind.call, checks): behind for behind, checks in added}
+
+
+class _Behind:
+    """Adds nodes behind one."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.added = node, [node]
+
+    def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
+        graph = self.node.graph
+        with graph.inserting_after(self.added[-1]):
+            node = graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
+        fakes = fx.node.map_arg(args, fake_of)
+        mode = next(fake.fake_mode for fake in map(fake_of, graph.nodes) if isinstance(fake, FakeTensor))
+        with mode:
+            node.meta["example_value"] = (getattr(torch.Tensor, target) if isinstance(target, str) else target)(*fakes, **kwargs)
+        self.added.append(node)
+        return node
+
+    def take_back(self) -> None:
+        while len(self.added) > 1:
+            self.node.graph.erase_node(self.added.pop())
+
+
+def _without_work(graph: fx.Graph) -> set[fx.Node]:
+    """What stands on the sides without work."""
+    begins = [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]
+    return {node for begin in begins for node in _from(begin.args[2], begin)}
+
+
+def _erase(graph: fx.Graph, assertions: dict[fx.Node, _Behind] | None = None) -> None:
+    """Drop the markers, what stands on the sides without work, and what only the conditions read.
+
+    Of ``assertions`` those stay whose operators go.
+    """
     markers = (branch_forks, branch_begins, branch_ends, some_rows)
-    other: set[fx.Node] = set()
-    for begin in [node for node in graph.nodes if node.target is branch_begins and node.args[2] is not None]:
-        other.update(_from(begin.args[2], begin))
+    other = _without_work(graph)
+    assertions = assertions or {}
     read: set[fx.Node] = set()
     for node in [node for node in reversed(graph.nodes) if node.target in markers]:
         read.update(other for other in node.all_input_nodes if other.target not in markers)
@@ -128,9 +171,12 @@ def _erase(graph: fx.Graph) -> None:
         is_call = node.op in ("call_function", "call_method")
         for_nothing = is_call and not has_effect(node) and (node in read or target_name(node) == "cpu")
         unread = node in other or most is not None or for_nothing
-        if unread and not node.users:
+        if unread and not node.users and node not in assertions:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
+    for behind in assertions.values():
+        if not behind.node._erased and not written_nodes(behind.node):  # a write that nobody reads goes later
+            behind.take_back()
     graph.owning_module.recompile()
 
 

@@ -26,6 +26,7 @@ from moeblaze_ops.lowering.match.matcher import Matcher
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.assertions import proven_assertions
+from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
@@ -122,10 +123,11 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
             matched = [result for result in results if isinstance(result, MoEMatch)]
             routers = {match.root: match_router(views[match.root], match) for match in matched}
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
+            layers = [r for r, c in zip(results, candidates, strict=True) if isinstance(r, MoEMatch) and c.reason is None]
+            _assert_ids(edits, layers, views)
         if edits.mark():
             gm.graph.lint()
-        rewritten = [r for r, c in zip(results, candidates, strict=True) if isinstance(r, MoEMatch) and c.reason is None]
-        dead = _dead(gm.graph, rewritten)
+        dead = _dead(gm.graph, layers)
     except Exception as error:
         edits.undo()
         detail = tolerate(error)
@@ -205,7 +207,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
         return _declined(result)
     mark, insert = edits.mark(), Inserter(edits, result.root, result.copied)
     device = fake_of(result.x.node).device.type
-    autocast_off = insert.without_autocast(device) if result.region.ignores_autocast else nullcontext()
+    autocast_off = insert.without_autocast(device) if result.region.in_autocast else nullcontext()
     try:
         with autocast_off:
             out, became = insert_layer_ops(insert, result, router)
@@ -217,6 +219,13 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
         edits.undo(mark)
         return _declined(Decline(result.root, result.root, Reason.OPERANDS, str(error)))
     return _rewritten(result, f"{became} -> a copy in the strides of the result" if copied else became)
+
+
+def _assert_ids(edits: Edits, layers: list[MoEMatch], views: dict[fx.Node, GraphView]) -> None:
+    """Assert what the operators of replaced layers check of ids."""
+    for layer in layers:
+        for checked in checked_ids(views[layer.root], layer.region.nodes):
+            assert_in_range(Inserter(edits, checked.node).call, checked)
 
 
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> bool:

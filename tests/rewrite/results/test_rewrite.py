@@ -100,6 +100,25 @@ def test_operator_that_ignores_autocast_keeps_its_dtype(fp64):
     assert layer.dtype == torch.float32
 
 
+@pytest.mark.parametrize("combine", [zoo.loop_mixtral, zoo.masked_sum], ids=lambda f: f.__name__)
+def test_weights_of_another_low_precision_than_that_of_autocast(combine):
+    """They are stacked as they are stored: under autocast torch stacks no fp16 where it computes in bf16."""
+    torch.manual_seed(0)
+    layer = zoo.ModuleListMoE(combine)
+    layer.experts.half()
+    backend = check_against_eager(_Autocast(layer), torch.randn(12, zoo.D), tolerance=2**-4, aot=True)
+    assert len(backend.rewritten) == 1 and backend.rewritten[0].dtype == torch.bfloat16
+
+
+def test_weights_that_autocast_leaves_in_fp64_are_an_error_as_written():
+    layer = zoo.ModuleListMoE(zoo.masked_sum)
+    layer.experts.double()
+    run, backend = compiled(_Autocast(layer))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        run(torch.randn(12, zoo.D))
+    assert backend.reasons == ["DTYPE_PATH"]
+
+
 class _Block(nn.Module):
     """A residual block with a shared expert beside the routed ones."""
 

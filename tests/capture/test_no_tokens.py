@@ -1,0 +1,29 @@
+"""Without tokens a program skips the work of every expert, and its output needs no gradient: there its branches are kept."""
+
+import pytest
+import torch
+
+from moeblaze_ops import compile as moeblaze_compile
+from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.corpus.loops import guarded, hits
+from tests.corpus.zoo import catalogue as zoo
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+
+@pytest.mark.parametrize("combine", [guarded.if_any, guarded.hit_rows, hits.HITS[0]], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_output_needs_a_gradient_where_it_does_as_written(combine, num_tokens):
+    layer, x = make_layer(combine), torch.randn(num_tokens, zoo.D)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        actual = torch.compile(layer, backend=backend)(x)
+    expected = layer(x)
+    torch.testing.assert_close(actual, expected)
+    assert actual.requires_grad == expected.requires_grad == (num_tokens > 0)
+    assert bool(rewritten_in(records)) == (num_tokens > 0)
+
+
+def test_loop_without_branches_is_rewritten():
+    layer, x = zoo.ModuleListMoE(zoo.masked_sum), torch.randn(0, zoo.D)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        actual = torch.compile(layer, backend=backend)(x)
+    assert actual.requires_grad and rewritten_in(records)
