@@ -172,7 +172,7 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
         tile = GemmConfig(64, 64, 64, 8, 4, 3)
     else:
         tile = GemmConfig(128, 256 if feeds_from_shared_memory(capability) else 128, 128, 8, 8, 3)
-    fitted = _fit(replace(tile, block_m=_clip(tile.block_m, F, 16)), operands, None, D, 1, capability)
+    fitted = _fit(replace(tile, block_m=_clip(tile.block_m, F)), operands, None, D, 1, capability)
     # The pipeline spends every other stage on the index that the gather waits for: stages come cheaper here.
     return replace(fitted, num_stages=2 * fitted.num_stages - 1)
 
@@ -188,19 +188,19 @@ def choose_low_rank_backward(
         return None
     if feeds_from_shared_memory(capability) and operands.element_size == 2 and rank <= 16:
         # 64 rows, for wgmma. Rows that are read by index have a buffer less: narrow tiles leave room for two programs.
-        columns = _clip(256 if gathered else 512, width, 16)
+        columns = _clip(256 if gathered else 512, width)
         fitted = _fit(GemmConfig(columns, 16, 128, 1, 4, 3), operands, None, rank, 1, capability)
         return replace(fitted, num_warps=8 if columns == 512 else 4)
     # The sums take 64 registers a thread, a stage 32 KB.
     most = (512 if feeds_from_shared_memory(capability) else 256) // (1 if rank <= 16 else 2)
-    columns = _clip(most if operands.tensor_cores else 64, width, 16)
+    columns = _clip(most if operands.tensor_cores else 64, width)
     tile = GemmConfig(columns, MOST_RANKS_AT_ONCE, min(128, 32768 // columns), 1, 4, 3)
     return _fit(tile, operands, None, rank, 1, capability)
 
 
 def choose_rank_block(operands: Operands, rank: int) -> int:
     """Columns of a low-rank product that are contracted at a time: few, since they lie in registers beside the sums."""
-    return _clip(32 if operands.tensor_cores else 16, rank, 16)
+    return _clip(32 if operands.tensor_cores else 16, rank)
 
 
 def choose_column_ranges(num_rows: int | None, D: int, element_size: int, max_bytes: int | None) -> list[range]:
@@ -221,40 +221,40 @@ def choose_column_ranges(num_rows: int | None, D: int, element_size: int, max_by
 def choose_combine(columns: int | None) -> TileConfig:
     """Tile of the gather-sum: 1024 elements, so that two warps move 32 bytes a thread and choice."""
     widest = COLUMN_UNIT if columns is not None and columns % 512 == COLUMN_UNIT else 512
-    columns = _clip(widest, columns, 16)
+    columns = _clip(widest, columns)
     return TileConfig(1024 // columns, columns, 2)
 
 
 def choose_combine_few(columns: int | None) -> TileConfig:
     """Tile of the gather-sum of few used slots among many: one token, so that none waits for one with more, 16 bytes a thread."""
-    columns = _clip(1024 if columns is not None and columns % 1024 == 0 else choose_combine(columns).columns, columns, 16)
+    columns = _clip(1024 if columns is not None and columns % 1024 == 0 else choose_combine(columns).columns, columns)
     return TileConfig(1, columns, max(1, columns // 256))
 
 
 def choose_add_rows(columns: int | None) -> TileConfig:
     """Tile of the sum of rows and a token: 1024 columns where their number allows it, 16 of them a thread."""
     widest = next((width for width in (1024, 512) if columns is None or columns % width == 0), COLUMN_UNIT)
-    columns = _clip(widest, columns, 16)
+    columns = _clip(widest, columns)
     return TileConfig(1, columns, max(1, columns // 512))
 
 
 def choose_combine_product(operands: Operands, columns: int | None, channels: int | None) -> TileConfig:
     """Tile of the gather-sum with a product in it: tokens enough that its right side is read from cache a few times only."""
     if not operands.tensor_cores:
-        return TileConfig(16, _clip(64, columns, 16), 4)
+        return TileConfig(16, _clip(64, columns), 4)
     wide = channels is not None and channels >= 64 and columns is not None and columns % 256 == 0
-    return TileConfig(32, 256, 8) if wide else TileConfig(32, _clip(128, columns, 16), 4)
+    return TileConfig(32, 256, 8) if wide else TileConfig(32, _clip(128, columns), 4)
 
 
 def choose_row_dot(D: int | None) -> TileConfig:
     """Tile of a row-by-row inner product over D; a range of columns is a multiple of it, but for the last one's end."""
-    columns = _clip(COLUMN_UNIT, D, 16)
+    columns = _clip(COLUMN_UNIT, D)
     return TileConfig(1024 // columns, columns, 4)
 
 
 def choose_bias_grad(columns: int | None) -> TileConfig:
     """Tile of the column sums over an expert's rows."""
-    block = _clip(128, columns, 16)
+    block = _clip(128, columns)
     return TileConfig(4096 // block, block, 4)
 
 
@@ -296,7 +296,7 @@ def router_sum_parts(columns: int) -> int:
 
 def choose_router_product(element_size: int, D: int | None) -> TileConfig:
     """Tokens and columns of D that a program of either product takes at a time: 256 bytes of each token."""
-    return TileConfig(64, _clip(256 // element_size, D, 16), 4)
+    return TileConfig(64, _clip(256 // element_size, D), 4)
 
 
 def router_parts(column_blocks: int | None) -> int:
@@ -313,8 +313,8 @@ def _fit(
     capability: tuple[int, int],
 ) -> GemmConfig:
     """``tile``, with block_k in bytes, cut to the widths of the problem and to the shared memory of the device."""
-    block_n = _clip(tile.block_n, columns, 16)
-    block_k = _clip(tile.block_k // operands.element_size, contraction, 16)
+    block_n = _clip(tile.block_n, columns)
+    block_k = _clip(tile.block_k // operands.element_size, contraction)
     # A warp for every 4 KB of results, so that their epilogue fits its registers.
     num_warps = min(tile.num_warps, max(4, num_weights * tile.block_m * block_n * operands.element_size // 4096))
     limit = shared_memory_bytes(capability)
@@ -326,8 +326,8 @@ def _fit(
         block_k //= 2
 
 
-def _clip(block: int, size: int | None, smallest: int) -> int:
-    """``block``, or the power of two that covers ``size`` when that is less."""
+def _clip(block: int, size: int | None) -> int:
+    """``block``, or the power of two that covers ``size`` when that is less: 16 at least, as tensor cores take."""
     if size is None:
         return block
-    return max(smallest, min(block, 1 << (max(size, 1) - 1).bit_length()))
+    return max(16, min(block, 1 << (max(size, 1) - 1).bit_length()))

@@ -102,7 +102,6 @@ class Frame:
     """A Python frame that Dynamo is about to compile."""
 
     code: CodeType
-    module_globals: dict[str, Any]
     backend: Callable
     export: bool
 
@@ -141,7 +140,7 @@ def install_frame_hook(
             arguments["code"] = code
             return original(*bound.args, **bound.kwargs)
 
-        return hook(compile_code, Frame(code, arguments["globals"], backend, arguments.get("export", False)))
+        return hook(compile_code, Frame(code, backend, arguments.get("export", False)))
 
     convert_frame.compile_frame = compile_frame
 

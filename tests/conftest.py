@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch._dynamo.guards
+from torch._subclasses import fake_tensor
 
 from moeblaze_ops import config
 
@@ -66,6 +67,19 @@ _trace.propagate = True
 _trace.handlers.clear()
 # Graphs are small here, and there are thousands: no garbage is collected after each of them.
 torch._dynamo.config.run_gc_after_compile = False
+
+
+class _StateOfNumbers(fake_tensor._CacheKeyState):
+    """What operators give for sizes that are symbols is not kept: a loop over experts has other symbols in each pass.
+
+    To keep it, each output is made twice, which is a quarter of what a test of such loops takes. Pages and ranks keep it.
+    """
+
+    def convert_sym_int(self, result, arg):
+        raise fake_tensor._BypassDispatchCache("symbolic size")
+
+
+fake_tensor._CacheKeyState = _StateOfNumbers
 
 
 def pytest_collection_finish():

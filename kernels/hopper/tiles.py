@@ -174,10 +174,10 @@ def allocate_ring(dtype: gl.constexpr, READY_ARRIVALS: gl.constexpr, PLAN: gl.co
 
 
 @gluon.jit
-def load_matrix(descriptor, plane, row, column, barrier, buffer, pred=True):
+def load_matrix(descriptor, plane, row, column, barrier, buffer):
     """Starts the TMA load of a matrix of a 3-d tensor; what lies outside the tensor arrives as zeros."""
     target = reinterpret(buffer, descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
-    tma_load(descriptor, [plane, row, column], barrier, target, pred)
+    tma_load(descriptor, [plane, row, column], barrier, target)
 
 
 @gluon.jit

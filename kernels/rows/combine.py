@@ -357,7 +357,7 @@ def combine(
     )
 
 
-def add_row_dots(rows_ND: Tensor, tokens_TD: Tensor, positions_TK: Tensor, dots_TK: Tensor, first_row: int = 0) -> None:
+def add_row_dots(rows_ND: Tensor, tokens_TD: Tensor, positions_TK: Tensor, dots_TK: Tensor, first_row: int) -> None:
     """Adds the inner product of each slot's row with its token; nothing at unused slots.
 
     Args:

@@ -13,7 +13,7 @@ from moeblaze_ops.kernels.launch import size_hint, static_size
 from moeblaze_ops.kernels.settings import settings
 
 
-def row_chunks(like: Tensor, num_rows: int, D: int, max_bytes: int | None = None) -> Iterator[tuple[int, Tensor]]:
+def row_chunks(like: Tensor, num_rows: int, D: int, max_bytes: int | None) -> Iterator[tuple[int, Tensor]]:
     """Ranges that cover D columns, each with a buffer for that part of the rows.
 
     Args:

@@ -133,7 +133,7 @@ def _joined_products(view: GraphView, product: Value, numbers: Sequence[Value], 
                     continue
                 labels = _labels(product, second, first, (lx, lw), (lu, lb), (lo, la))
                 if labels is not None and _fits(w, lw, (a, b), labels):
-                    return _times_sum(view, product, x, w, lx, lw, _scaled(view, numbers, w, (a, b), labels, lw))
+                    return _times_sum(view, product, x, lx, lw, _scaled(view, numbers, w, (a, b), labels, lw))
     return None
 
 
@@ -186,7 +186,7 @@ def _scaled(view: GraphView, numbers: Sequence[Value], w: Value, xs: tuple[Value
     return view.make("low_rank", w, total, shape=w.shape, dtype=w.dtype)
 
 
-def _times_sum(view: GraphView, product: Value, x: Value, w: Value, lx: str, lw: str, total: Value) -> Value:
+def _times_sum(view: GraphView, product: Value, x: Value, lx: str, lw: str, total: Value) -> Value:
     return view.make("contract", (x, total), (lx, lw), product.args[2], shape=product.shape, dtype=product.dtype)
 
 

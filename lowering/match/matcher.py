@@ -351,7 +351,7 @@ class Matcher:
             parts = [split_expert(self._evaluator, expert, feature) for expert in experts]
             experts, of_up, of_down = (list(part) for part in zip(*parts, strict=True))
         chosen = [experts[i] for i in order]
-        indices = [weight_index(routing, expert) for routing, expert in ((routings[i], experts[i]) for i in order)]
+        indices = [weight_index(routings[i]) for i in order]
         num_experts = extent(routings[order[0]].expert, len(order))
 
         def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
@@ -448,7 +448,7 @@ class Matcher:
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {_NO_COUNTS}")
-        return read_indexed(self._algebra, index, expert.binders, factors)
+        return read_indexed(index, expert.binders, factors)
 
 
 def _sums_experts(e: Expr) -> bool:

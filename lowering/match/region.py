@@ -32,7 +32,7 @@ class Region:
 
 
 def prove_region(
-    view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None = None
+    view: GraphView, root: fx.Node, operands: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None
 ) -> Region:
     """The region behind ``root``, once nobody else can see that it is gone; ``base`` is what its sum starts from."""
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
@@ -43,7 +43,7 @@ def prove_region(
     behind = dependencies(view, root, stop=frozenset(above - buffer)) - above
     nodes = {n for n in behind if n.op not in ("placeholder", "get_attr")}
     computed = _computed(view, nodes)
-    carriers = _carriers(view, root, nodes)
+    carriers = _carriers(view, root)
     _prove_gradients(view, root, frozenset(carriers), read)
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
@@ -135,7 +135,7 @@ def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
     return computed
 
 
-def _carriers(view: GraphView, root: fx.Node, nodes: set[fx.Node]) -> tuple[fx.Node, ...]:
+def _carriers(view: GraphView, root: fx.Node) -> tuple[fx.Node, ...]:
     """Nodes of the root's buffer: whoever reads them after the root reads the result."""
     target = view.writes.get(root)
     if target is None:

@@ -239,7 +239,7 @@ def check_module(
     check_switch("MoE", "renormalize", renormalize)
     if keep is not None:
         check_choice("MoE", "keep", keep, KEEP)
-    check_device_name("MoE", "device", device)
+    check_device_name("MoE", device)
     if dtype is not None:
         _check_dtype("MoE", dtype)
 
@@ -276,7 +276,7 @@ def check_memory_estimate(
     check_choice("memory_estimate", "keep", keep, KEEP)
     for name, value in switches.items():
         check_switch("memory_estimate", name, value)
-    check_device_name("memory_estimate", "device", device)
+    check_device_name("memory_estimate", device)
 
 
 def _check_sizes(op: str, D: int, F: int, E: int) -> None:

@@ -99,16 +99,16 @@ def check_activation_text(op: str, value: Any, more: str = "") -> None:
         refuse(op, "activation", rule, f"{value!r}: {reason}")
 
 
-def check_device_name(op: str, name: str, value: Any) -> None:
+def check_device_name(op: str, value: Any) -> None:
     """None, or what ``torch.device`` takes."""
     if value is None:
         return
     if not isinstance(value, str | torch.device):
-        refuse_type(op, name, "be a device or its name", kind_of(value))
+        refuse_type(op, "device", "be a device or its name", kind_of(value))
     try:
         torch.device(value)
     except RuntimeError:
-        refuse(op, name, "be a device or its name", repr(value))
+        refuse(op, "device", "be a device or its name", repr(value))
 
 
 def check_not_traced(op: str) -> None:

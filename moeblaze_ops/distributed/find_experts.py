@@ -40,7 +40,7 @@ class Unclear:
 Selection = Callable[[str, Tensor], bool] | Iterable[str] | None
 
 
-def find_experts(model: nn.Module, selection: Selection = None) -> tuple[list[ExpertGroup], list[Unclear]]:
+def find_experts(model: nn.Module, selection: Selection) -> tuple[list[ExpertGroup], list[Unclear]]:
     """The groups of expert parameters of ``model``, by its shapes or by ``selection``, and what was left."""
     if selection is None:
         return _found(model)

@@ -178,7 +178,7 @@ def _ranged_estimate(T: int, sizes: LayerSizes, limit: int, compiled: bool) -> M
         size_of |= {f"{name} {part}": size for part, size in of_range.items()}
     kept = _kept(sizes, "input")
     keeps_rows = of_rows.keeps_rows(limit - size_of["routing of ranges"], first)
-    return _summed(size_of, kept, kept, _ranged_steps(sizes, keeps_rows, bool(others)) | _router_step(sizes, compiled))
+    return _summed(size_of, kept, kept, _ranged_steps(keeps_rows, bool(others)) | _router_step(sizes, compiled))
 
 
 def _summed(
@@ -235,7 +235,7 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
     return steps
 
 
-def _ranged_steps(sizes: LayerSizes, keeps_rows: bool, has_others: bool) -> dict[str, tuple[str, ...]]:
+def _ranged_steps(keeps_rows: bool, has_others: bool) -> dict[str, tuple[str, ...]]:
     """As ``_steps`` for the first range of rows, which is there before the weight gradients are, and for any other one."""
     out = ("x", "weights", "routing of ranges")
     steps = {

@@ -197,9 +197,10 @@ def test_storages_fit(compiled, storage, widths, dtype):
     assert_fits(compiled)
 
 
-@pytest.mark.parametrize("rank", [8, 200])
+# Both ranks with one layout, and each other layout with one: weights and low-rank columns are read by descriptors of their own.
 @pytest.mark.parametrize(
-    ("storage", "widths"), [("packed", "even"), ("packed", "ragged"), ("f_inner", "narrow"), ("split", "even")]
+    ("storage", "widths", "rank"),
+    [("packed", "even", 8), ("packed", "even", 200), ("packed", "ragged", 200), ("f_inner", "narrow", 8), ("split", "even", 200)],
 )
 def test_low_rank_columns_fit(compiled, storage, widths, rank):
     num_f, num_d = WIDTHS[widths]

@@ -2,8 +2,8 @@
 
 A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
 blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
-block before it prints. A file that ``torchrun`` runs is only written before. Files named ``cell_N.py`` run as cells of a
-notebook do, without a file.
+block before it prints. A file that ``torchrun`` runs is only written before; its ranks are forks of a process that has imported
+torch. Files named ``cell_N.py`` run as cells of a notebook do, without a file.
 
     python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
 """
@@ -19,9 +19,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 RUN_PAGES = """
-import os, sys, traceback
+import os, runpy, sys, traceback
 import linecache
 import torch._inductor.compile_fx
+import torch.distributed.run as torchrun
+
+def launch(arguments):
+    # torchrun itself, but for ranks that are forks of this process.
+    start = torchrun.elastic_launch
+    def start_forks(config, entrypoint):
+        config.start_method = "fork"
+        return start(config, run_rank)
+    torchrun.elastic_launch = start_forks
+    torchrun.main(arguments)
+
+def run_rank(*command):
+    script = command[-1]
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+    sys.stdout.flush()
 
 def run_page(files):
     names = {"__name__": "__main__"}
@@ -49,7 +65,7 @@ for line in sys.stdin:
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     try:
-        run_page(files)
+        launch(files[1:]) if files[:1] == ["torchrun"] else run_page(files)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -119,8 +135,7 @@ def run_page(page: Path, folder: Path) -> dict[tuple[int, int], str]:
         printed[files[name].span] = output.replace(f"{folder}/", "")
     for block in blocks(page):
         if block.is_launch:
-            words = block.content.split()
-            printed[block.span] = run(["-m", "torch.distributed.run", *words[1:]], folder).replace(f"{folder}/", "")
+            printed[block.span] = _run_files(block.content.split(), folder).replace(f"{folder}/", "")
     return printed
 
 
@@ -137,7 +152,7 @@ def _pages() -> subprocess.Popen:
 
 
 def _run_files(files: list[str], folder: Path) -> str:
-    """What the files print, in one process."""
+    """What the files print, in one process; or, of ``["torchrun", ...]``, what that command prints."""
     pages = _pages()
     print(folder, *files, sep="\t", file=pages.stdin, flush=True)
     status, (output, errors) = pages.stdout.readline(), ((folder / name).read_text() for name in ("out", "err"))

@@ -62,7 +62,7 @@ class Finder:
             self._found[key] = self._search(targets, columns, width, depth)
         return self._found[key]
 
-    def find_turned(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
+    def find_turned(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> Operand | None:
         """The node ``[width, T]`` whose element at (column, token) is the target, for every column."""
         at = [(column, self.token) for column in columns]
         found = self._find_at(targets, at, (width, self.num_tokens), depth)

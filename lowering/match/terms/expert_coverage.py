@@ -39,7 +39,7 @@ def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts:
     for routing, expert in zip(routings, experts, strict=True):
         leaves = [leaf for p in (*expert.up, expert.down) for leaf in (p.weight, p.bias) if leaf is not None]
         leaves += expert.parameters
-        number, index = routing.expert, weight_index(routing, expert)
+        number, index = routing.expert, weight_index(routing)
         if index is not None:
             number = algebra.var(-5, 0, "r")
             leaves = [algebra.substitute(leaf, {index: number}) for leaf in leaves]
@@ -47,7 +47,7 @@ def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts:
         prove(weights_of.setdefault(number, own) == own, Reason.EXPERT_COVERAGE, "slots use different weights")
 
 
-def weight_index(routing: Routing, expert: ExpertTerm) -> Expr | None:
+def weight_index(routing: Routing) -> Expr | None:
     if routing.expert is None:
         return routing.ids
     return routing.expert if routing.expert.kind == "var" else None

@@ -70,7 +70,7 @@ def _without_common_factor(algebra: Algebra, terms: list[tuple[Size, Expr]]) -> 
     return algebra.linear(0, [(c // common, atom) for c, atom in terms])
 
 
-def read_indexed(algebra: Algebra, ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Routing:
+def read_indexed(ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Routing:
     """Weights are gathered by ``ids``: the term is one slot, or the sum over all slots."""
     prove(len(binders) <= 1, Reason.ROUTING, "several sums around one expert")
     slot = binders[0] if binders else None
