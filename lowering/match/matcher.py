@@ -128,7 +128,8 @@ class Matcher:
                     found.append(result)
                     taken.update(result.region.nodes)
         results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
-        declined = furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
+        declined = [r for r in results if isinstance(r, Decline) and not self._is_around(r, results)]
+        declined = furthest([r for r in declined if not any(self._is_beginning(r, whole) for whole in declined)])
         declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
@@ -136,6 +137,7 @@ class Matcher:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
         behind = self._dependencies(outer.root)
         inner = [result for result in results if result.root in behind and result.root is not outer.root]
+        inner = [result for result in inner if isinstance(result, MoEMatch) or result.has_experts or not outer.has_experts]
         if outer.rows:
             nodes = dependencies(self.view, *(result.root for result in inner))
             return all(row.node in nodes for row in outer.rows)
@@ -152,6 +154,11 @@ class Matcher:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
         fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
         return fewer and part.root in self._dependencies(whole.root)
+
+    def _is_beginning(self, part: Decline, whole: Decline) -> bool:
+        """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""
+        begins = not part.has_experts and whole.has_experts and part.ids <= whole.ids
+        return begins and part.root in self._dependencies(whole.root)
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
@@ -205,7 +212,8 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
+            detail = describe(masked[0], feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=False)
         try:
             written = fake_of(self.view.writes.get(root, root))
             prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
@@ -221,11 +229,13 @@ class Matcher:
             chosen = self._chosen(experts, feature)
             decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
         again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)
-        return decline if again is None else again
+        if isinstance(again, Decline) and decline.reason is Reason.OTHER_TERMS:
+            return replace(decline, reason=again.reason, detail=again.detail or decline.detail, node=again.node)
+        return again if isinstance(again, MoEMatch) else decline
 
     def _with_whole_tokens(
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, experts: Sequence[Expr], onto_base: bool
-    ) -> MoEMatch | None:
+    ) -> MoEMatch | Decline | None:
         """The layer, if it is one as soon as what its experts are given is not looked into, where their sum adds that itself.
 
             x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
@@ -236,8 +246,7 @@ class Matcher:
             return None
         apart = copy(self)
         apart._evaluate(frozenset((x,)))
-        found = apart.match(root, onto_base=onto_base)
-        return found if isinstance(found, MoEMatch) else None
+        return apart.match(root, onto_base=onto_base)
 
     def _given(
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, experts: Sequence[Expr]
@@ -265,6 +274,7 @@ class Matcher:
         self, root: fx.Node, value: Value, terms: Sequence[Expr], feature: Expr
     ) -> tuple[fx.Node | None, list[Expr], list[Expr]]:
         """What the sum of a layer starts from, which may hold layers before it, and the experts and other terms that it adds."""
+        found: tuple[fx.Node | None, list[Expr], list[Expr]] = None, [], list(terms)
         for node, base in bases(self.view, root, value):
             below = Counter(self._terms(base))
             added = list((Counter(terms) - below).elements())
@@ -272,8 +282,8 @@ class Matcher:
             apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
             others = [term for term in added if term not in own]
             if own and apart and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
-                return node, own, others
-        return None, [], list(terms)
+                found = node, own, others  # the first step of the sum: some that follow may add zeros
+        return found
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -428,8 +438,9 @@ class Matcher:
         prove(not added or by_number, Reason.ROUTING, "experts that are routed otherwise than those without projections")
         x_value = self._unshaped(x.node, root)
         plain = find_zero_computation(
-            self._algebra, finder, added, feature, routings, lambda operand: self._unshaped(operand.node, root) is x_value
-        )
+            self._algebra, finder, added, feature, routings, None if scales else (ids, weights, top_k),
+            is_x=lambda operand: self._unshaped(operand.node, root) is x_value,
+        )  # fmt: skip
         dense = routings[0].expert is not None
         of_zeros = on_input and dense and not all(routing.selects_output for routing in routings)
         prove(not (of_zeros and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")

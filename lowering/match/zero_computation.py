@@ -16,13 +16,17 @@ import torch
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
+from moeblaze_ops.lowering.match.operands.find_routing import find_routing
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_coverage import prove_distinct
 from moeblaze_ops.lowering.match.terms.expert_term import made_by
 from moeblaze_ops.lowering.match.terms.routing_term import Routing, read_compared
 
+Routed = tuple[Operand, Operand | None, int]
+"""Ids, weights and K, as ``find_routing`` gives them."""
+
 _NO_PROJECTIONS = "an expert without projections"
-_OTHER = "an expert gives {}, which is neither two projections of its tokens, nor the tokens, nor the same for all"
+_OTHER = "an expert gives {}, which is neither two projections of its tokens, nor the tokens, nor one vector [D]"
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,21 @@ def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) 
         shared = [f for f in factors_of(product) if feature not in f.free and f.kind != "const"]
         numbers = [f.args[0] for f in factors_of(product) if f.kind == "const"]
         prove(len(vectors) == 1, Reason.OTHER_TERMS, _OTHER.format(made_by(product, feature)))
-        routing = read_compared(algebra, None, (), tuple(shared))
+        try:
+            routing = read_compared(algebra, None, (), tuple(shared))
+        except Declined as declined:
+            raise Declined(Reason.OTHER_TERMS, _of_rows(product) or declined.detail) from None
         prove(routing.kept is None, Reason.SLOT_WEIGHTS, f"{_NO_PROJECTIONS} drops tokens that chose it")
         yield ZeroComputationTerm(numbers[0] if numbers else 1, vectors[0], routing)
+
+
+def _of_rows(product: Expr) -> str:
+    """What is wrong if a factor is computed of selected rows; nothing if none is."""
+    for leaf in subexpressions(product, lambda e: e.kind == "leaf" and e.args[0].dtype.is_floating_point):
+        row = leaf.args[1][0] if leaf.args[1] else None
+        if row is not None and row.kind == "var" and row.args[2] == "r":
+            return f"{_NO_PROJECTIONS} multiplies by {made_by(leaf, leaf)} of selected rows, not of all tokens"
+    return ""
 
 
 def _products(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
@@ -103,16 +119,17 @@ def find_zero_computation(
     terms: Sequence[ZeroComputationTerm],
     feature: Expr,
     routings: Sequence[Routing],
+    routed: Routed | None,
     is_x: Callable[[Operand], bool],
 ) -> tuple[ZeroComputation, ...]:
-    """The experts of ``terms``, which choose and weigh tokens as the other experts do, of which ``routings`` are.
+    """The experts of ``terms``, which choose and weigh tokens as the other experts do, by ``routings``.
 
-    ``is_x``: whether an operand is what the other experts are given.
+    ``routed``: what holds all of the routing of those, None if there is more to it. ``is_x``: whether an operand is what the other experts are given.
     """
     by_slot: dict[Expr, dict[tuple[Expr, Expr], Counter]] = defaultdict(lambda: defaultdict(Counter))
     for term in terms:
         prove_distinct(algebra, [term.routing], of_all=False)
-        ids, factor, of_token = _beside(algebra, term.routing, routings)
+        ids, factor, of_token = _beside(algebra, finder, term.routing, routings, routed)
         by_slot[ids][term.vector, of_token][term.routing.expert.args[0]] += term.number * factor
     lead = next(iter(by_slot.values()), {})
     alike = all(own == lead for own in by_slot.values())
@@ -126,7 +143,9 @@ def find_zero_computation(
     )
 
 
-def _beside(algebra: Algebra, routing: Routing, routings: Sequence[Routing]) -> tuple[Expr, float, Expr]:
+def _beside(
+    algebra: Algebra, finder: Finder, routing: Routing, routings: Sequence[Routing], routed: Routed | None
+) -> tuple[Expr, float, Expr]:
     """The ids of other experts that choose a term, and what it multiplies their weights by: a number, and one of a token."""
     for other in routings:
         renamed = {routing.slot: other.slot} if routing.slot is not None and other.slot is not None else {}
@@ -136,9 +155,20 @@ def _beside(algebra: Algebra, routing: Routing, routings: Sequence[Routing]) -> 
         number, weights = _weights(algebra.mul(*other.weights))
         of_token = algebra.mul(*(own - weights).elements())
         alike = weights <= own and all(var.args[2] == "t" for var in of_token.free)
+        if alike:
+            return other.ids, own_number / number, of_token
+        alike = routed is not None and _held(algebra, finder, routing) == routed
         prove(alike, Reason.SLOT_WEIGHTS, f"{_NO_PROJECTIONS} has other routing weights than the others")
-        return other.ids, own_number / number, of_token
+        return other.ids, 1, algebra.one
     raise Declined(Reason.SLOT_WEIGHTS, f"{_NO_PROJECTIONS} is chosen by other ids than the others")
+
+
+def _held(algebra: Algebra, finder: Finder, routing: Routing) -> Routed | None:
+    """What holds a routing: it tells that weights are the same where those of the others' input are not looked into."""
+    try:
+        return find_routing(algebra, finder, [routing], 0)
+    except Declined:
+        return None
 
 
 def _weights(product: Expr) -> tuple[float, Counter]:
@@ -150,10 +180,7 @@ def _weights(product: Expr) -> tuple[float, Counter]:
 def _vector(finder: Finder, vector: Expr, feature: Expr, is_x: Callable[[Operand], bool]) -> tuple[Operand, bool]:
     """What holds the vector, and whether it is the same for all tokens."""
     width = feature.args[1]
-    if vector.free <= {feature}:
-        found = finder.find_vector(vector, feature, width)
-        detail = f"no tensor [D] holds what {_NO_PROJECTIONS} gives: {made_by(vector, feature)}"
-        prove(found is not None, Reason.OTHER_TERMS, detail)
+    if vector.free <= {feature} and (found := finder.find_vector(vector, feature, width)) is not None:
         return found, True
     found = finder.find((vector,), (feature,), width)
     prove(found is not None and is_x(found), Reason.OTHER_TERMS, _OTHER.format(made_by(vector, feature)))
