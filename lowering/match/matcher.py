@@ -79,7 +79,16 @@ _COMBINES = frozenset((
     "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
 ))  # fmt: skip
 
+Sum = tuple[fx.Node | None, list[Expr], list[Expr]]
+"""What a sum starts from, if not from zeros; the experts that it adds, and its other terms."""
+
 _NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
+
+_OF_TERMS = frozenset((
+    Reason.OTHER_TERMS, Reason.ROUTING, Reason.SLOT_WEIGHTS, Reason.NOT_TWO_PROJECTIONS, Reason.DIFFERENT_INPUTS,
+    Reason.EXPERT_COVERAGE,
+))  # fmt: skip
+"""Why a sum may be no layer whose terms are not told apart."""
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
@@ -214,20 +223,20 @@ class Matcher:
             counts = self._chosen(masked, feature)
             detail = describe(masked[0], feature)
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=False)
+        others = list((Counter(terms) - Counter(experts)).elements())
         try:
             written = fake_of(self.view.writes.get(root, root))
             prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
-            base, others = None, list((Counter(terms) - Counter(experts)).elements())
-            if others and onto_base and not all(is_routed(term, feature) for term in others):
-                base, experts, others = self._onto_base(root, value, terms, feature)
-            prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
-            added = [own for term in others for own in read_terms(self._algebra, term, feature, value.dtype)]
-            return self._prove(root, value, tokens, feature, experts, base, added)
+            sums = self._onto_base(root, value, terms, feature) if others and onto_base else [(None, experts, others)]
+            prove(sums, Reason.OTHER_TERMS)
+            return self._prove_any(root, value, tokens, feature, sums)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
             chosen = self._chosen(experts, feature)
             decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
+        if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
+            return decline
         again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)
         if isinstance(again, Decline) and decline.reason is Reason.OTHER_TERMS:
             return replace(decline, reason=again.reason, detail=again.detail or decline.detail, node=again.node)
@@ -270,11 +279,9 @@ class Matcher:
             value = value.args[0]
         return value
 
-    def _onto_base(
-        self, root: fx.Node, value: Value, terms: Sequence[Expr], feature: Expr
-    ) -> tuple[fx.Node | None, list[Expr], list[Expr]]:
-        """What the sum of a layer starts from, which may hold layers before it, and the experts and other terms that it adds."""
-        found: tuple[fx.Node | None, list[Expr], list[Expr]] = None, [], list(terms)
+    def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], feature: Expr) -> list[Sum]:
+        """What the sum of a layer may start from, which may hold layers before it, its first steps first."""
+        found: list[Sum] = []
         for node, base in bases(self.view, root, value):
             below = Counter(self._terms(base))
             added = list((Counter(terms) - below).elements())
@@ -282,8 +289,22 @@ class Matcher:
             apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
             others = [term for term in added if term not in own]
             if own and apart and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
-                found = node, own, others  # the first step of the sum: some that follow may add zeros
-        return found
+                found.append((node, own, others))
+        return found[::-1]
+
+    def _prove_any(
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, sums: Sequence[Sum]
+    ) -> MoEMatch:
+        """The first layer among several ways to see what its sum starts from."""
+        declined = None
+        for base, experts, others in sums:
+            try:
+                prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
+                added = [own for term in others for own in read_terms(self._algebra, term, feature, value.dtype)]
+                return self._prove(root, value, tokens, feature, experts, base, added)
+            except Declined as error:
+                declined = declined or error
+        raise declined
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -481,7 +502,7 @@ class Matcher:
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
             F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept,
-            numbers=_numbers(numbers, E, bounds), zero_computation=plain,
+            numbers=_numbers(numbers, E, bounds) if dense else (), zero_computation=plain,
             named=named, parameters=parameters, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
             subscripts=not (dense or bounded or _has_row_groups(region)),
             copied=written_before_backward(self.view, root, read),
@@ -515,7 +536,7 @@ class Matcher:
 
 
 def _numbers(numbers: tuple[int, ...], E: int, bounds: list[Size | None]) -> tuple[int, ...]:
-    """The ids of the experts, in order; none where those from 0 to E-1 are all there are, as far as the graph tells."""
+    """The ids of experts that ids are compared with, in order; none if there are no others than 0 to E-1, as far as is known."""
     all_of_them = not any(isinstance(bound, int) and bound > E for bound in bounds)
     in_order = numbers in ((), tuple(range(E)))
     return () if in_order and all_of_them else numbers or tuple(range(E))

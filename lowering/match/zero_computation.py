@@ -26,7 +26,7 @@ Routed = tuple[Operand, Operand | None, int]
 """Ids, weights and K, as ``find_routing`` gives them."""
 
 _NO_PROJECTIONS = "an expert without projections"
-_OTHER = "an expert gives {}, which is neither two projections of its tokens, nor the tokens, nor one vector [D]"
+_OTHER = "an expert gives {}, which is neither two projections of its tokens, nor the tokens, nor one vector"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) 
             routing = read_compared(algebra, None, (), tuple(shared))
         except Declined as declined:
             raise Declined(Reason.OTHER_TERMS, _of_rows(product) or declined.detail) from None
-        prove(routing.kept is None, Reason.SLOT_WEIGHTS, f"{_NO_PROJECTIONS} drops tokens that chose it")
+        prove(routing.kept is None, Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} drops tokens that chose it")
         yield ZeroComputationTerm(numbers[0] if numbers else 1, vectors[0], routing)
 
 
@@ -124,7 +124,8 @@ def find_zero_computation(
 ) -> tuple[ZeroComputation, ...]:
     """The experts of ``terms``, which choose and weigh tokens as the other experts do, by ``routings``.
 
-    ``routed``: what holds all of the routing of those, None if there is more to it. ``is_x``: whether an operand is what the other experts are given.
+    ``routed``: what holds all of the routing of those, None if there is more to it. ``is_x``: whether an operand is what those
+    are given.
     """
     by_slot: dict[Expr, dict[tuple[Expr, Expr], Counter]] = defaultdict(lambda: defaultdict(Counter))
     for term in terms:
@@ -134,7 +135,7 @@ def find_zero_computation(
     lead = next(iter(by_slot.values()), {})
     alike = all(own == lead for own in by_slot.values())
     everywhere = not terms or by_slot.keys() == {routing.ids for routing in routings}
-    prove(alike and everywhere, Reason.EXPERT_COVERAGE, f"{_NO_PROJECTIONS} is not there for all slots alike")
+    prove(alike and everywhere, Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} is not there for all slots alike")
     return tuple(
         ZeroComputation(tuple(sorted(n for n in numbers if numbers[n] == factor)), *found, factor, scale)
         for (vector, of_token), numbers in lead.items()
@@ -158,9 +159,9 @@ def _beside(
         if alike:
             return other.ids, own_number / number, of_token
         alike = routed is not None and _held(algebra, finder, routing) == routed
-        prove(alike, Reason.SLOT_WEIGHTS, f"{_NO_PROJECTIONS} has other routing weights than the others")
+        prove(alike, Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} has other routing weights than the others")
         return other.ids, 1, algebra.one
-    raise Declined(Reason.SLOT_WEIGHTS, f"{_NO_PROJECTIONS} is chosen by other ids than the others")
+    raise Declined(Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} is chosen by other ids than the others")
 
 
 def _held(algebra: Algebra, finder: Finder, routing: Routing) -> Routed | None:
@@ -192,5 +193,5 @@ def _of_token(algebra: Algebra, finder: Finder, factor: Expr) -> Operand | None:
         return None
     found = finder.find((factor,), (algebra.zero,), 1)
     detail = f"no tensor [T, 1] holds what {_NO_PROJECTIONS} multiplies its vector by"
-    prove(found is not None, Reason.SLOT_WEIGHTS, detail)
+    prove(found is not None, Reason.OTHER_TERMS, detail)
     return found

@@ -1,4 +1,4 @@
-"""Layers some of whose experts compute nothing: they give the token, zeros, or a vector that they learn (LongCat-Flash, MoE++)."""
+"""Layers some of whose experts compute nothing: they give the token, zeros, or a learned vector (LongCat-Flash, MoE++)."""
 
 from itertools import chain
 
