@@ -280,7 +280,10 @@ class Matcher:
         return value
 
     def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], feature: Expr) -> list[Sum]:
-        """What the sum of a layer may start from, which may hold layers before it, its first steps first."""
+        """What the sum of a layer may start from, which may hold layers before it, its first steps first.
+
+        The base that holds most of the sum tells which experts are those of the layer; others may hold less but for these.
+        """
         found: list[Sum] = []
         for node, base in bases(self.view, root, value):
             below = Counter(self._terms(base))
@@ -288,7 +291,8 @@ class Matcher:
             own = [term for term in added if self._is_expert(term, feature)]
             apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
             others = [term for term in added if term not in own]
-            if own and apart and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
+            alike = not found or Counter(own) == Counter(found[0][1])
+            if own and alike and apart and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
                 found.append((node, own, others))
         return found[::-1]
 
