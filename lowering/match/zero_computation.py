@@ -127,7 +127,8 @@ def find_zero_computation(
     ``routed``: what holds all of the routing of those, None if there is more to it. ``is_x``: whether an operand is what those
     are given.
     """
-    by_slot: dict[Expr, dict[tuple[Expr, Expr], Counter]] = defaultdict(lambda: defaultdict(Counter))
+    by_slot: dict[Expr, dict[tuple[Expr, Expr], dict[int, float]]]
+    by_slot = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
     for term in terms:
         prove_distinct(algebra, [term.routing], of_all=False)
         ids, factor, of_token = _beside(algebra, finder, term.routing, routings, routed)
