@@ -227,7 +227,7 @@ class Matcher:
         try:
             written = fake_of(self.view.writes.get(root, root))
             prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
-            sums = self._onto_base(root, value, terms, feature) if others and onto_base else [(None, experts, others)]
+            sums = self._onto_base(root, value, terms, experts, feature) if others and onto_base else [(None, experts, others)]
             prove(sums, Reason.OTHER_TERMS)
             return self._prove_any(root, value, tokens, feature, sums)
         except TooLarge:
@@ -279,7 +279,9 @@ class Matcher:
             value = value.args[0]
         return value
 
-    def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], feature: Expr) -> list[Sum]:
+    def _onto_base(
+        self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr
+    ) -> list[Sum]:
         """What the sum of a layer may start from, which may hold layers before it, its first steps first.
 
         The base that holds most of the sum tells which experts are those of the layer; others may hold less but for these.
@@ -288,7 +290,7 @@ class Matcher:
         for node, base in bases(self.view, root, value):
             below = Counter(self._terms(base))
             added = list((Counter(terms) - below).elements())
-            own = [term for term in added if self._is_expert(term, feature)]
+            own = [term for term in added if term in experts]
             apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
             others = [term for term in added if term not in own]
             alike = not found or Counter(own) == Counter(found[0][1])
