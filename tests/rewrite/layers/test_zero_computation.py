@@ -354,6 +354,19 @@ def test_base_that_other_ids_mask():
     _check(Masked(corpus.loop, ("identity", "zero")))
 
 
+def test_expert_without_gradient_stays_beside_the_others():
+    def combine(self, x, weights, ids):
+        out = 0
+        for e, expert in enumerate(self.experts[: zoo.E]):
+            with torch.set_grad_enabled(e != 1):
+                y = expert(x)
+            out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    (found,) = check_against_eager(Stacked(combine), torch.randn(20, zoo.D)).rewritten
+    assert found.E == zoo.E - 1
+
+
 def test_by_hand():
     """As ``docs/routing.md`` shows it."""
     layer, x = corpus.Layer(lambda self, *routed: routed, ("identity", "identity", "constant")), torch.randn(20, zoo.D)
