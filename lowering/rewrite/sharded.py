@@ -96,7 +96,7 @@ class Moving:
             return config.exchange == "all_to_all"
         if config.arrived_rows == "bound" or config.transport == "copies":
             return False
-        # Copy engines of one host are at the wire with whole tokens, and ask the host for nothing: no other way was measured faster.
+        # Copy engines are at the wire with whole tokens and take no multiprocessor: no other way was measured faster.
         return self.sharded.ranks > self.K and not (self.x.is_cuda and copies_between(self.sharded.group))
 
     def describe(self) -> str:
