@@ -50,7 +50,7 @@ class TooLarge(Exception):
 class Expr:
     """One interned expression; compare with ``is``."""
 
-    __slots__ = ("args", "free", "has_dot", "height", "kind", "uid")
+    __slots__ = ("args", "free", "has_dot", "height", "kind", "mentioned", "uid")
 
     def __init__(self, kind: str, args: tuple, uid: int):
         self.kind, self.args, self.uid = kind, args, uid
@@ -58,6 +58,10 @@ class Expr:
         bound = frozenset((args[0],)) if kind in BINDERS else frozenset()
         free = frozenset().union(*(child.free for child in children)) if children else frozenset()
         self.free: frozenset[Expr] = frozenset((self,)) if kind == "var" else free - bound
+        # A substitution reaches what ``distinct`` is of, on which its value does not depend.
+        parts = [*children, args[0]] if kind == "distinct" else children
+        mentioned = frozenset().union(*(part.mentioned for part in parts)) if parts else self.free
+        self.mentioned: frozenset[Expr] = mentioned - bound
         self.height: int = max((c.height for c in children), default=0) + (kind in BINDERS)
         self.has_dot: bool = (kind == "sum" and args[0].args[2] == "d") or any(c.has_dot for c in children)
 

@@ -351,7 +351,7 @@ class Algebra:
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
-            if found is None and not any(old.free <= e.free for old in replace):
+            if found is None and not any(old.mentioned <= e.mentioned for old in replace):
                 return e
             if found is None:
                 if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
