@@ -81,8 +81,18 @@ def hardsigmoid(x: Node) -> Node:
     return apply("where", apply("le", x, number(-3)), ZERO, inside)
 
 
+def hardtanh(x: Node, low: Node | None = None, high: Node | None = None) -> Node:
+    """Its gradient is zero at both bounds, unlike that of a clamp; an infinite bound is none."""
+    low, high = number(-1) if low is None else low, ONE if high is None else high
+    inside = x if math.isinf(high.number) else apply("where", apply("ge", x, high), high, x)
+    return inside if math.isinf(low.number) else apply("where", apply("le", x, low), low, inside)
+
+
 def hardswish(x: Node) -> Node:
-    return apply("mul", apply("mul", x, apply("clamp", apply("add", x, number(3)), ZERO, number(6))), number(1 / 6))
+    """Its gradient is that of zero and of x at the bounds of what lies between them."""
+    between = apply("mul", apply("mul", x, apply("add", x, number(3))), number(1 / 6))
+    inside = apply("where", apply("ge", x, number(3)), x, between)
+    return apply("where", apply("le", x, number(-3)), ZERO, inside)
 
 
 def logsigmoid(x: Node) -> Node:
@@ -100,6 +110,6 @@ def threshold(x: Node, bound: Node, value: Node) -> Node:
 COMPOSITES: dict[str, Callable[..., Node]] = {
     "square": square, "reciprocal": reciprocal, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "mish": mish,
     "leaky_relu": leaky_relu, "prelu": prelu, "elu": elu, "celu": celu, "selu": selu, "relu6": relu6, "hardsigmoid": hardsigmoid,
-    "hardswish": hardswish, "logsigmoid": logsigmoid, "softsign": softsign, "threshold": threshold,
+    "hardswish": hardswish, "hardtanh": hardtanh, "logsigmoid": logsigmoid, "softsign": softsign, "threshold": threshold,
 }  # fmt: skip
 """By name, as in a text; ``softplus`` of one argument is a function that formulas are made of."""

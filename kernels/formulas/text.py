@@ -103,6 +103,9 @@ def check_root(root: Node) -> None:
         raise ValueError(f"a function of {found} instead of g and u (gated), or of h (ungated)")
     if root.is_logical:
         raise ValueError("a comparison instead of a number")
+    read = [arg for node in below(root) for arg in (node.args[:1] if node.op == "clamp" else node.args)]
+    if any(arg.is_number and math.isinf(arg.number) for arg in read):
+        raise ValueError("a constant that is infinite")
     if sum(1 for _ in below(root)) > MOST_NODES:
         raise ValueError(f"more than {MOST_NODES} steps")
 

@@ -19,10 +19,12 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.number_ranges import holds
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.index_notation.reshape_index import common_groups
 
@@ -239,11 +241,16 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
     def _element_cast(self, value: Value, indices: Indices, depth: int) -> Expr:
         (x,) = value.args
         e = self.element(x, indices, depth)
+        if e.kind == "const":
+            stored = stored_number(e.args[0], value.dtype)
+            return self.algebra.leaf(value, indices) if stored is None else self.algebra.const(stored)
         if not x.dtype.is_floating_point or not value.dtype.is_floating_point:
             if value.dtype == torch.bool:
                 return self._not_zero(e) or self.algebra.cast(value.dtype, e)
             whole = not x.dtype.is_floating_point and value.dtype in _EXACT_INTEGERS
             counted = is_count(e) and holds_count(value.dtype, e)
+            if whole and not holds(self.algebra, value.dtype, e):
+                return self.algebra.leaf(value, indices)
             return e if whole or x.dtype == torch.bool or counted else self.algebra.cast(value.dtype, e)
         # Along the experts' path the fused kernels keep at least this precision; the matcher checks the dtypes.
         if depth < MAX_PROJECTIONS and e.has_dot and any(v.args[2] == "d" for v in e.free):
@@ -280,7 +287,9 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
                 return mask
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
-        return apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
+        e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
+        wraps = not value.dtype.is_floating_point and not holds(self.algebra, value.dtype, e)
+        return self.algebra.leaf(value, indices) if wraps else e
 
     # Reductions.
 

@@ -12,7 +12,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, subexpressions
-from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.index_notation.normal_form import Algebra, may_be_negative
 
 
 class IndexingRules:
@@ -39,20 +39,24 @@ class IndexingRules:
         return self.reordered(x, own, depth) or self.element(x, own, depth)
 
     def _may_count_from_end(self, index: Expr) -> bool:
-        """Whether a subscript that is computed of data may be negative.
+        """Whether a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
 
-            w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2]
+            w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T]
         """
         least, terms = index.args if index.kind == "linear" else (0, ())
-        if not any(atom.kind == "leaf" and not atom.args[0].is_permutation for _, atom in terms):
-            return False
+        if index.kind == "const":
+            least = index.args[0]
         for coefficient, atom in terms:
-            if isinstance(coefficient, int) and coefficient < 0:
-                bound = self.algebra.extent(atom)
+            if may_be_negative(coefficient):
+                bound = self._bound(atom)
                 if bound is None:
                     return True
                 least = least + coefficient * (bound - 1)
-        return isinstance(least, int) and least < 0
+        return may_be_negative(least)
+
+    def _bound(self, atom: Expr) -> Size | None:
+        permuted = atom.kind == "leaf" and atom.args[0].is_permutation
+        return atom.args[0].shape[0] if permuted else self.algebra.extent(atom)
 
     def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, dim, index = value.args
@@ -118,6 +122,9 @@ class IndexingRules:
         for start, size in runs:
             row = self.algebra.fresh(indices, size)
             keys, body = row_at(self.algebra.linear(start, [(1, row)]))
+            given = any(self._bound(key) is None for key in keys if key.kind == "leaf" and len(keys) > 1)
+            if given or any(map(self._may_count_from_end, keys)):
+                return self.algebra.leaf(value, indices)
             landed = self._land(row, keys, at, sizes, body, depth)
             if accumulate:
                 element = self.algebra.add(element, landed.total(self.algebra))

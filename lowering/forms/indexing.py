@@ -23,6 +23,7 @@ from moeblaze_ops.lowering.forms.views import (
     axis,
     cast,
     expanded,
+    filled,
     form,
     full,
     output_dtype,
@@ -157,7 +158,7 @@ def _masked_select(view: GraphView, x: Any, mask: Any) -> Any:
 
 def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> Value:
     if isinstance(values, (int, float)):
-        values = full(view, values, (), x.dtype)
+        values = filled(view, values, (), x.dtype)
     if key == slice(None) or key is Ellipsis:
         return cast(view, expanded(view, tensor(values), x.shape), x.dtype)
     items = key if isinstance(key, tuple) else (key,)
@@ -233,8 +234,17 @@ def _index_select(view: GraphView, x: Any, dim: int, index: Any) -> Value:
 
 
 @form("embedding")
-def _embedding(view: GraphView, index: Any, weight: Any, *args: Any, **kwargs: Any) -> Value:
+def _embedding(
+    view: GraphView, index: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Value:  # fmt: skip
+    """Rows of a table, each with the gradient that a subscript gives it.
+
+        F.embedding(token, x)           but not  F.embedding(token, x, padding_idx=0), whose first row has no gradient
+    """
     require(tensor(index).dtype in (torch.int32, torch.int64), "ids first")
+    require(padding_idx is None and max_norm is None, "rows that are all alike")
+    require(not scale_grad_by_freq and not sparse, "the gradient of a subscript")
     return view.make("index", weight, (index, *[None] * (len(weight.shape) - 1)), 0)
 
 
@@ -265,7 +275,7 @@ def _take_along_dim(view: GraphView, x: Any, indices: Any, dim: int | None = Non
 
 def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumulate: bool) -> Value:
     if isinstance(source, (int, float)):
-        source = full(view, source, (), tensor(x).dtype)
+        source = filled(view, source, (), tensor(x).dtype)
     source = cast(view, expanded(view, tensor(source), tensor(index).shape) if not source.shape else source, x.dtype)
     require(len(source.shape) == len(index.shape) == len(x.shape), "same rank")
     d = axis(x, dim)
@@ -315,12 +325,16 @@ def _permutation(view: GraphView, keys: Value, dim: int, descending: bool) -> Va
 
 
 def _exact_integers(x: Value) -> Value:
-    """Integers below the float casts that hold them exactly."""
+    """Integers below the float casts that hold them exactly.
+
+        ids.float(), ids.float().long()         but not  (ids / 2).long(), which rounds
+    """
+    given = x
     while x.op == "cast" and x.dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
         if x.args[0].dtype not in (torch.int32, torch.int64, torch.float32, torch.float64, torch.int16, torch.uint8):
             break
         x = x.args[0]
-    return x
+    return given if x.dtype.is_floating_point else x
 
 
 def bound_of(x: Value) -> Size | None:
@@ -369,7 +383,7 @@ def _bincount(view: GraphView, ids: Any, weights: Any = None, minlength: int = 0
 @form("histc")
 def _histc(view: GraphView, ids: Any, bins: int = 100, min: int = 0, max: int = 0) -> Value:
     integers = _exact_integers(tensor(ids))
-    require(min == 0 and integers.dtype.is_floating_point is False, "bins of integers")
+    require(min == 0 and max > 0 and integers.dtype.is_floating_point is False, "bins of integers")
     bound = bound_of(integers)  # a last bin that is one longer counts its upper end, too
     require(max == bins - 1 or (max == bins and isinstance(bound, int) and bound <= bins), "unit bins")
     return cast(view, counts_of(view, ids, bins), output_dtype(view))

@@ -4,6 +4,7 @@
 """
 
 import math
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ from moeblaze_ops.lowering.forms.views import (
 )
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
-_OF_NUMBERS = ("mish", "softplus", "leaky_relu", "elu", "selu", "celu", "relu6", "hardswish", "hardsigmoid", "logsigmoid",
-           "softsign", "threshold")  # fmt: skip
-"""Pointwise functions of one tensor that numbers may stand beside."""
+_OF_NUMBERS: dict[str, dict[str, float | None]] = {
+    "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
+    "celu": {"alpha": 1.0}, "hardtanh": {"min_val": -1.0, "max_val": 1.0}, "threshold": {"threshold": None, "value": None},
+    **{name: {} for name in ("mish", "selu", "relu6", "hardswish", "hardsigmoid", "logsigmoid", "softsign")},
+}  # fmt: skip
+"""Pointwise functions of one tensor, and the names of the numbers that may stand beside it, with what they are if not given."""
 
 
 def pointwise(view: GraphView, name: str, *args: Any, params: tuple = ()) -> Value:
@@ -111,8 +115,11 @@ for _name, _arity, _names in [
 def _with_numbers(name: str) -> None:
     """A pointwise function of one tensor, its other arguments numbers: never looked into, only repeated."""
 
-    def apply(view: GraphView, x: Any, *params: Any, inplace: bool = False) -> Value:
+    def apply(view: GraphView, x: Any, *params: Any, inplace: bool = False, **named: Any) -> Value:
         params = params[:-1] if params and params[-1] is False else params  # a positional `inplace`
+        for keyword, default in islice(_OF_NUMBERS[name].items(), len(params), None):
+            params = (*params, named.pop(keyword, default)) if named else params
+        require(not named, "keywords")
         require(all(type(p) in (int, float) for p in params), "numbers")
         return pointwise(view, name, x, params=params)
 
@@ -155,7 +162,8 @@ def _softmax(view: GraphView, x: Any, dim: int | None = None, *args: Any, dtype:
 
 @form("truediv", "div", "divide", "true_divide")
 def _div(view: GraphView, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
-    positions = isinstance(a, Value) and a.is_permutation  # never negative: both ways round down
+    negative = isinstance(b, (int, float)) and b < 0
+    positions = isinstance(a, Value) and a.is_permutation and not negative  # both ways round down
     require(rounding_mode in (None, "floor") or (rounding_mode == "trunc" and positions), "rounding mode")
     return pointwise(view, "floordiv" if rounding_mode else "div", a, b)
 
@@ -196,5 +204,5 @@ short_forms({
     # What Dynamo makes of `addcmul_` with a number.
     ("fma",): lambda view, a, b, x: pointwise(view, "add", x, pointwise(view, "mul", a, b)),
     ("gelu",): lambda view, x, approximate="none": pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x),
-    ("hardtanh",): lambda view, x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(view, x, min_val, max_val),
+    ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),
 })  # fmt: skip

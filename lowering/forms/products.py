@@ -142,5 +142,7 @@ short_forms({
     ("count_nonzero",): lambda view, x, dim=None: view.make(
         "sum", _flags(view, "ne", tensor(x), full(view, 0, (), x.dtype)), _dims(x, dim), False
     ),
-    ("cumsum",): lambda view, x, dim, dtype=None: view.make("prefix", tensor(x), axis(x, dim)),
+    ("cumsum",): lambda view, x, dim, dtype=None: view.make(
+        "prefix", tensor(x) if dtype is None else cast(view, tensor(x), dtype), axis(x, dim)
+    ),
 })  # fmt: skip

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 
 TABLE: dict[str, Callable] = {}
 """Every canonical form by operator name."""
@@ -184,6 +185,7 @@ def pieces(view: GraphView, x: Any, sizes: Any = None, dim: int = 0, **kwargs: A
         length = size_of(piece.shape[d])
         found.append(sliced(view, x, d, start, 1, length))
         start = start + length
+    require(same_size(start, x.shape[d]), "one part behind another")  # not ``x.tensor_split([2, 1])``
     return tuple(found)
 
 
@@ -244,9 +246,16 @@ def full(view: GraphView, number: float, shape: tuple[Size, ...], dtype: torch.d
     return view.make("full", number, shape=shape, dtype=dtype)
 
 
+def filled(view: GraphView, number: float, shape: tuple[Size, ...], dtype: torch.dtype) -> Value:
+    """A tensor whose elements are a number, as its dtype holds it: ``torch.full((), 1.5, dtype=torch.long)`` is 1."""
+    stored = stored_number(number, dtype)
+    require(stored is not None, "a number that the dtype holds")
+    return full(view, stored, shape, dtype)
+
+
 def _filled(view: GraphView, number: Any) -> Value:
     require(isinstance(number, (int, float)), "a number")
-    return full(view, number, output_shape(view), output_dtype(view))
+    return filled(view, number, output_shape(view), output_dtype(view))
 
 
 @form("tensor")
@@ -256,9 +265,10 @@ def _tensor(view: GraphView, data: Any, **kwargs: Any) -> Value:
 
 @form("arange")
 def _arange(view: GraphView, *args: Any, **kwargs: Any) -> Value:
-    require(all(isinstance(n, int) for n in args[:1] if len(args) > 1), "a static start")
-    start = args[0] if len(args) > 1 else kwargs.get("start", 0)
+    has_start = len(args) > 1 or (len(args) == 1 and "end" in kwargs)
+    start = args[0] if has_start else kwargs.get("start", 0)
     step = args[2] if len(args) > 2 else kwargs.get("step", 1)
+    require(isinstance(start, int) and isinstance(step, int), "a static start, and whole steps")
     return view.make("arange", start, step)
 
 

@@ -81,11 +81,11 @@ class Algebra:
             return args[0].bound
         if kind == "linear":
             total = args[0]
-            if _may_be_negative(total):
+            if may_be_negative(total):
                 return None
             for coefficient, atom in args[1]:
                 bound = self.extent(atom)
-                if bound is None or _may_be_negative(coefficient):
+                if bound is None or may_be_negative(coefficient):
                     return None
                 total = total + coefficient * (bound - 1)
             total = total + 1
@@ -392,7 +392,7 @@ def _limit(operands: tuple[Expr, ...], kind: str) -> None:
         raise TooLarge
 
 
-def _may_be_negative(number: Size) -> bool:
+def may_be_negative(number: Size) -> bool:
     """Whether a number in a linear form is below zero, or may be for some sizes."""
     if isinstance(number, int):
         return number < 0

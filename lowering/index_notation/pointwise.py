@@ -38,8 +38,6 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return algebra.mul(a, algebra.call("sigmoid", (a,)))
         case "clamp" if integers and _stays(algebra, a, *params):
             return a
-        case "clamp" if params == (0, None):
-            return algebra.call("relu", (a,))
         case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
             return algebra.const(int(known))
         case "eq":

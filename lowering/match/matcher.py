@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.kernels.formulas.named import is_zero_at_zero
+from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS
+from moeblaze_ops.kernels.formulas.named import IDENTITY, is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator, Unroll
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
@@ -26,7 +27,7 @@ from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
-from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
+from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, dependencies
 from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
 from moeblaze_ops.lowering.match.operands.find_scales import (
@@ -42,7 +43,7 @@ from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region, written_before_backward
 from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
-from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.match.terms.activation import Formulas, without_gradient
 from moeblaze_ops.lowering.match.terms.expert_coverage import (
     expert_order,
     extent,
@@ -458,6 +459,8 @@ class Matcher:
         b_down = None
         if _all_or_none([e.down.bias for e in chosen]):
             (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
+        if fake_of(self.view.writes.get(root, root)).requires_grad:
+            _prove_reached(lead.activation, x, w_up, b_up, low_rank_up, parameters)
         on_input = bool(lead.scale)
         by_number = not (kept or all(scored)) and all(scale.width is not None for scale in scales)
         in_order = numbers in ((), tuple(range(len(numbers))))
@@ -577,6 +580,30 @@ def _is_vector(term: Expr, feature: Expr) -> bool:
 
 def _is_masked(term: Expr) -> bool:
     return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None
+
+
+def _prove_reached(
+    activation: str, x: Operand, w_up: Sequence[WeightView], b_up: Sequence[WeightView],
+    low_rank_up: Sequence[tuple[Factors, ...]], parameters: Sequence[Operand],
+) -> None:  # fmt: skip
+    """Nothing would have a gradient of zeros that has none as written, since the activation only compares it.
+
+        torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
+    """
+    if activation == IDENTITY or not (unreached := without_gradient(activation)):
+        return
+    halves = [
+        (view, *b_up[i : i + 1], *(own for factors in low_rank_up[i : i + 1] for added in factors for own in added.views))
+        for i, view in enumerate(w_up)
+    ]
+    names = GATED_SYMBOLS if len(halves) == 2 else UNGATED_SYMBOLS if unreached.issuperset(UNGATED_SYMBOLS) else ()
+    of: list[tuple[str, Sequence[WeightView | Operand]]] = [*zip(names, halves, strict=False)]
+    of += [(names[0], [x])] if names and unreached.issuperset(names) else []
+    of += [(name, [own]) for name, own in zip(PARAMETER_SYMBOLS, parameters, strict=False)]
+    reached = {node for name, views in of if name not in unreached for view in views for node in view.nodes}
+    for node in (node for name, views in of if name in unreached for view in views for node in view.nodes):
+        needs = fake_of(node).requires_grad and node not in reached
+        prove(not needs, Reason.GRADIENTS, f"'{node.name}' is only compared, which passes no gradient to it", node)
 
 
 def _all_or_none(biases: list[Expr | None]) -> bool:

@@ -27,7 +27,7 @@ class Reason(Enum):
     OPERAND_CHANGED = "an operand is written between its use and the end of the layer, or before the backward that needs it"
     BUFFER_ALIASED = "a written buffer is visible elsewhere"
     EXTRA_USER = "an intermediate result has another user"
-    GRADIENTS = "an input that has gradients of zeros would have none"
+    GRADIENTS = "an input that has gradients of zeros would have none, or the other way round"
     EFFECT = "an operator inside the layer does more than give a value, such as to draw random numbers"
     CONTEXT = "autocast or gradient mode changes inside the layer"
     OPERANDS = "the fused operators do not take these operands"

@@ -163,11 +163,6 @@ def _clamp_max(x: Node, max: float) -> Node:
     return _clamp(x, None, max)
 
 
-def _hardtanh(x: Node, low: float = -1.0, high: float = 1.0) -> Node:
-    bounded = apply("where", apply("ge", *_nodes(x, high)), *_nodes(high, x))
-    return apply("where", apply("le", *_nodes(x, low)), *_nodes(low, bounded))
-
-
 def _addcmul(x: Any, a: Any, b: Any, *, value: float = 1) -> Node:
     return apply("add", *_nodes(x), _scaled(apply("mul", *_nodes(a, b)), value))
 
@@ -186,7 +181,8 @@ def _constant(value: float) -> Callable[..., Node]:
 
 _FUNCTIONS = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p", "expm1", "sin", "cos", "relu",
               "mul", "maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne", "where", "pow")  # fmt: skip
-_COMPOSITES = ("silu", "mish", "softplus", "leaky_relu", "elu", "celu", "hardsigmoid", "hardswish", "reciprocal", "threshold")
+_COMPOSITES = ("silu", "mish", "softplus", "leaky_relu", "elu", "celu", "hardsigmoid", "hardswish", "hardtanh",
+               "reciprocal", "threshold")  # fmt: skip
 
 _MEANINGS: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name): _function(name) for name in _FUNCTIONS},
@@ -199,7 +195,6 @@ _MEANINGS: dict[Any, Callable[..., Any]] = {
     _aten.clamp: _clamp,
     _aten.clamp_min: lambda x, min: _clamp(x, min),
     _aten.clamp_max: _clamp_max,
-    _aten.hardtanh: _hardtanh,
     _aten.square: _composite(composites.square),
     _aten.exp2: lambda x: apply("exp", _scaled(x, math.log(2))),
     _aten.log2: lambda x: _scaled(apply("log", x), 1 / math.log(2)),

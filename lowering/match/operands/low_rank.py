@@ -174,6 +174,7 @@ def _scales_and_rest(algebra: Algebra, e: Expr, output: Expr, feature: Expr) -> 
     factors = factors_of(e)
     rest = [factor for factor in factors if output in factor.free or feature in factor.free]
     scales = [factor for factor in factors if factor not in rest]
+    prove(len(rest) > 0, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is zero whatever its factors are")
     prove(len(rest) < 3 and len(scales) < 2, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is no product of two factors")
     if len(rest) == 2:  # of one rank
         return number, scales[0] if scales else None, algebra.mul(*rest)

@@ -9,11 +9,12 @@ from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
     PARAMETER_SYMBOLS,
     UNGATED_SYMBOLS,
+    ZERO,
     Node,
     symbol,
     symbols_of,
 )
-from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT, name_of
+from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT, formula_of, name_of
 from moeblaze_ops.kernels.formulas.text import check_root
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
@@ -127,6 +128,15 @@ class Formulas:
         g, u = self._bounded(g, u, CLAMP_LIMIT)
         gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
         return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
+
+
+def without_gradient(activation: str) -> frozenset[str]:
+    """What an activation reads to which it passes no gradient: what it only compares.
+
+        g > p0, in where(g > p0, g, u)          p0
+    """
+    root = formula_of(activation)
+    return frozenset(name for name in symbols_of(root) if derivative(root, symbol(name)) is ZERO)
 
 
 def _is_linear(root: Node, name: str) -> bool:

@@ -41,7 +41,7 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
                 return apply("where", _all(masks), product, ZERO) if masks else product
             case "call":
                 return called(*e.args)
-        raise ValueError(_KINDS.get(e.kind, f"'{e.kind}' is no pointwise function"))
+        raise ValueError(_instead(e))
 
     def called(name: str, args: tuple[Expr, ...], params: tuple) -> Node:
         if name == "where":
@@ -88,6 +88,16 @@ _KINDS = {
     "var": "it depends on which expert or which feature it is",
     "sum": "it mixes features or rows",
 }
+
+
+def _instead(e: Expr) -> str:
+    """What an expression does that no formula does."""
+    if e.kind == "cast":
+        return f"it casts to {e.args[0]}"
+    if e.kind == "leaf" and e.args[0].op in ("opaque", "output"):
+        target = e.args[0].node.target
+        return f"it reads what '{getattr(target, '__name__', target)}' gives, which is no function of formulas"
+    return _KINDS.get(e.kind, f"'{e.kind}' is no pointwise function")
 
 
 def _number(node: Node) -> Node:

@@ -26,7 +26,7 @@ _ACTIVATIONS = {
         "geglu_tanh",
     ),
     "relu": (torch.relu, "relu", "reglu"),
-    "clamped at zero": (lambda x: x.clamp(min=0), "relu", "reglu"),
+    "clamped at zero": (lambda x: x.clamp(min=0), "clamp(h, 0.0, None)", "clamp(g, 0.0, None) * u"),
     "squared relu": (lambda x: torch.square(F.relu(x)), "relu2", "relu(g) * relu(g) * u"),
     "relu to the second": (lambda x: F.relu(x) ** 2, "relu2", "relu(g) * relu(g) * u"),
     "none": (lambda x: x, "identity", "g * u"),
@@ -73,7 +73,91 @@ def _row_norm(g, u):
     return F.silu(g) * u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-6)
 
 
+_WITH_BOUNDS = {
+    "clamp": lambda g: g.clamp(min=0),
+    "clamp of 0 and 1": lambda g: g.clamp(0, 1),
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "relu6 at six": lambda g: F.relu6(g + 6),
+    "hardtanh": lambda g: F.hardtanh(g, 0.0, 1.0),
+    "hardtanh at one": lambda g: F.hardtanh(g + 1),
+    "hardtanh without a lower bound": lambda g: F.hardtanh(g, -torch.inf, 0.0),
+    "hardswish at minus three": lambda g: F.hardswish(g - 3),
+    "hardswish at three": lambda g: F.hardswish(g + 3),
+    "hardsigmoid at minus three": lambda g: F.hardsigmoid(g - 3),
+    "threshold": lambda g: F.threshold(g, 0, 0),
+    "where": lambda g: torch.where(g >= 0, g, 0),
+}
+
+
+@pytest.mark.parametrize("name", _WITH_BOUNDS)
+def test_tokens_of_padding_have_the_gradients_of_torch(name):
+    """Tokens of zeros stand at a bound, where each of these functions has a gradient of its own."""
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(lambda g, u: _WITH_BOUNDS[name](g) * (u + 1)), E=2)
+    x = torch.randn(5, zoo.D)
+    x[::2] = 0
+    assert len(check_against_eager(layer, x, tolerance=1e-7).rewritten) == 1  # torch has sixths in fp32
+
+
+def test_log_sigmoid():
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: zoo.PlainMLP(F.logsigmoid), E=2)
+    (found,) = check_against_eager(layer, torch.randn(5, zoo.D)).rewritten
+    assert found.activation == "-softplus(-h)"
+
+
+_BY_NAME = {
+    "leaky_relu": (lambda g: F.leaky_relu(g, negative_slope=0.2), lambda g: F.leaky_relu(g, 0.2)),
+    "elu": (lambda g: F.elu(g, alpha=0.5), lambda g: F.elu(g, 0.5)),
+    "celu": (lambda g: F.celu(input=g, alpha=0.5), lambda g: F.celu(g, 0.5)),
+    "softplus": (lambda g: F.softplus(g, threshold=3), lambda g: F.softplus(g, 1.0, 3)),
+    "softplus with both": (lambda g: F.softplus(g, threshold=3, beta=2.0), lambda g: F.softplus(g, 2.0, 3)),
+    "hardtanh": (lambda g: F.hardtanh(g, max_val=0.5), lambda g: F.hardtanh(g, -1.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", _BY_NAME)
+def test_numbers_that_are_given_by_name(name):
+    formulas = set()
+    for function in _BY_NAME[name]:
+        layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda function=function: zoo.PlainMLP(function), E=2)
+        (found,) = check_against_eager(layer, torch.randn(5, zoo.D) * 4).rewritten
+        formulas.add(found.activation)
+    assert len(formulas) == 1
+
+
+_REASONS = {
+    "sinh": (lambda g, u: torch.sinh(g) * u, "it reads what 'sinh' gives, which is no function of formulas"),
+    "cast": (lambda g, u: torch.tanh(g) * u.int(), "it casts to torch.int32"),
+    "arange": (lambda g, u: torch.tanh(g) * u * torch.arange(zoo.FF), "it depends on which expert or which feature it is"),
+}
+
+
+@pytest.mark.parametrize("name", _REASONS)
+def test_the_reason_names_the_operator(name):
+    function, reason = _REASONS[name]
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(function), E=2)
+    (found,) = rewrite_of(layer, torch.randn(5, zoo.D)).candidates
+    assert found.reason == "ACTIVATION" and reason in found.detail
+
+
+_STORED = {
+    "an integer of 1.5": lambda g: g * torch.full((1,), 1.5, dtype=torch.int64),
+    "1.5 as an integer": lambda g: g * torch.full((1,), 1.5).long(),
+    "3 as a truth value": lambda g: g * torch.full((1,), 3.0).bool(),
+    "300 in a byte": lambda g: g * torch.full((1,), 300).to(torch.uint8),
+    "a tenth in bfloat16": lambda g: g * torch.full((1,), 0.1, dtype=torch.bfloat16),
+    "a tensor": lambda g: g * torch.tensor(2.7, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", _STORED)
+def test_constants_are_what_their_dtype_holds(name):
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(lambda g, u: torch.tanh(_STORED[name](g)) * u), E=2)
+    assert len(check_against_eager(layer, torch.randn(5, zoo.D)).rewritten) == 1
+
+
 _NEAR_MISSES = {
+    "infinite": lambda g, u: torch.where(g < 1, torch.tanh(g), torch.inf) * u,
     "mixes features": lambda g, u: g.softmax(-1) * u,
     "norm of the row": _row_norm,
     "reverses features": lambda g, u: torch.tanh(g) * u.flip(-1),

@@ -66,3 +66,36 @@ def test_loops(combine):
 
 def test_rows_of_another_token():
     assert not check_against_eager(Tiled(shift=1), torch.randn(7, D)).rewritten
+
+
+_ROWS = {
+    "embedding": (lambda token, x: F.embedding(token, x), 1),
+    "a row without a gradient": (lambda token, x: F.embedding(token, x, padding_idx=0), 0),
+    "the last row without a gradient": (lambda token, x: F.embedding(token, x, padding_idx=-1), 0),
+    "gradients by frequency": (lambda token, x: F.embedding(token, x, scale_grad_by_freq=True), 0),
+}
+
+
+@pytest.mark.parametrize("name", _ROWS)
+def test_rows_of_a_table(name):
+    """A table may treat some of its rows otherwise, in backward alone."""
+    rows, rewritten = _ROWS[name]
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, expert(rows(token, x)) * weights[token, slot, None])
+        return out
+
+    assert len(check_against_eager(ModuleListMoE(combine), torch.randn(7, D)).rewritten) == rewritten
+
+
+@pytest.mark.parametrize(("first", "rewritten"), [(0, 1), (1, 0)])
+def test_numbers_that_end_by_name(first, rewritten):
+    def combine(self, x, weights, ids):
+        numbers = torch.arange(first, end=first + len(self.experts))
+        scores = (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == numbers)).sum(1)
+        return sum(scores[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+    assert len(check_against_eager(ModuleListMoE(combine), torch.randn(7, D)).rewritten) == rewritten

@@ -124,3 +124,43 @@ def test_ids_that_wrap_around():
         return zoo.MASKED[0](self, x, weights, (ids.to(torch.uint8) + 254).to(torch.int64)) + wide.sum(-1, keepdim=True)
 
     check_against_eager(zoo.ModuleListMoE(wrapped), torch.randn(10, zoo.D), tolerance=1e-5)
+
+
+# Ids before and after arithmetic that is the same for whole numbers, and is not where a dtype ends.
+ROUND_TRIPS = {
+    "in 64 bits": lambda ids: ids * 2**30 * 4 // 2**30 // 4,
+    "past 64 bits": lambda ids: ids * 2**62 * 4 // 2**62 // 4,
+    "in 32 bits": lambda ids: ids.int() * 2**10 * 4 // 2**10 // 4,
+    "past 32 bits": lambda ids: ids.int() * 2**30 * 4 // 2**30 // 4,
+    "cast to 32 bits": lambda ids: (ids * 2**31).int() // 2**31,
+    "past the whole numbers of fp32": lambda ids: (ids + 2**25).float().long() - 2**25,
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_ids_that_wrap_around_are_others(name):
+    there_and_back = ROUND_TRIPS[name]
+
+    def combine(self, x, weights, ids):
+        ids, as_they_are = there_and_back(ids), ids * 1
+        x = x + as_they_are.sum(-1, keepdim=True)
+        shares = ((weights.square() * (ids == e)).sum(-1, keepdim=True) for e in range(zoo.E))
+        return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
+
+    backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(16, zoo.D), tolerance=1e-5)
+    assert len(backend.rewritten) == 1
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int64])
+def test_running_sums_of_rounded_numbers(dtype):
+    """What is summed as an integer is one before it is summed."""
+
+    def combine(self, x, weights, ids):
+        numbers = weights.detach()
+        kept = weights * (numbers.cumsum(-1, dtype=dtype) < 0.6)
+        x = x + (weights * (numbers.cumsum(-1) < 0.6)).sum(-1, keepdim=True)
+        shares = ((kept * (ids == e)).sum(-1, keepdim=True) for e in range(zoo.E))
+        return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
+
+    backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(16, zoo.D), tolerance=1e-5)
+    assert len(backend.rewritten) == 1

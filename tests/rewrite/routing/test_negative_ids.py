@@ -228,3 +228,43 @@ def test_quotients_below_zero_count_from_the_end(operands, spelling):
     logits = torch.randn(T, E)
     run, _ = compiled(spelling)
     torch.testing.assert_close(run(x, logits, up, down), spelling(x, logits, up, down))
+
+
+# Scores that are stored at ids, which count from the end of the row where they are negative.
+
+STORED = {
+    "ids of a choice": (lambda ids: ids, 1),
+    "ids of a choice, from the end": (lambda ids: ids - E, 0),
+    "the other way round": (lambda ids: E - 1 - ids, 1),
+    "the other way round, from the end": (lambda ids: -1 - ids, 0),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_scores_stored_from_the_end(name, operands):
+    places, rewritten = STORED[name]
+
+    def dense(x, logits, up, down):
+        weights, ids = logits.topk(K)
+        at = torch.arange(T)[:, None], places(ids)
+        scores = torch.zeros(T, E).index_put(at, weights, accumulate=True)
+        return sum(scores[:, e, None] * (F.silu(x @ up[e]) @ down[e]) for e in range(E))
+
+    x, _, _, up, down = operands
+    logits = torch.randn(T, E)
+    run, backend = compiled(dense)
+    torch.testing.assert_close(run(x, logits, up, down), dense(x, logits, up, down))
+    assert len(backend.rewritten) == rewritten
+
+
+def test_scores_stored_at_given_ids(operands):
+    """Nothing says that they are from zero on."""
+
+    def dense(x, weights, ids, up, down):
+        scores = torch.zeros(T, E).index_put((torch.arange(T)[:, None], ids), weights, accumulate=True)
+        return sum(scores[:, e, None] * (F.silu(x @ up[e]) @ down[e]) for e in range(E))
+
+    operands[2][3, 1] = -1
+    run, backend = compiled(dense)
+    torch.testing.assert_close(run(*operands), dense(*operands))
+    assert not backend.rewritten

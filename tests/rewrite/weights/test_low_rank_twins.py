@@ -141,3 +141,27 @@ def test_twins_given_to_moe_are_their_merged_weights(twin):
     dout = torch.randn_like(out)
     for ours, theirs in zip(*(torch.autograd.grad(y, leaves, dout) for y in (out, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("scale", [2.0, 0.0])
+def test_a_scale_of_zero(scale):
+    """Factors that add nothing have a gradient of zeros in eager mode, none where they were left out."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = torch.nn.Linear(D, E, bias=False)
+            self.w_up, self.w_down = (torch.nn.Parameter(torch.randn(E, *sizes)) for sizes in ((H, D), (D, H)))
+            self.a, self.b = (torch.nn.Parameter(torch.randn(E, *sizes)) for sizes in ((R, D), (H, R)))
+
+        def forward(self, x):
+            weights, ids = self.router(x).softmax(-1).topk(K, -1)
+            out = torch.zeros_like(x)
+            for e in range(E):
+                h = x @ self.w_up[e].T + (x @ self.a[e].T) @ self.b[e].T * scale
+                out = out + (weights * (ids == e)).sum(-1, keepdim=True) * (F.silu(h) @ self.w_down[e].T)
+            return out
+
+    backend = check_against_eager(Scaled(), torch.randn(T, D))
+    assert len(backend.rewritten) == (scale != 0)
+    assert "INTERNAL" not in backend.reasons
