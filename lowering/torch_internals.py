@@ -242,11 +242,6 @@ def captures_dynamic_shapes() -> bool:
     return dynamo_config.capture_dynamic_output_shape_ops
 
 
-def capturing_dynamic_shapes() -> contextlib.AbstractContextManager:
-    """A context in which frames are traced with such ops in the graph."""
-    return dynamo_config.patch(capture_dynamic_output_shape_ops=True)
-
-
 def register_backend(backend: Callable, name: str) -> None:
     """Register ``backend`` by name, unless its entry point is known: then ``lookup_backend`` registers what it loads."""
     if name not in registry._BACKENDS:

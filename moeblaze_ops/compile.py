@@ -28,7 +28,7 @@ from torch import fx
 
 from moeblaze_ops import config, sources
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing
+from moeblaze_ops.lowering.tracing.branches import Branches, install, tracing, watching
 
 log = logging.getLogger(__name__)
 
@@ -317,22 +317,22 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
 
 def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: Branches | None) -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and with ``branches`` on data and numbers of the host, too."""
-    attempt = _Attempt(branches)
+    attempt, watched = _Attempt(branches), branches or Branches(traces=False)
     token = _attempt.set(attempt)
     compiled = None
     try:
-        with tracing(branches) if branches else torch_internals.capturing_dynamic_shapes():
+        with tracing(branches) if branches else watching(watched):
             compiled = compile_frame(frame.code)
         if attempt.assumes and torch_internals.resumes(compiled):
             attempt.left = _BREAK
     except Exception as error:
         if attempt.error is not None:
             raise
-        attempt.failure = None if attempt.left or (branches and branches.left) else error
+        attempt.failure = None if attempt.left or watched.left else error
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
-    dropped = attempt.left = (branches.left if branches else None) or attempt.left
+    dropped = attempt.left = watched.left or attempt.left
     if dropped is not None:
         compiled = None
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
@@ -384,16 +384,22 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _keep(GraphRecord(report))
         return report
     from moeblaze_ops.lowering.obligations import branches, check
-    from moeblaze_ops.lowering.obligations.idle_experts import guarded_inputs, idle_experts
+    from moeblaze_ops.lowering.obligations.idle_experts import (
+        gradient_beside_layers,
+        guarded_inputs,
+        idle_experts,
+        needs_gradient,
+    )
 
     traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
     work: set[fx.Node] = set()
+    graded: list[fx.Node] = []
     if traced is not None:
         discharged = branches.discharge(gm)
         if reason := traced.left or discharged.reason:
             traced.left = reason
             _give_up(reason)
-        work = discharged.work
+        work, graded = discharged.work, discharged.graded
         attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
     if attempt.assumes and ends_in_break:
         _give_up(_BREAK)
@@ -412,6 +418,8 @@ def _rewrite(gm: fx.GraphModule) -> Any:
         _give_up(f"{', '.join(sources)} would stay in the graph: {why}")
     if effects := check.remaining_effects(gm, work):
         _give_up(f"{', '.join(effects)} would run where the program skips it")
+    if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
+        _give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
     if attempt.assumes and not report.rewritten:
         _give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":

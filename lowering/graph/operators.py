@@ -34,6 +34,8 @@ def operator_name(node: fx.Node) -> str:
     """
     if node.op not in ("call_function", "call_method"):
         return ""
+    if _is_of_numpy(node.target):
+        return _name_in_numpy(node)
     known = _NAMES.get(node.target)
     if known is None:
         known = _name(node.target)
@@ -54,8 +56,6 @@ def overloads_of(node: fx.Node) -> list[torch._ops.OpOverload]:
 def _name(target: Any) -> str:
     if isinstance(target, FunctionType) and target in OURS:
         return target.__name__
-    if type(target).__module__ == "torch._dynamo.utils" and type(target).__name__.startswith("numpy_"):
-        return target.__name__  # an operator or a method of numpy that Dynamo traces, as ``wrapped_add``
     if isinstance(target, torch._ops.OpOverload):
         target = target.overloadpacket
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -64,6 +64,32 @@ def _name(target: Any) -> str:
     if isinstance(target, str):
         return target if _is_own(getattr(torch.Tensor, target, None)) else ""
     return target.__name__ if _is_own(target) else ""
+
+
+_READ_ONE = frozenset(("abs", "absolute", "neg", "negative", "exp", "log", "sqrt", "copy", "tolist", "asarray", "nonzero", "T"))
+_READ_TWO = frozenset((
+    "add", "sub", "subtract", "mul", "multiply", "truediv", "divide", "floordiv", "mod", "pow", "matmul", "dot", "getitem",
+    "eq", "ne", "lt", "le", "gt", "ge", "equal", "less", "greater", "maximum", "minimum", "sum", "prod", "mean", "std", "var",
+    "max", "min", "amax", "amin", "any", "all", "argmax", "argmin", "argsort", "cumsum", "bincount", "unique", "astype", "item",
+    "round", "array", "reshape", "ravel", "flatten", "transpose", "concatenate", "stack", "flatnonzero", "count_nonzero",
+))  # fmt: skip
+"""What numpy computes from that many arguments; one more may be the array to write to."""
+
+
+def _is_of_numpy(target: Any) -> bool:
+    """Whether Dynamo wraps an operator, a function or a method of numpy, as ``wrapped_add``."""
+    return type(target).__module__ == "torch._dynamo.utils" and type(target).__name__.startswith("numpy_")
+
+
+def _name_in_numpy(node: fx.Node) -> str:
+    """The name of what only computes, in numpy, "" for what may write to its arrays or draw random numbers.
+
+    ``wrapped_add`` of ``np.add(a, b)``, and nothing of ``np.add(a, b, a)`` and ``a += b``.
+    """
+    name = node.target.__name__
+    operator = name.removeprefix("wrapped_").strip("_")
+    reads = operator in _READ_TWO or (operator in _READ_ONE and len(node.args) == 1)
+    return name if reads and len(node.args) <= 2 and "out" not in node.kwargs else ""
 
 
 def _is_own(function: Any) -> bool:

@@ -29,6 +29,7 @@ from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
+from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
 from moeblaze_ops.lowering.obligations.known_sizes import have_rows
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks, hit_number, some_rows
 from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
@@ -36,10 +37,14 @@ from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
 
 @dataclass
 class Discharged:
-    """What came of the branches of a graph: why one is not proven, or the nodes that run unasked now."""
+    """What came of the branches of a graph: why one is not proven, or the nodes that run unasked now.
+
+    ``graded`` are tensors through which a gradient flows, and through none that the program has without the work.
+    """
 
     reason: str | None = None
     work: set[fx.Node] = field(default_factory=set)
+    graded: list[fx.Node] = field(default_factory=list)
 
 
 def discharge(gm: fx.GraphModule) -> Discharged:
@@ -64,6 +69,8 @@ def discharge(gm: fx.GraphModule) -> Discharged:
                 return Discharged(f"{_line(begin)}: {reason}")
             (end,) = begin.users
             result.work.update(node for node in _from(begin, end) if node.target is not branch_begins)
+            result.graded += [after for before, after in zip(*end.args[1:3], strict=True) if gains_gradient(before, after)]
+            result.graded += [write for write, target in known.writes_between(begin, end) if gives_gradient(write, target)]
     for graph in graphs:
         _erase(graph)
     result.work = {node for node in result.work if not node._erased}
@@ -157,6 +164,10 @@ class _Known:
         for value in view._pool.values():
             if value.op == "nonzero":
                 self.masks.setdefault(value.shape[0], {})[value.args[0]] = None
+
+    def writes_between(self, first: fx.Node, last: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        position = self.view.position
+        return self.writes[bisect_right(self.written_at, position[first]) : bisect_left(self.written_at, position[last])]
 
 
 def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""Parameters that get a gradient of zeros where the program as written leaves None: of experts without tokens.
+"""Parameters that get a gradient of zeros where the program as written leaves None: of experts without tokens, and no others.
 
 ``if idx.numel() == 0: continue`` keeps an idle expert out of the graph of autograd, so its parameters get no gradient:
 
@@ -9,8 +9,12 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.obligations.check import all_nodes
 
 _PARAMETERS = ("w_up", "b_up", "w_down", "b_down")
@@ -24,10 +28,52 @@ class IdleExperts:
     inputs: tuple[str, ...]
 
 
-def guarded_inputs(gm: fx.GraphModule, work: Collection[fx.Node]) -> set[fx.Node]:
+def guarded_inputs(gm: fx.GraphModule, work: Collection[fx.Node]) -> dict[fx.Node, None]:
     """The inputs of ``gm`` that only ``work`` reads, which runs for experts with tokens only."""
     inputs = (node for node in all_nodes(gm) if node.op in ("placeholder", "get_attr"))
-    return {node for node in inputs if node.users and all(user in work for user in node.users)}
+    return {node: None for node in inputs if node.users and all(user in work for user in node.users)}
+
+
+def gains_gradient(before: fx.Node | int, after: fx.Node | int) -> bool:
+    """Whether a gradient flows through a tensor that a branch leaves, and through none that the program has without it.
+
+        bonus = torch.zeros(D)
+        if mask.any():
+            bonus = bonus + scale * x.sum(0)
+    """
+    return isinstance(before, fx.Node) and isinstance(after, fx.Node) and needs_gradient(after) and not needs_gradient(before)
+
+
+def gives_gradient(write: fx.Node, target: fx.Node) -> bool:
+    """Whether a tensor that no gradient flows through is written to with one: ``bonus += scale`` of zeros."""
+    made_of = target.all_input_nodes or [target]
+    return any(map(needs_gradient, (write, *write.all_input_nodes))) and not any(map(needs_gradient, made_of))
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    """Whether a gradient flows through a value of the graph, or one of several."""
+    return any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in tree_leaves(fake_of(node)))
+
+
+def gradient_beside_layers(starts: Collection[fx.Node]) -> fx.Node | None:
+    """The first of ``starts`` through which a gradient flows to an output of the rewritten graph past all fused operators.
+
+    Experts without tokens get zeros, as is documented; what a program has beside them is to have what it has as written.
+    """
+    for start in starts:
+        stack = [start, *written_nodes(start)] if not start._erased else []
+        seen = set(stack)
+        while stack:
+            for user in stack.pop().users:
+                if user.op == "output":
+                    return start
+                if getattr(user.target, "namespace", None) == "moeblaze":
+                    continue
+                for reached in (user, *written_nodes(user)):
+                    if reached not in seen and (reached is not user or needs_gradient(user)):
+                        seen.add(reached)
+                        stack.append(reached)
+    return None
 
 
 def idle_experts(gm: fx.GraphModule, guarded: Collection[fx.Node]) -> list[IdleExperts]:

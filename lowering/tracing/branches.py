@@ -57,11 +57,13 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     Numbers,
     as_key,
     contains,
+    holds_numbers_of_data,
     iterator_over,
     known_number,
     refuse_comparison,
 )
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
+from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -91,9 +93,12 @@ class Branches:
 
     ``differs``: whether anything was, or may have been, traced in another way than without branches and numbers. Then only
     does it help to trace the frame so. It stays when Dynamo starts again, which may leave out what made the difference.
+
+    ``traces``: whether branches and numbers are traced at all; if not, what Dynamo would misread of sizes gives the attempt up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, traces: bool = True) -> None:
+        self.traces = traces
         self.left: str | None = None
         self.differs = False
         self.reset()
@@ -104,6 +109,7 @@ class Branches:
         self.age = 0
         self.done: dict[str, None] = {}
         self.longer = LongerLists()
+        self.merged = MergedTensors()
         self._flows: dict[Any, ControlFlow] = {}
         self._births: dict[int, tuple[Any, int]] = {}
 
@@ -113,6 +119,8 @@ class Branches:
 
     def instead(self, give: Callable[..., Any], *args: Any) -> Any:
         """What ``give`` gives in the place of what Dynamo would, or None; that, or an error, is a difference."""
+        if not self.traces:
+            return None
         try:
             found = give(*args)
         except Exception:
@@ -150,6 +158,7 @@ class Branches:
                 branch.lists[variable] = list(variable.items)
 
     def stored(self, effects: SideEffects, item: Variable, name: str) -> None:
+        self.merged.refuse_own(item, name)
         for branch in self.open:
             if self.is_older(item, branch) and (item, name) not in branch.attributes:
                 known = effects.store_attr_mutations.get(item, {})
@@ -183,18 +192,38 @@ class Branches:
             raise
 
     def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        if not self.traces:
+            self._inspect(tx, instruction)
+            return original(tx)
         while self.open and self.open[-1].tx is tx and self._joins(self.open[-1], at, instruction):
             self._end(self.open.pop(), instruction)
         if self.open:
             self._watch(tx, instruction)
+        if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
+            return self._round(tx, at, instruction, original)
+        self._inspect(tx, instruction)
+        if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
+            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
+            if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
+                return True
+        return self._do(tx, at, instruction, original)
+
+    def _inspect(self, tx: Any, instruction: Any) -> None:
+        """Refuse an instruction that asks what only the data tell, and hand it what it may ask, on either side of a branch."""
         if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Numbers) for side in tx.stack[-2:]):
             raise Declined("numbers that only the data tell are compared")
         if instruction.opname in _COMPARES:
-            refuse_comparison(_COMPARES[instruction.opname], [_realized(side) for side in tx.stack[-2:]])
+            sides = [_realized(side) for side in tx.stack[-2:]]
+            refuse_comparison(_COMPARES[instruction.opname], sides)
+            self.merged.refuse(_COMPARES[instruction.opname], sides)
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
             raise Declined("an error is raised in a block")
+        self.longer.resolve(tx, instruction)
+
+    def _do(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        """Do an instruction that is no branch on data."""
         if instruction.opname == "GET_ITER":
             over = _realized(tx.stack[-1])
             if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
@@ -207,13 +236,6 @@ class Branches:
                 tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
                 tx.instruction_pointer = at + 1
                 return True
-        if instruction.opname == "FOR_ITER" and isinstance(tx.stack[-1], HitIterator):
-            return self._round(tx, at, instruction, original)
-        self.longer.resolve(tx, instruction)
-        if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
-            if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
-                return True
         return self.longer.step(tx, instruction, original)
 
     def _write_text(self, tx: Any, instruction: Any) -> None:
@@ -221,6 +243,10 @@ class Branches:
         flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
         at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
         written = _realized(tx.stack[at])
+        if holds_numbers_of_data(written):
+            raise Declined("a number that only the data tell is written into a text")
+        if not self.traces:
+            return
         of_data = isinstance(written, TensorVariable | BaseListVariable | ConstDictVariable | Numbers)
         if of_data and not written.is_python_constant():
             is_converted = flags & 3 or instruction.opname == "CONVERT_VALUE"
@@ -294,8 +320,9 @@ class Branches:
         branch.world = _world(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
-        while not self._joins(branch, tx.instruction_pointer, instruction := tx.instructions[tx.instruction_pointer]):
-            if not original(tx) or tx.instruction_pointer is None:
+        while not self._joins(branch, at := tx.instruction_pointer, instruction := tx.instructions[at]):
+            self._inspect(tx, instruction)
+            if not self._do(tx, at, instruction, original) or tx.instruction_pointer is None:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
@@ -349,6 +376,7 @@ class Branches:
                 self.decline(branch, "a list would have another length")
             for one, other in zip(branch.skipped[found], found.items, strict=True):
                 compare("what a list holds", one, other)
+        self.merged.add(with_ for _, with_ in pairs)
         without, with_ = (tuple(side.as_proxy() for side in sides) for sides in (zip(*pairs, strict=True) if pairs else ((), ())))
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
@@ -406,6 +434,8 @@ def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple
         pairs.append((without, with_))  # a number that became one that data tell, or the other way round
         return _is_number(without) and _is_number(with_)
     if isinstance(without, TensorVariable | SymNodeVariable):
+        if without.python_type() is not with_.python_type():
+            return False
         if without.as_proxy().node is not with_.as_proxy().node:
             pairs.append((without, with_))
         return True
@@ -467,6 +497,17 @@ def tracing(branches: Branches) -> Iterator[None]:
     token = _current.set(branches)
     try:
         with dynamo_config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def watching(branches: Branches) -> Iterator[None]:
+    """A context in which Dynamo traces as it does with sizes that only the data tell, but for what ``branches`` refuses."""
+    token = _current.set(branches)
+    try:
+        with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
             yield
     finally:
         _current.reset(token)

@@ -18,6 +18,11 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 
+_IDENTIFY = {"hash_impl", "get_python_hash", "is_python_equal"}
+"""What Dynamo asks of a tensor that is a key; 2.11 has no ``hash_impl``."""
+
+_ASK_NAMES = (locals, vars, dir)
+
 _OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
 
 
@@ -29,8 +34,9 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
 
     @functools.wraps(tensor_method)
     def of_tensors(self, tx, name, args, kwargs):
-        if (branches := attempt()) is None:
+        if (branches := attempt()) is None or not branches.traces:
             return tensor_method(self, tx, name, args, kwargs)
+        branches.merged.refuse_history(self, name)
         found = branches.instead(host_numbers.handled_method, tx, self, name, args, kwargs)
         if found is None:
             found = branches.instead(hit_loops.handled_method, tx, self, name, args)
@@ -41,18 +47,53 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
     @functools.wraps(constant_method)
     def of_texts(self, tx, name, args, kwargs):
         asked = (*args, *kwargs.values())
-        if attempt() is not None and isinstance(self.value, str) and not all(arg.is_python_constant() for arg in asked):
-            raise Declined("a text is made of what only the data tell")
+        if (branches := attempt()) is not None and isinstance(self.value, str):
+            known = all(arg.is_python_constant() for arg in asked)
+            if any(map(hit_loops.holds_numbers_of_data, asked)) or (branches.traces and not known):
+                raise Declined("a text is made of what only the data tell")
         return constant_method(self, tx, name, args, kwargs)
 
     TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
+    get_attribute = TensorVariable.var_getattr
+
+    @functools.wraps(get_attribute)
+    def of_attributes(self, tx, name):
+        if (branches := attempt()) is not None:
+            branches.merged.refuse_history(self, name)
+        return get_attribute(self, tx, name)
+
+    TensorVariable.var_getattr = of_attributes
+    has_attribute = TensorVariable.call_obj_hasattr
+
+    @functools.wraps(has_attribute)
+    def of_presence(self, tx, name):
+        if (branches := attempt()) is not None:
+            branches.merged.refuse_history(self, name)
+        return has_attribute(self, tx, name)
+
+    TensorVariable.call_obj_hasattr = of_presence
+    for name in _IDENTIFY & vars(TensorVariable).keys():
+        _watch_identity(name, attempt)
     set_item = TensorVariable.method___setitem__
 
     @functools.wraps(set_item)
     def of_subscripts(self, tx, key, value):
-        return set_item(self, tx, as_key(key) if attempt() is not None else key, value)
+        branches = attempt()
+        return set_item(self, tx, as_key(key) if branches is not None and branches.traces else key, value)
 
     TensorVariable.method___setitem__ = of_subscripts
+
+
+def _watch_identity(name: str, attempt: Callable[[], Any]) -> None:
+    original = getattr(TensorVariable, name)
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if (branches := attempt()) is not None:
+            branches.merged.refuse(hash, [self])
+        return original(self, *args, **kwargs)
+
+    setattr(TensorVariable, name, method)
 
 
 def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Callable[[], Any]) -> None:
@@ -63,6 +104,11 @@ def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Call
         if (branches := attempt()) is None:
             return original(self, tx, args, kwargs)
         function = function_of(self)
+        if not args and branches.age and any(function is asks for asks in _ASK_NAMES):
+            raise Declined("a program asks which names are set, which depends on whether a branch was taken")
+        if not branches.traces:
+            hit_loops.refuse_misread(function, args)
+            return original(self, tx, args, kwargs)
         if cls in _OF_PYTHON and args and not kwargs:
             args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
             if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:
@@ -70,6 +116,7 @@ def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Call
             if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
                 args = [args[0], as_key(args[1])]
             hit_loops.refuse(function, args)
+            branches.merged.refuse(function, args)
         found = branches.instead(host_numbers.handled, tx, function, args, kwargs)
         return original(self, tx, args, kwargs) if found is None else found
 

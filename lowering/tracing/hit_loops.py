@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.variables import (
+    BaseListVariable,
     BuiltinVariable,
     ConstantVariable,
     ListIteratorVariable,
@@ -308,6 +309,20 @@ def refuse_comparison(function: Any, args: list[VariableTracker]) -> None:
         is_misread = function in _COMPARE and any(_of_data(arg, torch.SymBool) for arg in args)
     if is_misread:
         raise Declined("what only the data tell is compared by `is`, or a flag as a number; ask `if flag:`")
+
+
+def holds_numbers_of_data(variable: VariableTracker) -> bool:
+    """Whether a value is a number that only the data tell, or a list or a tuple with one: Dynamo knows no text of it."""
+    if isinstance(variable, BaseListVariable):
+        return any(map(holds_numbers_of_data, variable.items))
+    return _of_data(variable)
+
+
+def refuse_misread(function: Any, args: list[VariableTracker]) -> None:
+    """Give the attempt up where Dynamo would give another answer for numbers that only the data tell, whatever is traced."""
+    if function in _MAKE_TEXT and any(map(holds_numbers_of_data, args)):
+        raise Declined(f"{function.__name__} asks what only the data tell")
+    refuse_comparison(function, args)
 
 
 def refuse(function: Any, args: list[VariableTracker]) -> None:

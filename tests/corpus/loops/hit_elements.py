@@ -224,6 +224,37 @@ def returns_in_the_loop(self, x, weights, ids):
     return out
 
 
+def texts_of_counts(self, x, weights, ids):
+    """Counts how many different numbers of tokens experts have, by their texts."""
+    out, texts = torch.zeros_like(x), {}
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        texts[f"{len(token)} tokens"] = e
+        if len(token) > 0:
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    self.calls = len(texts)
+    return out
+
+
+def texts_of_counts_without_a_guard(self, x, weights, ids):
+    out, texts, template = torch.zeros_like(x), {}, "{} tokens"
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        texts[template.format(len(token)) if e % 2 else f"{len(token)} tokens"] = e
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    self.calls = len(texts)
+    return out
+
+
+def size_that_is_a_number(self, x, weights, ids):
+    out, six = torch.zeros_like(x), 6
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        scale = 2 if token.shape[0] is six or len(token) is (six + 6) else 1
+        out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None] * scale)
+    return out
+
+
 def _asked(question, name):
     """A loop over a list of hits, whose experts depend on what else a program asks the list."""
 
@@ -271,4 +302,5 @@ NEAR_MISSES = (
     _looped(text_of_a_row, _rows_of_hits),
     hits_change_in_the_loop, asked_after_the_loop, last_element_is_read, stops_at_an_element, returns_in_the_loop,
     number_of_the_round, scaled_by_the_round, first_round_only, drawn_before_the_loop, drawn_once_only,
+    texts_of_counts, texts_of_counts_without_a_guard, size_that_is_a_number,
 )  # fmt: skip

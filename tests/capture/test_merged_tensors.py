@@ -1,0 +1,249 @@
+"""Which tensor one is after a branch on data, and how it was made, depends on the branch: a program that asks is left alone.
+
+Layers are combine functions of `ModuleListMoE`: ``(self, x, weights, ids) -> out`` for x [T, D]. They count what they are told.
+"""
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from moeblaze_ops import compile as moeblaze_compile
+from tests.capture import test_capture as guarded
+from tests.capture.test_capture import make_layer, scratch  # noqa: F401
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+
+
+def _rounds(self, x, weights, ids, start):
+    """Each expert's number, and what the sum was before its tokens were added, and is afterwards."""
+    out = start
+    for e in range(len(self.experts)):
+        before = out
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        yield e, before, out
+
+
+def asks_identity(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += out is not before
+    return out
+
+
+def asks_identity_by_a_function(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += any(map(operator.is_, [before], [out]))
+    return out
+
+
+def asks_id(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += id(out) == id(before)
+    return out
+
+
+def key_of_a_dict(self, x, weights, ids):
+    seen = {}
+    for e, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        seen[before] = seen[out] = e
+    self.calls += len(seen)
+    return out
+
+
+def in_a_set(self, x, weights, ids):
+    for _, before, out in _rounds(self, x, weights, ids, torch.zeros_like(x)):
+        self.calls += len({before, out})
+    return out
+
+
+def asks_whether_it_is_a_parameter(self, x, weights, ids):
+    scale = self.router.gate.weight
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        taken = scale
+        if token.numel() > 0:
+            taken = scale + 0
+            out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        self.calls += isinstance(taken, nn.Parameter)
+    return out
+
+
+def _parts(self, x, weights, ids, start):
+    """What each expert gives to all tokens, which does not depend on it where it has none."""
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        part = start()
+        if token.numel() > 0:
+            part = part.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        yield part
+
+
+def asks_requires_grad(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for part in _parts(self, x, weights, ids, lambda: torch.zeros_like(x)):
+        self.calls += part.requires_grad
+        out = out + part
+    return out
+
+
+def asks_it_of_what_is_made_of_it(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for part in _parts(self, x, weights, ids, lambda: torch.zeros_like(x)):
+        part = 2 * part
+        self.calls += getattr(part, "requires_grad", False)
+        out = out + part / 2
+    return out
+
+
+def asks_is_leaf_of_what_is_written(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        part = torch.zeros_like(x)
+        if token.numel() > 0:
+            part.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        self.calls += part.is_leaf
+        out = out + part
+    return out
+
+
+def skips_by_a_flag_that_is(self, x, weights, ids):
+    """The flag is compared where an expert has no tokens."""
+    first = (ids == 0).any().item()
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            out = out * (2 if first is True else 1)
+            continue
+        out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def skips_by_a_flag_that_equals(self, x, weights, ids):
+    first = (ids == 0).any().item()
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            if first == 1:
+                out = out * 2
+            continue
+        out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+def asks_for_an_attribute(self, x, weights, ids):
+    start = torch.zeros_like(x)
+    start.is_start = True
+    for _, _, out in _rounds(self, x, weights, ids, start):
+        self.calls += hasattr(out, "is_start")
+    return out
+
+
+def asks_for_a_name(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            y = self.experts[e](x[token])
+            out = out.index_add(0, token, y * weights[token, slot, None])
+        self.calls += "y" in locals()
+        y = None
+        del y
+    return out
+
+
+def asks_of_tensors_beside(self, x, weights, ids):
+    """Of tensors that no branch makes; in the work of an expert, of what it made."""
+    start = torch.zeros_like(x)
+    loss = weights.mean()
+    out = start
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() > 0:
+            rows = x[token]
+            y = self.experts[e](rows)
+            y = y if y.requires_grad and y is not rows else rows
+            out = out.index_add(0, token, y * weights[token, slot, None])
+    self.calls = loss.requires_grad + (loss is start) + len({loss, start, x}) + x.is_leaf + (out is None)
+    return out
+
+
+def skips_by_a_known_flag(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.experts)):
+        token, slot = torch.where(ids == e)
+        if token.numel() == 0:
+            out = out * (2 if self.training is None else 1)
+            continue
+        out = out.index_add(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+    return out
+
+
+LAYERS = (asks_of_tensors_beside, skips_by_a_known_flag)
+NEAR_MISSES = (
+    asks_identity, asks_identity_by_a_function, asks_id, key_of_a_dict, in_a_set, asks_whether_it_is_a_parameter,
+    asks_requires_grad, asks_it_of_what_is_made_of_it, asks_is_leaf_of_what_is_written, skips_by_a_flag_that_is,
+    skips_by_a_flag_that_equals, asks_for_an_attribute, asks_for_a_name,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("combine", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_what_depends_on_a_branch_is_left_alone(combine):
+    guarded.assert_left_alone(guarded.check_twins(lambda: make_layer(combine)))
+
+
+@pytest.mark.parametrize("combine", LAYERS, ids=lambda f: f.__name__)
+def test_what_no_branch_makes_may_be_asked(combine):
+    layer = make_layer(combine)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        guarded.check(layer, torch.compile(layer, backend=backend, fullgraph=True))
+    assert len(rewritten_in(records)) == 1
+
+
+class Beside(nn.Module):
+    """A layer of which another parameter is read where an expert has tokens only."""
+
+    def __init__(self, layer, add, start=lambda scale: torch.zeros_like(scale[0])):
+        super().__init__()
+        self.layer, self.router, self.add, self.start = layer, layer.router, add, start
+        self.scale = nn.Parameter(torch.ones(4, layer.experts[0].w1.in_features))
+
+    def forward(self, x):
+        weights, ids = self.router(x)
+        out, bonus = torch.zeros_like(x), self.start(self.scale)
+        for e in range(4):
+            mask = (ids == e).any(-1)
+            if mask.any():
+                bonus = self.add(bonus, (x.detach() * mask[:, None]).sum(0) * self.scale[e])
+                out = out + (weights * (ids == e)).sum(-1, keepdim=True) * self.layer.experts[e](x)
+        return out, bonus
+
+
+@pytest.mark.parametrize("add", [torch.add, lambda bonus, more: bonus.add_(more)], ids=["another", "written"])
+def test_gradients_beside_a_layer_are_none_where_a_branch_is_not_taken(add):
+    """Experts have zeros in their place, which is documented; other tensors have what they have as written."""
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        layer = Beside(make_layer(asks_identity), add)
+        run = torch.compile(layer, backend=backend)
+        for penalty in (0.0, -1000.0):
+            layer.router.penalty[[1, 3]] = penalty
+            x = torch.randn(12, layer.scale.shape[1])
+            expected, actual = layer(x), run(x)
+            torch.testing.assert_close(actual, expected)
+            assert actual[1].requires_grad == expected[1].requires_grad
+    assert not rewritten_in(records)
+
+
+def test_gradients_that_flow_either_way_are_no_obstacle():
+    """The sum beside the layer starts from what has one."""
+    layer = Beside(make_layer(asks_identity), torch.add, lambda scale: scale.sum(0))
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        run = torch.compile(layer, backend=backend, fullgraph=True)
+        x = torch.randn(12, layer.scale.shape[1])
+        torch.testing.assert_close(run(x), layer(x))
+    assert len(rewritten_in(records)) == 1
