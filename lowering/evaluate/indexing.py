@@ -47,12 +47,24 @@ class IndexingRules:
         if index.kind == "const":
             least = index.args[0]
         for coefficient, atom in terms:
+            if not may_be_negative(coefficient) and self._counts_its_own(atom):
+                least = least + coefficient
             if may_be_negative(coefficient):
                 bound = self._bound(atom)
                 if bound is None:
                     return True
                 least = least + coefficient * (bound - 1)
         return may_be_negative(least)
+
+    def _counts_its_own(self, atom: Expr) -> bool:
+        """Whether a running count has counted the row that it is read at: it is 1 or more.
+
+            one_hot(ids, E).cumsum(0)[rows, ids]        but not  one_hot(ids, E).cumsum(0)[rows, ids - 1]
+        """
+        if atom.kind != "prefix":
+            return False
+        row, body = self.algebra.open(atom)
+        return self.algebra.substitute(body, {row: atom.args[2]}) is self.algebra.one
 
     def _bound(self, atom: Expr) -> Size | None:
         permuted = atom.kind == "leaf" and atom.args[0].is_permutation
