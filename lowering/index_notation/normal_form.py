@@ -348,10 +348,12 @@ class Algebra:
         """
         memo: dict[Expr, Expr] = dict(replace)
         binds = any(new.height for new in replace.values())
+        # Anything but a variable may stand inside of binders of its own variables.
+        variables = frozenset(replace) if all(old.kind == "var" for old in replace) else None
 
         def visit(e: Expr) -> Expr:
             found = memo.get(e)
-            if found is None and not any(old.mentioned <= e.mentioned for old in replace):
+            if found is None and variables is not None and variables.isdisjoint(e.mentioned):
                 return e
             if found is None:
                 if e.kind in BINDERS and e.args[0] in replace:  # shadowed: leave the bound variable alone
