@@ -101,4 +101,4 @@ def test_numbers_that_end_by_name(first):
         return sum(scores[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
 
     (layer,) = check_against_eager(ModuleListMoE(combine), torch.randn(7, D)).rewritten
-    assert layer.E == E - first
+    assert E - first == layer.E
