@@ -87,15 +87,6 @@ def rounded_hidden(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("OTHER_TERMS")
-def one_expert_without_gradient(self, x, weights, ids):
-    def expert(e, x):
-        with torch.set_grad_enabled(e != 1):
-            return self.experts[e](x)
-
-    return _masked(self, x, weights, ids, expert)
-
-
 @_lookalike("GRADIENTS")
 def weights_filled_with_ones(self, x, weights, ids):
     """The router has gradients of zeros, which the layer without weights has not."""
@@ -107,19 +98,8 @@ def weights_filled_with_ones(self, x, weights, ids):
 
 
 @_lookalike("EXPERT_COVERAGE")
-def expert_missing(self, x, weights, ids):
-    return sum(self.experts[e](x) * _share(weights, ids, e) for e in (0, 1, 3))
-
-
-@_lookalike("EXPERT_COVERAGE")
 def expert_twice(self, x, weights, ids):
     return sum(self.experts[e](x) * _share(weights, ids, e) for e in (0, 1, 2, 3, 3))
-
-
-@_lookalike("EXPERT_COVERAGE", "split")
-def stacked_expert_left_out(self, x, weights, ids):
-    experts = {e: (F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] for e in range(1, self.E)}
-    return sum(y * _share(weights, ids, e) for e, y in experts.items())
 
 
 @_lookalike("EXPERT_COVERAGE", "split")
