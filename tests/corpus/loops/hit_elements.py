@@ -293,7 +293,7 @@ QUESTIONS = {
 
 
 def _asked_backwards(question, name):
-    """As `_asked`, of the highest first: when experts 0 and 1 alone have tokens, Dynamo has no value for the first of the list."""
+    """As `_asked`, of the highest first: if experts 0 and 1 alone have tokens, Dynamo has no value for the first of the list."""
 
     def combine(self, x, weights, ids):
         used, out = ids.unique().flip(0).tolist(), torch.zeros_like(x)
