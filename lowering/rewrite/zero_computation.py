@@ -56,6 +56,13 @@ def describe_zero_computation(match: MoEMatch) -> str:
     return ", ".join(f"{count} {kind} expert{'s' if count > 1 else ''}" for kind, count in counts if count)
 
 
+def describe_missing(match: MoEMatch) -> str:
+    """Which ids below the highest have no expert: theirs gives zeros, is left out, or stays beside the layer as it is."""
+    present = {*match.numbers, *(number for own in match.zero_computation for number in own.numbers)}
+    missing = [str(number) for number in range(max(present, default=0)) if number not in present]
+    return f", none for id{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else ""
+
+
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """The first and the last of each run of numbers, and the place of the first."""
     start = 0

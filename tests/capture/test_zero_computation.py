@@ -35,7 +35,7 @@ def _step(layer, run, x):
     return {"out": out.detach(), "x": x.grad, **gradients}
 
 
-@pytest.mark.parametrize(("kind", "place"), [("identity", "behind"), ("constant", "mixed"), ("zero", "in front")])
+@pytest.mark.parametrize(("kind", "place"), [("identity", "mixed"), ("zero", "in front"), ("frozen", "behind")])
 @pytest.mark.parametrize("combine", corpus.ON_TRUST, ids=lambda f: f.__name__)
 def test_captured(combine, kind, place):
     layer = corpus.Layer(combine, (kind,) * corpus.Z, place)
@@ -47,6 +47,25 @@ def test_captured(combine, kind, place):
             x = torch.randn(12, zoo.D)
             torch.testing.assert_close(_step(layer, compiled, x), _step(layer, layer, x))
     assert {found.E for found in rewritten_in(records)} == {zoo.E}
+
+
+@pytest.mark.parametrize("combine", corpus.ON_TRUST, ids=lambda f: f.__name__)
+def test_learned_vectors_have_no_gradient_where_no_token_chose_them(combine):
+    """A branch that skips the expert leaves None: such a loop stays, and rows in groups, which skip none, are replaced."""
+    layer = corpus.Layer(combine, ("constant",) * corpus.Z, "mixed")
+    layer.router = Router(layer.router.gate, layer.router.K)
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        compiled = torch.compile(layer, backend=backend)
+        for unchosen in UNCHOSEN:
+            layer.router.penalty.zero_()[list(unchosen)] = -1000.0
+            x = torch.randn(12, zoo.D)
+            vectors = []
+            for run in (compiled, layer):
+                layer.zero_grad()
+                run(x).square().sum().backward()
+                vectors.append([p.grad for n, p in layer.named_parameters() if n.endswith("vector")])
+            torch.testing.assert_close(*vectors)
+    assert bool(rewritten_in(records)) is (combine is corpus.sorted_rows)
 
 
 @pytest.mark.parametrize("combine", [corpus.guarded, corpus.hits], ids=lambda f: f.__name__)

@@ -26,6 +26,12 @@ class Constant(nn.Module):
         return self.vector.expand_as(x)
 
 
+class Frozen(Constant):
+    def __init__(self):
+        super().__init__()
+        self.vector.requires_grad_(False)
+
+
 class Mixture(nn.Module):
     """The constant expert of MoE++: the token and a vector, in shares that depend on the token."""
 
@@ -38,7 +44,7 @@ class Mixture(nn.Module):
         return shares[:, 0:1] * x + shares[:, 1:2] * self.vector
 
 
-KINDS = {"identity": nn.Identity, "zero": Zero, "constant": Constant, "mixture": Mixture}
+KINDS = {"identity": nn.Identity, "zero": Zero, "constant": Constant, "frozen": Frozen, "mixture": Mixture}
 
 
 def dense(self, x, weights, ids):

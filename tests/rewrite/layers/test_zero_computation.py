@@ -110,6 +110,14 @@ def test_explained():
     assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts, 1 constant expert"
 
 
+def test_ids_without_an_expert_are_named():
+    """So is that of an expert which is another kind of layer, and stays beside the others."""
+    layer = corpus.Layer(corpus.dense, ("zero",), "in front")
+    layer.experts[1].register_forward_hook(lambda _module, _args, out: out - out.mean(0))
+    (found,) = moeblaze_ops.explain(layer, torch.randn(9, zoo.D)).candidates
+    assert found.became == "expert_up(swiglu) -> expert_down, none for ids 0, 1"
+
+
 def test_low_precision():
     """As far from fp64 as eager mode, where its sum is in fp32."""
     layer, x = corpus.Layer(corpus.dense, ("identity", "constant", "zero")), torch.randn(40, zoo.D)
