@@ -80,8 +80,8 @@ _COMBINES = frozenset((
     "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
 ))  # fmt: skip
 
-Sum = tuple[fx.Node | None, list[Expr], list[Expr]]
-"""What a sum starts from, if not from zeros; the experts that it adds, and its other terms."""
+Sum = tuple[fx.Node, list[Expr], list[Expr]]
+"""What a sum starts from, the experts that it adds, and its other terms."""
 
 _NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
@@ -228,9 +228,12 @@ class Matcher:
         try:
             written = fake_of(self.view.writes.get(root, root))
             prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
-            sums = self._onto_base(root, value, terms, experts, feature) if others and onto_base else [(None, experts, others)]
-            prove(sums, Reason.OTHER_TERMS)
-            return self._prove_any(root, value, tokens, feature, sums)
+            base, own = None, experts
+            if others and onto_base:
+                base, own, others = self._onto_base(root, value, terms, experts, feature)
+            prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
+            added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
+            return self._prove(root, value, tokens, feature, own, base, added)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
@@ -280,38 +283,25 @@ class Matcher:
             value = value.args[0]
         return value
 
-    def _onto_base(
-        self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr
-    ) -> list[Sum]:
-        """What the sum of a layer may start from, which may hold layers before it, its first steps first.
+    def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr) -> Sum:
+        """What the sum of a layer starts from, which may hold layers before it, and none of its own experts; before any zeros.
 
-        The base that holds most of the sum tells which experts are those of the layer; others may hold less but for these.
+            out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
+            out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
         """
-        found: list[Sum] = []
+        found: Sum | None = None
         for node, base in bases(self.view, root, value):
             below = Counter(self._terms(base))
             added = list((Counter(terms) - below).elements())
             own = [term for term in added if term in experts]
-            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
             others = [term for term in added if term not in own]
-            alike = not found or Counter(own) == Counter(found[0][1])
-            if own and alike and apart and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
-                found.append((node, own, others))
-        return found[::-1]
-
-    def _prove_any(
-        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, sums: Sequence[Sum]
-    ) -> MoEMatch:
-        """The first layer among several ways to see what its sum starts from."""
-        declined = None
-        for base, experts, others in sums:
-            try:
-                prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
-                added = [own for term in others for own in read_terms(self._algebra, term, feature, value.dtype)]
-                return self._prove(root, value, tokens, feature, experts, base, added)
-            except Declined as error:
-                declined = declined or error
-        raise declined
+            before = self._experts(list(below), feature) + self._chosen((t for t in below if is_routed(t, feature)), feature)
+            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(before))
+            same = found is None or found[1:] == (own, others)
+            if own and apart and same and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
+                found = node, own, others
+        prove(found is not None, Reason.OTHER_TERMS)
+        return found
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)

@@ -87,6 +87,15 @@ def rounded_hidden(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
+@_lookalike("OTHER_TERMS")
+def one_expert_without_gradient(self, x, weights, ids):
+    def expert(e, x):
+        with torch.set_grad_enabled(e != 1):
+            return self.experts[e](x)
+
+    return _masked(self, x, weights, ids, expert)
+
+
 @_lookalike("GRADIENTS")
 def weights_filled_with_ones(self, x, weights, ids):
     """The router has gradients of zeros, which the layer without weights has not."""
