@@ -25,7 +25,12 @@ from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
-from moeblaze_ops.lowering.rewrite.zero_computation import describe_missing, describe_zero_computation, numbered, with_zero_computation
+from moeblaze_ops.lowering.rewrite.zero_computation import (
+    describe_missing,
+    describe_zero_computation,
+    numbered,
+    with_zero_computation,
+)
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.lowering.torch_internals import repeat_in_backward
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
