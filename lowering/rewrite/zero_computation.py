@@ -58,7 +58,7 @@ def describe_zero_computation(match: MoEMatch) -> str:
 
 def describe_missing(match: MoEMatch) -> str:
     """Which ids below the highest have no expert: theirs gives zeros, is left out, or stays beside the layer as it is."""
-    present = {*match.numbers, *(number for own in match.zero_computation for number in own.numbers)}
+    present = {*(match.numbers or range(match.E)), *(number for own in match.zero_computation for number in own.numbers)}
     missing = [str(number) for number in range(max(present, default=0)) if number not in present]
     return f", none for id{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else ""
 

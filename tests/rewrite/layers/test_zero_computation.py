@@ -110,6 +110,11 @@ def test_explained():
     assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts, 1 constant expert"
 
 
+def test_experts_behind_the_others_are_counted():
+    (found,) = moeblaze_ops.explain(corpus.Layer(corpus.loop, ("identity",) * 2), torch.randn(9, zoo.D)).candidates
+    assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts"
+
+
 def test_ids_without_an_expert_are_named():
     layer = corpus.Layer(corpus.dense, ("zero", "zero", "identity"), "mixed")
     (found,) = moeblaze_ops.explain(layer, torch.randn(9, zoo.D)).candidates
