@@ -45,9 +45,10 @@ class Unroll(Exception):
 
 
 class Evaluator(IndexingRules, GroupRules, RunRules):
-    """Elements of the values of one graph."""
+    """Elements of the values of one graph; it does not look into those that are ``opaque``."""
 
-    def __init__(self) -> None:
+    def __init__(self, opaque: frozenset[Value] = frozenset()) -> None:
+        self._opaque = opaque
         self.algebra = Algebra(self._resolve_group)
         self._memo: dict[tuple[Value, Indices, int], Expr] = {}
         self._starts: dict[Value, tuple[Size, ...]] = {}
@@ -101,7 +102,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         changing = value.op == "pointwise" and any(x.op == "number" for x in value.args[1])
         shallow = integers or (kind in _SHALLOW and not changing) or (kind == "contract" and is_no_projection(value))
         shallow = shallow or (kind == "put" and len(value.args[1]) > 1)  # at places of experts, such as counts give
-        ends = rule is None or is_computed_weight(value) or (depth >= MAX_PROJECTIONS and not shallow)
+        ends = rule is None or value in self._opaque or is_computed_weight(value) or (depth >= MAX_PROJECTIONS and not shallow)
         if ends or self._nesting.is_deep(value):
             return self.algebra.leaf(value, indices)
         try:

@@ -9,7 +9,6 @@ from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.match.identity_experts import Passed
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.find_scored import Named
@@ -17,6 +16,7 @@ from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.match.region import Region
+from moeblaze_ops.lowering.match.zero_computation import ZeroComputation
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class MoEMatch:
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result
     kept: Operand | None = None  # [T, E], 0 where an expert drops a token that chose it
-    passed: Passed | None = None  # experts that give a token back
+    numbers: tuple[int, ...] = ()  # the ids of experts 0 to E-1, where there are others
+    zero_computation: tuple[ZeroComputation, ...] = ()  # experts without projections
     named: Named | None = None  # the tokens that experts name themselves
     parameters: tuple[Operand, ...] = ()  # what the activation reads, of one element or [E] each
     low_rank_up: tuple[tuple[Factors, ...], ...] = ()  # what adapters add to each half of the up weights
@@ -75,6 +76,7 @@ class Decline:
     ids: frozenset[Value] = field(default_factory=frozenset)
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``, the experts of its sum
     rows: frozenset[Value] = frozenset()  # products of row groups that nothing was read from
+    has_experts: bool = True  # whether any term of its sum is an expert with two projections
 
     @property
     def progress(self) -> tuple[int, int]:

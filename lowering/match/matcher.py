@@ -8,6 +8,7 @@ in the graph by `find_operands` and `weight_layout`. Nothing here changes the gr
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 
@@ -22,8 +23,8 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, inplace_name, target_name
+from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
-from moeblaze_ops.lowering.match.identity_experts import prove_passed, split_off
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, dependencies
@@ -40,7 +41,7 @@ from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, fa
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region, written_before_backward
-from moeblaze_ops.lowering.match.residual import bases
+from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas, without_gradient
 from moeblaze_ops.lowering.match.terms.expert_coverage import (
@@ -67,13 +68,28 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
     read_scored,
     without_input_mask,
 )
+from moeblaze_ops.lowering.match.zero_computation import (
+    ZeroComputationTerm,
+    find_zero_computation,
+    is_routed,
+    read_terms,
+)
 
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
     "index_copy", "copy", "addcmul", "scatter_reduce", "where", "tensordot",
 ))  # fmt: skip
 
+Sum = tuple[fx.Node, list[Expr], list[Expr]]
+"""What a sum starts from, the experts that it adds, and its other terms."""
+
 _NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
+
+_OF_TERMS = frozenset((
+    Reason.OTHER_TERMS, Reason.ROUTING, Reason.SLOT_WEIGHTS, Reason.NOT_TWO_PROJECTIONS, Reason.DIFFERENT_INPUTS,
+    Reason.EXPERT_COVERAGE,
+))  # fmt: skip
+"""Why a sum may be no layer whose terms are not told apart."""
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
@@ -83,11 +99,16 @@ class Matcher:
 
     def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
         self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
-        self._evaluator = Evaluator()
-        self._algebra = self._evaluator.algebra
-        self._formulas = Formulas(self._algebra)
         self._behind: dict[fx.Node, set[fx.Node]] = {}
         self._combining = [node for node in graph.nodes if _may_combine(node)]
+        self._evaluate(frozenset())
+
+    def _evaluate(self, opaque: frozenset[Value]) -> None:
+        """Start over with what is known of elements, and do not look into ``opaque`` values."""
+        self._opaque = opaque
+        self._evaluator = Evaluator(opaque)
+        self._algebra = self._evaluator.algebra
+        self._formulas = Formulas(self._algebra)
         self._expert_terms: dict[Expr, bool] = {}
         self._counted: dict[Value, Counter] = {}
         self._choices: dict[tuple[Expr, Expr], Chosen] = {}
@@ -117,7 +138,8 @@ class Matcher:
                     found.append(result)
                     taken.update(result.region.nodes)
         results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
-        declined = furthest([r for r in results if isinstance(r, Decline) and not self._is_around(r, results)])
+        declined = [r for r in results if isinstance(r, Decline) and not self._is_around(r, results)]
+        declined = furthest([r for r in declined if not any(self._is_beginning(r, whole) for whole in declined)])
         declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
@@ -125,6 +147,7 @@ class Matcher:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
         behind = self._dependencies(outer.root)
         inner = [result for result in results if result.root in behind and result.root is not outer.root]
+        inner = [result for result in inner if isinstance(result, MoEMatch) or result.has_experts or not outer.has_experts]
         if outer.rows:
             nodes = dependencies(self.view, *(result.root for result in inner))
             return all(row.node in nodes for row in outer.rows)
@@ -141,6 +164,11 @@ class Matcher:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
         fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
         return fewer and part.root in self._dependencies(whole.root)
+
+    def _is_beginning(self, part: Decline, whole: Decline) -> bool:
+        """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""
+        begins = not part.has_experts and whole.has_experts and part.ids <= whole.ids
+        return begins and part.root in self._dependencies(whole.root)
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
@@ -194,35 +222,86 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
-            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, describe(masked[0], feature), ids, counts)
+            detail = describe(masked[0], feature)
+            return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=False)
+        others = list((Counter(terms) - Counter(experts)).elements())
         try:
             written = fake_of(self.view.writes.get(root, root))
             prove(not (self.view.numbers_only and written.requires_grad), Reason.CONTEXT, "what is written to keeps its gradient")
-            others = [term for term in terms if term not in experts]
-            base, experts = self._onto_base(root, value, terms, experts, feature) if others and onto_base else (None, experts)
-            later: tuple[Value, ...] = ()
-            if others and base is None:
-                inner, later = split_off(value, lambda total: self._has_only_experts(total, feature))
-                experts = list(self._terms(inner)) if later else experts
-            prove(not others or base is not None or later, Reason.OTHER_TERMS)
-            return self._prove(root, value, tokens, feature, experts, base, later)
+            base, own = None, experts
+            if others and onto_base:
+                base, own, others = self._onto_base(root, value, terms, experts, feature)
+            prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
+            added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
+            return self._prove(root, value, tokens, feature, own, base, added)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
             chosen = self._chosen(experts, feature)
-            return Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
+            decline = Decline(root, declined.node or root, declined.reason, declined.detail, ids, chosen)
+        if decline.reason not in _OF_TERMS or not (onto_base or all(is_routed(term, feature) for term in others)):
+            return decline
+        again = self._with_whole_tokens(root, value, tokens, feature, experts, onto_base)
+        if isinstance(again, Decline) and decline.reason is Reason.OTHER_TERMS:
+            return replace(decline, reason=again.reason, detail=again.detail or decline.detail, node=again.node)
+        return again if isinstance(again, MoEMatch) else decline
 
-    def _onto_base(
-        self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: list[Expr], feature: Expr
-    ) -> tuple[fx.Node | None, list[Expr]]:
-        """What the sum of a layer starts from, which may hold layers before it, and the experts that it adds."""
+    def _with_whole_tokens(
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, experts: Sequence[Expr], onto_base: bool
+    ) -> MoEMatch | Decline | None:
+        """The layer, if it is one as soon as what its experts are given is not looked into, where their sum adds that itself.
+
+            x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
+            for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
+        """
+        x = None if self._opaque else self._given(root, value, tokens, feature, experts)
+        if x is None or not adds(value, x):
+            return None
+        apart = copy(self)
+        apart._evaluate(frozenset((x,)))
+        return apart.match(root, onto_base=onto_base)
+
+    def _given(
+        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, experts: Sequence[Expr]
+    ) -> Value | None:
+        """What experts are given, the latest if some of the terms are no experts of this layer."""
+        finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
+        found: dict[Value, int] = {}
+        for term in experts:
+            try:
+                expert = with_scaled_x(self._algebra, finder, read_expert(self._algebra, self._formulas, term, feature))
+                node = find_x(finder, [expert]).node
+            except (Declined, TooLarge):
+                continue
+            found[self._unshaped(node, root)] = self.view.position[node]
+        return max(found, key=found.__getitem__, default=None)
+
+    def _unshaped(self, node: fx.Node, root: fx.Node) -> Value:
+        """What a node holds at ``root``, in the shape in which it was made."""
+        value = self.view.value_at(node, self.view.position[root])
+        while value.op in ("reshape", "cast"):
+            value = value.args[0]
+        return value
+
+    def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr) -> Sum:
+        """What the sum of a layer starts from, which may hold layers before it, and none of its own experts; before any zeros.
+
+            out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
+            out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
+        """
+        found: Sum | None = None
         for node, base in bases(self.view, root, value):
             below = Counter(self._terms(base))
-            own = [term for term in experts if term not in below]
-            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(self._experts(list(below), feature)))
-            if own and apart and below + Counter(own) == Counter(terms):
-                return node, own
-        return None, experts
+            added = list((Counter(terms) - below).elements())
+            own = [term for term in added if term in experts]
+            others = [term for term in added if term not in own]
+            before = self._experts(list(below), feature) + self._chosen((t for t in below if is_routed(t, feature)), feature)
+            apart = values_of(self._chosen(own, feature)).isdisjoint(values_of(before))
+            same = found is None or found[1:] == (own, others)
+            if own and apart and same and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
+                found = node, own, others
+        prove(found is not None, Reason.OTHER_TERMS)
+        return found
 
     def _result(self, root: fx.Node) -> Value | None:
         target = self.view.writes.get(root, root)
@@ -277,10 +356,6 @@ class Matcher:
         else:
             yield e
 
-    def _has_only_experts(self, total: Value, feature: Expr) -> bool:
-        terms = self._terms(total)
-        return bool(terms) and all(self._is_expert(term, feature) for term in terms)
-
     def _is_expert(self, term: Expr, feature: Expr) -> bool:
         known = self._expert_terms.get(term)
         if known is None:
@@ -304,22 +379,22 @@ class Matcher:
 
     def _prove(
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr], base: fx.Node | None,
-        later: tuple[Value, ...],
+        added: Sequence[ZeroComputationTerm],
     ) -> MoEMatch:  # fmt: skip
         experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
         if not has_low_rank(experts):
-            return self._prove_experts(root, value, tokens, feature, terms, experts, base, later)
+            return self._prove_experts(root, value, tokens, feature, terms, experts, base, added)
         try:
-            return self._prove_experts(root, value, tokens, feature, terms, experts, base, later, split=True)
+            return self._prove_experts(root, value, tokens, feature, terms, experts, base, added, split=True)
         except Declined as declined:
             try:
-                return self._prove_experts(root, value, tokens, feature, terms, experts, base, later)
+                return self._prove_experts(root, value, tokens, feature, terms, experts, base, added)
             except Declined:
                 raise declined from None
 
     def _prove_experts(
         self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr],
-        experts: Sequence[ExpertTerm], base: fx.Node | None, later: tuple[Value, ...], split: bool = False,
+        experts: Sequence[ExpertTerm], base: fx.Node | None, added: Sequence[ZeroComputationTerm], split: bool = False,
     ) -> MoEMatch:  # fmt: skip
         """The layer, its low-rank factors apart from the weights where they are ``split``."""
         finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
@@ -331,11 +406,11 @@ class Matcher:
         if all(scored):
             experts, routings = [expert for expert, _ in scored], [routing for _, routing in scored]
             routings, found = find_scored(self._algebra, finder, routings)
-            order = expert_order(routings)
+            order, numbers = expert_order(routings)
             weights, scales, top_k, kept, named = found.weights, found.masks, routings[0].ids.args[1], None, found.named
         else:
             routings = [self._routing(expert, feature) for expert in experts]
-            order = expert_order(routings)
+            order, numbers = expert_order(routings)
             depth = MAX_PROJECTIONS if experts[0].scale else 0
             ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
             kept = find_kept(self._algebra, finder, routings)
@@ -377,16 +452,21 @@ class Matcher:
         if fake_of(self.view.writes.get(root, root)).requires_grad:
             _prove_reached(lead.activation, x, w_up, b_up, low_rank_up, parameters)
         on_input = bool(lead.scale)
-        passed = None
-        if later:
-            alike = not (on_input or kept or scales)
-            prove(alike, Reason.ROUTING, "experts that are routed otherwise than those without weights")
-            passed = prove_passed(self._evaluator, finder, later, feature, lead, (ids, weights, top_k), E)
+        by_number = not (kept or all(scored)) and all(scale.width is not None for scale in scales)
+        in_order = numbers in ((), tuple(range(len(numbers))))
+        prove(in_order or by_number, Reason.EXPERT_COVERAGE, f"experts {list(numbers)}, of which some have numbers of their own")
+        prove(not added or by_number, Reason.ROUTING, "experts that are routed otherwise than those without projections")
+        x_value = self._unshaped(x.node, root)
+        plain = find_zero_computation(
+            self._algebra, finder, added, feature, routings, None if scales else (ids, weights, top_k),
+            is_x=lambda operand: self._unshaped(operand.node, root) is x_value,
+        )  # fmt: skip
         dense = routings[0].expert is not None
         of_zeros = on_input and dense and not all(routing.selects_output for routing in routings)
         prove(not (of_zeros and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
         prove(not of_zeros or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
         gathered = weights is not None and weights.gathered
+        prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
         prove_distinct(self._algebra, routings, of_all=gathered and top_k > 1)
         prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
         bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
@@ -407,20 +487,23 @@ class Matcher:
         for stored in (v for view in views_used for v in view.values):
             prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
         parameters = tuple(replace(operand, dtype=at_least_fp32(dtype)) for operand in parameters)
-        optional = (ids, weights, kept, passed.x if passed else None, *((named.tokens, named.weights) if named else ()))
+        of_plain = (operand for own in plain for operand in (own.vector, own.of_token))
+        optional = (ids, weights, kept, *of_plain, *((named.tokens, named.weights) if named else ()))
         of_tokens = (x, *parameters, *(s.operand for s in scales), *filter(None, optional))
         read, stored = ({node for tensor in tensors for node in tensor.nodes} for tensors in (of_tokens, views_used))
         region = self._region(root, frozenset(read | stored), sums, dtype, base)
         changed = written_before_backward(self.view, root, stored)
         prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", next(iter(changed), None))
-        bounded = all(isinstance(bound, int) and bound <= E for bound in (self._algebra.extent(r.ids) for r in routings))
+        bounds = [self._algebra.extent(routing.ids) for routing in routings]
+        bounded = all(isinstance(bound, int) and bound <= E for bound in bounds)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
             activation=lead.activation, spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept, passed=passed,
+            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept,
+            numbers=_numbers(numbers, E, bounds) if dense else (), zero_computation=plain,
             named=named, parameters=parameters, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
-            subscripts=not (dense or bounded or passed or _has_row_groups(region)),
+            subscripts=not (dense or bounded or _has_row_groups(region)),
             copied=written_before_backward(self.view, root, read),
         )  # fmt: skip
 
@@ -449,6 +532,13 @@ class Matcher:
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {_NO_COUNTS}")
         return read_indexed(index, expert.binders, factors)
+
+
+def _numbers(numbers: tuple[int, ...], E: int, bounds: list[Size | None]) -> tuple[int, ...]:
+    """The ids of experts that ids are compared with, in order; none if there are no others than 0 to E-1, as far as is known."""
+    all_of_them = not any(isinstance(bound, int) and bound > E for bound in bounds)
+    in_order = numbers in ((), tuple(range(E)))
+    return () if in_order and all_of_them else numbers or tuple(range(E))
 
 
 def _sums_experts(e: Expr) -> bool:

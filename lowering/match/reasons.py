@@ -20,7 +20,7 @@ class Reason(Enum):
     SAME_PERMUTATION = "tokens and outputs are not permuted alike"
     DIFFERENT_INPUTS = "experts do not read the same tokens"
     DIFFERENT_ACTIVATIONS = "experts do not share one activation"
-    EXPERT_COVERAGE = "experts 0 to E-1 are not each used exactly once"
+    EXPERT_COVERAGE = "experts are not each used exactly once"
     WEIGHT_LAYOUT = "expert weights are not a view of [E, G, F, D]"
     DISTINCT_EXPERTS = "a token may name one expert twice, and the output is stored instead of added"
     DTYPE_PATH = "dtypes along the way are not those of the fused operators"

@@ -54,7 +54,7 @@ def prove_region(
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
         _prove_one_width(node)
-    kept = _kept(view, nodes - computed, nodes, carriers)
+    kept = _kept(view, nodes - computed, nodes, carriers, frozenset(buffer))
     if base in buffer:
         between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
         staying = [w for w, to in between if to in buffer and w not in nodes - kept]
@@ -103,12 +103,14 @@ def _is_used(node: fx.Node, without: frozenset[fx.Node]) -> bool:
     return False
 
 
-def _kept(view: GraphView, own: set[fx.Node], nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> set[fx.Node]:
+def _kept(
+    view: GraphView, own: set[fx.Node], nodes: set[fx.Node], carriers: tuple[fx.Node, ...], buffer: frozenset[fx.Node]
+) -> set[fx.Node]:
     """The writes of a region to what somebody else reads, or to what that is made of.
 
         a = x.clone(); a.add_(1); b = a.clone(); out = torch.zeros_like(b)         for a reader of b, both a and its write stay
     """
-    kept = {n for n in own if n in view.writes and _used_outside(view, n, nodes, frozenset())}
+    kept = {n for n in own if n in view.writes and _used_outside(view, n, nodes, buffer)}
     read = {n for n in own.difference(carriers) if any(user not in nodes and not reads_size(user) for user in n.users)}
     return {n for n in own & dependencies(view, *kept, *read) if n in view.writes}
 

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.evaluate.evaluator import accumulators
+from moeblaze_ops.lowering.evaluate.projections import projects
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
 
@@ -26,3 +28,21 @@ def _addends(value: Value) -> Iterator[Value]:
             seen.add(inner)
             yield inner
             stack += accumulators(inner)
+
+
+def adds(total: Value, x: Value) -> bool:
+    """Whether a way leads from ``x`` to ``total`` on which no projection lies.
+
+    out = out + expert(x) * share                   none, whatever ``share`` is projected from
+    out = out + x * share                           one
+    """
+    stack, seen = [total], set()
+    while stack:
+        value = stack.pop()
+        if value is x:
+            return True
+        if value in seen or projects(value) or not value.dtype.is_floating_point:
+            continue
+        seen.add(value)
+        stack += (part for part in tree_leaves(value.args) if isinstance(part, Value))
+    return False

@@ -92,7 +92,16 @@ def why_they_stay(gm: fx.GraphModule, *, rewritten: bool) -> str:
         return "no layer was recognised that takes it"
     if any(_reads_a_number(graph) for graph in graphs_of(gm)):
         return "the program keeps it, or reads it outside of the layer, where a tensor of counts would do"
+    if any(_selects_rows(graph) for graph in graphs_of(gm)):
+        return "rows that it selects are read beside the layer, as by an expert that is neither two projections nor its tokens"
     return "what is asserted of it may fail"
+
+
+def _selects_rows(graph: fx.Graph) -> bool:
+    """Whether a node gives rows, whose number only the data tell, of a tensor with features."""
+    tensors = (fake for node in graph.nodes if isinstance(fake := fake_of(node), torch.Tensor))
+    rows = (fake for fake in tensors if fake.dtype.is_floating_point and fake.dim() > 1)
+    return any(free_unbacked_symbols(fake.shape[:1]) for fake in rows)
 
 
 def _reads_a_number(graph: fx.Graph) -> bool:

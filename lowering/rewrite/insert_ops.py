@@ -25,6 +25,12 @@ from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
 from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.rewrite.zero_computation import (
+    describe_missing,
+    describe_zero_computation,
+    numbered,
+    with_zero_computation,
+)
 from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.lowering.torch_internals import repeat_in_backward
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
@@ -46,10 +52,12 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
         ids_TK = insert.call("masked_fill", ids_TK, masked, -1)
     if match.kept is not None:
         ids_TK = _without_dropped(insert, match, ids_TK)
-    experts_TK = insert.call("masked_fill", ids_TK, insert.call(torch.ge, ids_TK, match.E), -1) if match.passed else ids_TK
+    experts_TK = numbered(insert, match.numbers, ids_TK) if match.numbers else ids_TK
     out, became = _insert_layer(insert, match, x_TD, weights_TK, experts_TK)
-    if match.passed:
-        out = insert.call(torch.add, out, _passed(insert, match, weights_TK, ids_TK))
+    if match.zero_computation:
+        out = with_zero_computation(insert, match, out, weights_TK, ids_TK)
+        became += f" -> {describe_zero_computation(match)}"
+    became += describe_missing(match)
     result = fake_of(match.region.carriers[0])
     return out if result.dtype == fake_of(out).dtype else insert.call("to", out, result.dtype), became
 
@@ -86,14 +94,6 @@ def _without_dropped(insert: Inserter, match: MoEMatch, ids_TK: fx.Node) -> fx.N
     index = ids_TK if fake_of(ids_TK).dtype == torch.int64 else insert.call("to", ids_TK, torch.int64)
     kept_TK = insert.call("gather", insert.rows(match.kept, match.E), 1, index)
     return insert.call("masked_fill", ids_TK, insert.call(torch.eq, kept_TK, 0), -1)
-
-
-def _passed(insert: Inserter, match: MoEMatch, weights_TK: fx.Node, ids_TK: fx.Node) -> fx.Node:
-    """What tokens get of themselves by ids behind those of the experts."""
-    below, above = insert.call(torch.lt, ids_TK, match.E), insert.call(torch.ge, ids_TK, match.E + match.passed.count)
-    share_TK = insert.call("masked_fill", weights_TK, insert.call(torch.logical_or, below, above), 0)
-    x_TD = insert.rows(match.passed.x, match.D)
-    return insert.call(torch.mul, x_TD, insert.call("sum", share_TK, 1, True))
 
 
 def _insert_layer(

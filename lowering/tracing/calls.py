@@ -9,7 +9,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.variables import BaseListVariable, BuiltinVariable, ConstantVariable, RangeVariable, TensorVariable
+from torch._dynamo import utils
+from torch._dynamo.variables import BaseListVariable, BuiltinVariable, ConstantVariable, RangeVariable, TensorVariable, lists
 from torch._dynamo.variables.functions import PolyfilledFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NumpyVariable
@@ -66,6 +67,16 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         return set_item(self, tx, as_key(key) if branches is not None and branches.traces else key, value)
 
     TensorVariable.method___setitem__ = of_subscripts
+    contains = utils.iter_contains
+
+    @functools.wraps(contains)
+    def of_lists(items, search, *args, **kwargs):
+        items = list(items)
+        if attempt() is not None:
+            hit_loops.refuse_search(items, search)
+        return contains(items, search, *args, **kwargs)
+
+    utils.iter_contains = lists.iter_contains = of_lists
 
 
 def _watch_tensors(name: str, attempt: Callable[[], Any], look: Callable[..., None]) -> None:

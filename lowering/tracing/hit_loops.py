@@ -299,16 +299,35 @@ def refuse_comparison(function: Any, args: list[VariableTracker]) -> None:
     """Give the attempt up where Dynamo would take numbers that only the data tell, of which it has no values, for different ones.
 
         mask.any().item() is True, mask.any().item() == 1       given up
+        used[1] is 2                                            of an input, ``used = [0, 2]``, whose numbers are not fixed: too
         mask.sum().item() is not None                           no number is
     """
     if function in (operator.is_, operator.is_not):
-        others = [arg for arg in args if not _of_data(arg)]
+        others = [arg for arg in args if not isinstance(arg, SymNodeVariable)]
         with_none = bool(others) and isinstance(others[0], ConstantVariable) and others[0].value is None
         is_misread = len(others) < len(args) and not with_none
     else:
         is_misread = function in _COMPARE and any(_of_data(arg, torch.SymBool) for arg in args)
     if is_misread:
         raise Declined("what only the data tell is compared by `is`, or a flag as a number; ask `if flag:`")
+
+
+def refuse_search(items: list[VariableTracker], searched: VariableTracker) -> None:
+    """Give the attempt up where Dynamo would not find a number, as it takes numbers that it has no values of for different ones.
+
+        2 in used, (0, 2) in enumerate(used)        of an input, ``used = [0, 2]``, whose numbers are not fixed
+        used.index(2), any(e == 2 for e in used)    compare one by one, and are read well
+    """
+    if searched.is_python_constant() and any(map(_holds_numbers, items)):
+        raise Declined("a number that is not known is looked for")
+
+
+def _holds_numbers(variable: VariableTracker) -> bool:
+    if isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    if isinstance(variable, BaseListVariable):
+        return any(map(_holds_numbers, variable.items))
+    return isinstance(variable, SymNodeVariable)
 
 
 def holds_numbers_of_data(variable: VariableTracker) -> bool:

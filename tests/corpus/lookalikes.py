@@ -107,19 +107,8 @@ def weights_filled_with_ones(self, x, weights, ids):
 
 
 @_lookalike("EXPERT_COVERAGE")
-def expert_missing(self, x, weights, ids):
-    return sum(self.experts[e](x) * _share(weights, ids, e) for e in (0, 1, 3))
-
-
-@_lookalike("EXPERT_COVERAGE")
 def expert_twice(self, x, weights, ids):
     return sum(self.experts[e](x) * _share(weights, ids, e) for e in (0, 1, 2, 3, 3))
-
-
-@_lookalike("EXPERT_COVERAGE", "split")
-def stacked_expert_left_out(self, x, weights, ids):
-    experts = {e: (F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] for e in range(1, self.E)}
-    return sum(y * _share(weights, ids, e) for e, y in experts.items())
 
 
 @_lookalike("EXPERT_COVERAGE", "split")

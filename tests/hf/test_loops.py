@@ -54,7 +54,9 @@ def test_training(name):
         actual = training_step(model, torch.compile(model, backend=backend, fullgraph=True), ids)
     torch._dynamo.reset()
     check_step(actual, training_step(model, model, ids), model)
-    assert len(rewritten_in(records)) == 2
+    found = rewritten_in(records)
+    assert len(found) == 2
+    assert name != "longcat_flash" or all(layer.became.endswith(" -> 3 identity experts") for layer in found)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo does not trace how the router casts its parameters")

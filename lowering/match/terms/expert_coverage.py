@@ -12,14 +12,17 @@ from moeblaze_ops.lowering.match.terms.routing_term import Routing
 _TWICE = "adds two products to the sum, as where its width F is split; one product over all of its width is recognised"
 
 
-def expert_order(routings: Sequence[Routing]) -> list[int]:
-    """Indices of the terms that stand for experts 0 to E-1, once every slot is proven to have each of them once."""
+def expert_order(routings: Sequence[Routing]) -> tuple[list[int], tuple[int, ...]]:
+    """Indices of the terms that stand for the experts, once every slot is proven to have each of them once, and their numbers.
+
+    Numbers that are left out have experts that give zeros. Where ids are no numbers of single terms there are no numbers.
+    """
     lead = routings[0].expert
     if lead is None or lead.kind == "var":
         prove(len({r.ids for r in routings}) == len(routings), Reason.EXPERT_COVERAGE, "a slot is used twice")
         alike = all(r.expert is lead or (lead and r.expert and r.expert.args[1:] == lead.args[1:]) for r in routings)
         prove(alike, Reason.EXPERT_COVERAGE, "mixed forms")
-        return [0]
+        return [0], ()
     by_slot: dict[Expr, dict[int, int]] = {}
     for i, routing in enumerate(routings):
         prove(routing.expert is not None and routing.expert.kind == "const", Reason.EXPERT_COVERAGE, "mixed forms")
@@ -29,8 +32,10 @@ def expert_order(routings: Sequence[Routing]) -> list[int]:
         own[number] = i
     first = next(iter(by_slot.values()))
     for own in by_slot.values():
-        prove(sorted(own) == list(range(len(first))), Reason.EXPERT_COVERAGE, f"experts {sorted(own)}")
-    return [first[e] for e in range(len(first))]
+        detail = f"experts {sorted(own)} of one slot, {sorted(first)} of another"
+        prove(own.keys() == first.keys(), Reason.EXPERT_COVERAGE, detail)
+    numbers = tuple(sorted(first))
+    return [first[e] for e in numbers], numbers
 
 
 def prove_shared_weights(algebra: Algebra, routings: Sequence[Routing], experts: Sequence[ExpertTerm]) -> None:

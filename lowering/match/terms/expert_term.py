@@ -159,14 +159,19 @@ def is_chosen_bias(e: Expr) -> bool:
 
 
 def describe(e: Expr, feature: Expr) -> str:
-    """What stands where a projection is expected: the operator that ``feature`` leads to."""
+    """What stands where a projection is expected."""
+    return f"{made_by(e, feature)} where a projection is expected"
+
+
+def made_by(e: Expr, feature: Expr) -> str:
+    """The operator that ``feature`` leads to."""
     while e.kind in ("cast", "mul", "add", "sum"):
         parts = e.args[1:] if e.kind in ("cast", "sum") else e.args
         e = next((part for part in parts if feature in part.free), parts[0])
     if e.kind == "leaf":
         node = e.args[0].node
-        return f"'{getattr(node.target, '__name__', node.target)}' where a projection is expected"
-    return f"'{e.args[0] if e.kind == 'call' else e.kind}' where a projection is expected"
+        return f"'{getattr(node.target, '__name__', node.target)}'"
+    return f"'{e.args[0] if e.kind == 'call' else e.kind}'"
 
 
 def _read_hidden(

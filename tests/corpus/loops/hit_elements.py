@@ -292,6 +292,31 @@ QUESTIONS = {
 }
 
 
+def _asked_backwards(question, name):
+    """As `_asked`, of the highest first: if experts 0 and 1 alone have tokens, Dynamo has no value for the first of the list."""
+
+    def combine(self, x, weights, ids):
+        used, out = ids.unique().flip(0).tolist(), torch.zeros_like(x)
+        swapped = bool(question(used)) and len(used) == 2
+        for e in used:
+            _add(self, out, x, weights, ids, e, e ^ 1 if swapped else e)
+        return out
+
+    combine.__name__ = name
+    return combine
+
+
+_BACKWARDS = {
+    "has_one": lambda used: 1 in used,
+    "has_one_in_a_tuple": lambda used: 1 in tuple(used),
+    "has_one_by_a_method": lambda used: used.__contains__(1),
+    "has_a_pair": lambda used: (1, 1) in [(e, e) for e in used],
+    "is_one": lambda used: used[0] is int("1"),
+    "index_of_one": lambda used: used.index(1) == 0 if 3 not in used else False,
+}
+BACKWARDS = tuple(_asked_backwards(question, name) for name, question in _BACKWARDS.items())
+
+
 NEAR_MISSES = (
     *(_asked(question, name) for name, question in QUESTIONS.items()),
     *map(_looped, (
