@@ -8,6 +8,7 @@ Backward needs no such step: one operator holds what travels there, and what is 
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,7 +46,8 @@ def _is_of_experts(started: fx.Node) -> bool:
     start = started.args[0] if started.target is operator.getitem else started
     if start.target not in _STARTS:
         return False
-    sent = start.args[0][0] if start.target is sum_parts else start.args[0]
+    given: Any = start.args[0]
+    sent = given[0] if start.target is sum_parts else given
     while sent.target in _STEPS:
         sent = sent.args[0]
     return sent.target in _EXPERTS
