@@ -9,7 +9,7 @@ import moeblaze_ops
 from moeblaze_ops.ops.router_sums import router_sums
 from tests.tools import fakecuda
 
-T, D, HIDDEN, E, K = 40, 64, 128, 16, 2
+T, D, HIDDEN, E, K = 80, 64, 128, 16, 2  # more slots than one kernel groups
 SHAPES = ((T, D), (E, D), (E, 2 * HIDDEN, D), (E, D, HIDDEN))
 
 
