@@ -12,7 +12,7 @@ from moeblaze_ops import config
 from moeblaze_ops.kernels import configs
 from tests.tools import fakecuda
 
-T, K, E, D, F = 64, 2, 4, 64, 128
+T, K, E, D, F = 96, 2, 4, 64, 128  # more slots than one kernel groups
 CALL = "torch.ops.moeblaze."
 FORWARD_KERNELS = ["_count_kernel", "_scan_kernel", "_place_kernel", "_expert_up_kernel", "_expert_down_kernel"]
 
@@ -96,7 +96,7 @@ def test_training_is_inlined(dynamic):
     sources: list[str] = []
     compiled = torch.compile(layer, backend=fakecuda.shadow_backend(sources), dynamic=dynamic)
     torch._dynamo.reset()
-    for num_tokens in (24, 40, 72) if dynamic else (24,):
+    for num_tokens in (24, 40, 72) if dynamic else (72,):
         compiled(*layer_inputs("cpu", num_tokens, requires_grad=True)[:2], *training_tail(num_tokens)).sum().backward()
     assert len(sources) == 2, "one forward and one backward graph"
     forward, backward = sources
@@ -126,9 +126,9 @@ def test_kernels_follow_the_device(capability, hopper):
     assert "clone" not in code and ".copy_(" not in code
 
 
-@pytest.mark.parametrize(("num_tokens", "few"), [(16, True), (17, False)])
+@pytest.mark.parametrize(("num_tokens", "few"), [(32, True), (33, False)])
 def test_projections_of_few_rows_an_expert_are_portable(num_tokens, few):
-    """With 8 rows an expert on average, and with 9."""
+    """With 16 rows an expert on average, and with 17."""
     with FakeTensorMode():
         inputs = layer_inputs("cuda", num_tokens, dtype=torch.bfloat16)
     code = fakecuda.generated_code(layer, inputs, capability=(9, 0))
@@ -177,7 +177,7 @@ def test_ranges_of_columns_share_a_buffer(capability, dynamic, monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
 def test_low_rank_columns_are_part_of_the_products(capability):
     """Of frozen weights nothing has the size in generated code: they are arguments, and have no gradient."""
-    num_tokens, rank = 24, 8
+    num_tokens, rank = 96, 8
 
     def ours(x, weights, experts, w_up, w_down, up_a, up_b, down_a, down_b):
         lora = {"lora_up": (up_a, up_b, 2.0), "lora_down": (down_a, down_b, 2.0)}
