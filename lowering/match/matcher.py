@@ -172,8 +172,10 @@ class Matcher:
 
     def _parts(self, whole: Decline) -> Iterator[fx.Node]:
         """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
-        total = self._result(whole.root)
-        of_data = set() if total is None else free_unbacked_symbols(total.shape)
+        total = self._result(whole.root) if whole.has_experts else None
+        if total is None:
+            return
+        of_data = free_unbacked_symbols(total.shape)
         for node in self._dependencies(whole.root).intersection(self._combining):
             if (value := self._result(node)) is None:
                 continue

@@ -110,6 +110,20 @@ def test_explained():
     assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts, 1 constant expert"
 
 
+def test_terms_without_experts_behind_a_layer_hide_none_of_it():
+    """As rotary embeddings of attention behind LongCat-Flash's: sums of masked terms, of which none is an expert."""
+
+    class Behind(corpus.Layer):
+        def forward(self, x):
+            weights, ids = self.router(x)
+            out = self.combine(self, x, weights, ids)
+            first, second = ((ids == e).any(-1, keepdim=True) for e in range(2))
+            return out.cos() * first + out.sin() * second
+
+    (found,) = check_against_eager(Behind(corpus.loop, KINDS["identity"]), torch.randn(20, zoo.D)).rewritten
+    assert found.became.endswith(" -> 3 identity experts")
+
+
 def test_experts_behind_the_others_are_counted():
     (found,) = moeblaze_ops.explain(corpus.Layer(corpus.loop, ("identity",) * 2), torch.randn(9, zoo.D)).candidates
     assert found.became == "expert_up(swiglu) -> expert_down -> 2 identity experts"
