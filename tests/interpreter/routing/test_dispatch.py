@@ -49,9 +49,11 @@ def test_dispatch_any_number_of_experts(num_experts):
     assert_dispatches(torch.randint(0, num_experts, (300, 2)), num_experts)
 
 
-@pytest.mark.parametrize("num_experts", [1, 30, 31, 128, 1022, 1023])
-@pytest.mark.parametrize("slots", [0, 1, 127, 128, 129])
+@pytest.mark.parametrize(
+    ("slots", "num_experts"), [(0, 31), (1, 1), (1, 1022), (127, 30), (127, 31), (128, 128), (128, 1022), (129, 31), (128, 1023)]
+)
 def test_dispatch_of_few_slots(slots, num_experts):
+    """Around the most slots and experts that one program groups."""
     assert_dispatches(torch.randint(-1, num_experts + 2, (slots, 1)), num_experts)
 
 
