@@ -208,7 +208,7 @@ def fsdp_table() -> str:
 
 
 def few_tokens_table() -> str:
-    """A layer of few tokens without gradients: microseconds on the device beside the limit that the weights' bytes set."""
+    """A layer of few tokens without gradients: microseconds on the device, and how fast the weights are read."""
     rows = json.loads((RESULTS / "small_h100.json").read_text())["measurements"]
     found = {(row["tokens"], row["contender"]): row for row in rows}
     lines = []

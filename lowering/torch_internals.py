@@ -276,39 +276,30 @@ def register_lowering(op: torch._ops.OpOverload, lower: Callable) -> None:
     register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool]) -> None:
-    """Offer each call of ``op`` on two values to ``rewrite`` once autograd is done, before Inductor joins sums and products."""
-    from torch._inductor.fx_passes.post_grad import pass_patterns
-    from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
+def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool], *, joint: bool = False) -> None:
+    """Offer each call of ``op`` on two values to ``rewrite``; when, see ``_offer``."""
+    from torch._inductor.pattern_matcher import Arg, CallFunction
 
-    of_two = CallFunction(op, Arg(), Arg())
-    register_graph_pattern(of_two, pass_dict=pass_patterns[1])(lambda match, *_: rewrite(match.output_node()))
+    _offer(CallFunction(op, Arg(), Arg()), rewrite, joint)
 
 
-def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
-    """Show each call of ``op`` to ``visit`` once autograd is done and forward and backward are graphs of their own."""
-    from torch._inductor.fx_passes.post_grad import pass_patterns
-    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None], *, joint: bool = False) -> None:
+    """Show each call of ``op`` to ``visit``; when, see ``_offer``."""
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs
 
-    calls = CallFunctionVarArgs(op)
-    register_graph_pattern(calls, pass_dict=pass_patterns[1])(lambda match, *_, **__: visit(match.output_node()))
+    _offer(CallFunctionVarArgs(op), visit, joint)
 
 
-def register_joint_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
-    """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
-    from torch._inductor.fx_passes.joint_graph import patterns
-    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+def _offer(calls: Any, take: Callable[[fx.Node], Any], joint: bool) -> None:
+    """Give calls to ``take`` once autograd is done, before Inductor joins sums and products.
 
-    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=patterns)(lambda match, *_, **__: visit(match.output_node()))
+    With ``joint`` they are those of one graph of forward and backward, before Inductor partitions it.
+    """
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._inductor.pattern_matcher import register_graph_pattern
 
-
-def register_joint_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool]) -> None:
-    """Offer each call of ``op`` on two values to ``rewrite`` in a graph of forward and backward, before it is partitioned."""
-    from torch._inductor.fx_passes.joint_graph import patterns
-    from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
-
-    of_two = CallFunction(op, Arg(), Arg())
-    register_graph_pattern(of_two, pass_dict=patterns)(lambda match, *_: rewrite(match.output_node()))
+    passes = joint_graph.patterns if joint else post_grad.pass_patterns[1]
+    register_graph_pattern(calls, pass_dict=passes)(lambda match, *_, **__: take(match.output_node()))
 
 
 def may_be_repeated(node: fx.Node) -> bool:

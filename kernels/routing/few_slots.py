@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import ROW_BLOCK
+from moeblaze_ops.kernels.configs import ROW_BLOCK, choose_dispatch
 from moeblaze_ops.kernels.launch import launch, static_size
 
 _MOST_SLOTS = ROW_BLOCK
-_MOST_BINS = 1024
 
 
 @triton.jit(do_not_specialize=["N", "num_entries"])
@@ -60,7 +59,7 @@ def _few_slots_kernel(
 def has_few_slots(experts_TK: Tensor, num_experts: int) -> bool:
     """Whether one program groups the slots; never where their number is only known when the code runs."""
     slots = static_size(experts_TK.shape[0] * experts_TK.shape[1])
-    return slots is not None and slots <= _MOST_SLOTS and num_experts + 2 <= _MOST_BINS
+    return slots is not None and slots <= _MOST_SLOTS and num_experts + 2 <= choose_dispatch(num_experts).bins
 
 
 def launch_few_slots(
@@ -81,7 +80,7 @@ def launch_few_slots(
         *experts_TK.stride(),
         TOP_K=experts_TK.shape[1],
         SLOTS=_MOST_SLOTS,
-        BINS=max(32, triton.next_power_of_2(num_experts + 2)),
+        BINS=choose_dispatch(num_experts).bins,
         num_warps=4,
         num_stages=1,
     )

@@ -1,14 +1,27 @@
 """The fake value that a node gives, and its memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 
 def fake_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    return next(fake.fake_mode for fake in map(fake_of, graph.nodes) if isinstance(fake, FakeTensor))
+
+
+def fake_result(mode: FakeTensorMode, target: Callable | str, args: tuple, kwargs: dict) -> Any:
+    """What a function, or a method of tensors by its name, gives for arguments with nodes among them."""
+    function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+    with mode:
+        return function(*fx.node.map_arg(args, fake_of), **kwargs)
 
 
 def needs_gradient(node: fx.Node) -> bool:

@@ -38,17 +38,17 @@ def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
-    torch_internals.register_joint_rewrite(torch.ops.aten.mm.default, narrow_router_product)
-    torch_internals.register_joint_visit(torch.ops.aten.cat.default, join_columns)
-    torch_internals.register_joint_rewrite(torch.ops.aten.add.Tensor, join_router_gradients)
-    torch_internals.register_joint_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
+    torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
+    torch_internals.register_visit(torch.ops.aten.cat.default, join_columns, joint=True)
+    torch_internals.register_rewrite(torch.ops.aten.add.Tensor, join_router_gradients, joint=True)
+    torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch, joint=True)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
-        torch_internals.register_joint_visit(reduction, count_one_hot)
+        torch_internals.register_visit(reduction, count_one_hot, joint=True)
     for wait in WAITS:
         torch_internals.register_visit(wait, wait_late)
     for op in ROUTED:
-        torch_internals.register_joint_visit(op, pin_routing)
-        torch_internals.register_joint_visit(op, repeat_weights)
+        torch_internals.register_visit(op, pin_routing, joint=True)
+        torch_internals.register_visit(op, repeat_weights, joint=True)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     register_traced_lowering(experts_over_ranks_backward, lambda: gradients_over_ranks, _leaves_room, in_order=True)

@@ -471,8 +471,9 @@ class Matcher:
         prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
         prove_distinct(self._algebra, routings, of_all=gathered and top_k > 1)
         prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
-        bounds = [self._algebra.extent(routing.ids) for routing in routings] if gathered else []
-        prove(all(isinstance(bound, int) and bound <= E for bound in bounds), Reason.SLOT_WEIGHTS, "ids that may be no expert's")
+        bounds = [self._algebra.extent(routing.ids) for routing in routings]
+        bounded = all(isinstance(bound, int) and bound <= E for bound in bounds)
+        prove(bounded or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
         prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
         dtype = w_down.dtype
         b_up = tuple(_in_dtype(view, dtype) for view in b_up)
@@ -496,8 +497,6 @@ class Matcher:
         region = self._region(root, frozenset(read | stored), sums, dtype, base)
         changed = written_before_backward(self.view, root, stored)
         prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", next(iter(changed), None))
-        bounds = [self._algebra.extent(routing.ids) for routing in routings]
-        bounded = all(isinstance(bound, int) and bound <= E for bound in bounds)
         return MoEMatch(
             root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
             w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,

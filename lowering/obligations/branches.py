@@ -20,12 +20,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
+from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr
@@ -53,7 +52,7 @@ class Discharged:
 def discharge(gm: fx.GraphModule) -> Discharged:
     """Prove all branches of a graph and drop what is left of them; the graph is as it was where one is not proven."""
     graphs = graphs_of(gm)
-    result = Discharged()
+    result, views = Discharged(), dict[fx.Graph, GraphView]()
     for graph in graphs:
         begins = [node for node in graph.nodes if node.target is branch_begins]
         if not begins:
@@ -61,7 +60,7 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         for asked in [node for node in graph.nodes if node.target is some_rows]:
             if not have_rows(graph, asked.args[0]):
                 return Discharged(f"{_line(asked)}: a list may have no parts")
-        view = GraphView(graph, TABLE)
+        view = views[graph] = GraphView(graph, TABLE)
         off = any(map(view.is_gradient_off, graph.nodes))
         known, numbers = _Known(view), _Known(GraphView(graph, TABLE, numbers_only=True)) if off else None
         if (write := _write_to_hits(view)) is not None:
@@ -75,7 +74,7 @@ def discharge(gm: fx.GraphModule) -> Discharged:
             result.graded += [after for before, after in zip(*end.args[1:3], strict=True) if gains_gradient(before, after)]
             result.graded += [write for write, target in known.writes_between(begin, end) if gives_gradient(write, target)]
     for graph in graphs:
-        _erase(graph, _assert_ids(graph, result.work))
+        _erase(graph, _assert_ids(views[graph], result.work) if graph in views else {})
     result.work = {node for node in result.work if not node._erased}
     return result
 
@@ -109,12 +108,10 @@ def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
     return taken
 
 
-def _assert_ids(graph: fx.Graph, work: set[fx.Node]) -> "dict[fx.Node, _Behind]":
+def _assert_ids(view: GraphView, work: set[fx.Node]) -> "dict[fx.Node, _Behind]":
     """Assertions of what operators check of ids, with what was added for each: conditions may be all that reads them."""
-    if not any(node.target is branch_begins for node in graph.nodes):
-        return {}
-    apart = work | _without_work(graph)
-    checked = checked_ids(GraphView(graph, TABLE), [node for node in graph.nodes if node not in apart])
+    apart = work | _without_work(view.graph)
+    checked = checked_ids(view, [node for node in view.position if node not in apart])
     added = [(_Behind(checks.node), checks) for checks in checked]
     return {assert_in_range(behind.call, checks): behind for behind, checks in added}
 
@@ -129,10 +126,7 @@ class _Behind:
         graph = self.node.graph
         with graph.inserting_after(self.added[-1]):
             node = graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
-        fakes = fx.node.map_arg(args, fake_of)
-        mode = next(fake.fake_mode for fake in map(fake_of, graph.nodes) if isinstance(fake, FakeTensor))
-        with mode:
-            node.meta["example_value"] = (getattr(torch.Tensor, target) if isinstance(target, str) else target)(*fakes, **kwargs)
+        node.meta["example_value"] = fake_result(fake_mode_of(graph), target, args, kwargs)
         self.added.append(node)
         return node
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.torch_internals import saved_tensors_hooks_are_disabled
@@ -81,16 +80,13 @@ class Inserter:
     def __init__(self, edits: Edits, after: fx.Node, copied: frozenset[fx.Node] = frozenset()):
         self._edits, self._after, self._meta, self._copied = edits, after, after.meta, copied
         self.nodes: list[fx.Node] = []
-        fakes = (fake_of(node) for node in edits.graph.nodes)
-        self._mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+        self._mode = fake_mode_of(edits.graph)
         self._block = _inference_block(after)
 
     def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._add(target, args, kwargs)
-        fakes = fx.node.map_arg(args, fake_of)
-        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-        with self._mode, _nothing_saved_for_the_caller():
-            node.meta["example_value"] = function(*fakes, **kwargs)
+        with _nothing_saved_for_the_caller():
+            node.meta["example_value"] = fake_result(self._mode, target, args, kwargs)
         return node
 
     def view(self, node: fx.Node, method: str, *args: Any) -> fx.Node:

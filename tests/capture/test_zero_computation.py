@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.capture.test_capture import scratch  # noqa: F401
+from tests.capture.test_capture import scratch, step  # noqa: F401
 from tests.corpus import zero_computation as corpus
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
@@ -26,15 +26,6 @@ class Router(nn.Module):
         return tuple(torch.topk((self.gate(x) + self.penalty).softmax(-1), self.K))
 
 
-def _step(layer, run, x):
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    out = run(x)
-    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in layer.named_parameters()}
-    return {"out": out.detach(), "x": x.grad, **gradients}
-
-
 @pytest.mark.parametrize(("kind", "place"), [("identity", "mixed"), ("zero", "in front"), ("frozen", "behind")])
 @pytest.mark.parametrize("combine", corpus.ON_TRUST, ids=lambda f: f.__name__)
 def test_captured(combine, kind, place):
@@ -45,7 +36,7 @@ def test_captured(combine, kind, place):
         for unchosen in UNCHOSEN:
             layer.router.penalty.zero_()[list(unchosen)] = -1000.0
             x = torch.randn(12, zoo.D)
-            torch.testing.assert_close(_step(layer, compiled, x), _step(layer, layer, x))
+            torch.testing.assert_close(step(layer, compiled, x), step(layer, layer, x))
     assert {found.E for found in rewritten_in(records)} == {zoo.E}
 
 
@@ -73,7 +64,7 @@ def test_shares_of_selected_rows_stay(combine):
     """The constant experts of MoE++, where they see no other tokens than those that chose them."""
     layer, x = corpus.Layer(combine, ("mixture",) * corpus.Z, "in front"), torch.randn(12, zoo.D)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
-        torch.testing.assert_close(_step(layer, torch.compile(layer, backend=backend), x), _step(layer, layer, x))
+        torch.testing.assert_close(step(layer, torch.compile(layer, backend=backend), x), step(layer, layer, x))
     assert not rewritten_in(records)
     reports = [record.report for record in records if isinstance(record, moeblaze_compile.GraphRecord)]
     details = {candidate.detail for report in reports for candidate in report.declined}

@@ -255,11 +255,15 @@ def size_that_is_a_number(self, x, weights, ids):
     return out
 
 
-def _asked(question, name):
-    """A loop over a list of hits, whose experts depend on what else a program asks the list."""
+def _asked(question, name, *, backwards=False):
+    """A loop over a list of hits, whose experts depend on what else a program asks the list.
+
+    With the highest first Dynamo has no value for the first of the list if experts 0 and 1 alone have tokens.
+    """
 
     def combine(self, x, weights, ids):
-        used, out = ids.unique().tolist(), torch.zeros_like(x)
+        hits, out = ids.unique(), torch.zeros_like(x)
+        used = (hits.flip(0) if backwards else hits).tolist()
         swapped = bool(question(used))
         for e in used:
             _add(self, out, x, weights, ids, e, e ^ 1 if swapped else e)
@@ -292,29 +296,15 @@ QUESTIONS = {
 }
 
 
-def _asked_backwards(question, name):
-    """As `_asked`, of the highest first: if experts 0 and 1 alone have tokens, Dynamo has no value for the first of the list."""
-
-    def combine(self, x, weights, ids):
-        used, out = ids.unique().flip(0).tolist(), torch.zeros_like(x)
-        swapped = bool(question(used)) and len(used) == 2
-        for e in used:
-            _add(self, out, x, weights, ids, e, e ^ 1 if swapped else e)
-        return out
-
-    combine.__name__ = name
-    return combine
-
-
 _BACKWARDS = {
-    "has_one": lambda used: 1 in used,
-    "has_one_in_a_tuple": lambda used: 1 in tuple(used),
-    "has_one_by_a_method": lambda used: used.__contains__(1),
-    "has_a_pair": lambda used: (1, 1) in [(e, e) for e in used],
-    "is_one": lambda used: used[0] is int("1"),
-    "index_of_one": lambda used: used.index(1) == 0 if 3 not in used else False,
+    "has_one": lambda used: 1 in used and len(used) == 2,
+    "has_one_in_a_tuple": lambda used: 1 in tuple(used) and len(used) == 2,
+    "has_one_by_a_method": lambda used: used.__contains__(1) and len(used) == 2,
+    "has_a_pair": lambda used: (1, 1) in [(e, e) for e in used] and len(used) == 2,
+    "is_one": lambda used: used[0] is int("1") and len(used) == 2,
+    "index_of_one": lambda used: used.index(1) == 0 and len(used) == 2 if 3 not in used else False,
 }
-BACKWARDS = tuple(_asked_backwards(question, name) for name, question in _BACKWARDS.items())
+BACKWARDS = tuple(_asked(question, name, backwards=True) for name, question in _BACKWARDS.items())
 
 
 NEAR_MISSES = (
