@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,7 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
     store = dist.FileStore(f"{folder}/store", ranks)
     transport = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(transport, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
     outcomes = {}
     for name, check in checks.items():
         start = time.perf_counter()
