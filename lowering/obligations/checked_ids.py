@@ -6,7 +6,7 @@
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
+from moeblaze_ops.lowering.graph.undoable_edits import Edits, NodeInserter
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
 _ALONG_AN_AXIS = {
@@ -59,14 +60,9 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
     return list(found.values())
 
 
-def assert_in_range(call: Callable[..., fx.Node], checked: CheckedIds) -> fx.Node:
-    """Assert what an operator checks, as torch compiles ``one_hot``: the host does not wait for it.
-
-    Args:
-        call: adds a node behind the one that it added before, of a target and its arguments.
-        checked: what is to be asserted.
-    """
-    ids, end = checked.ids, checked.end
+def assert_in_range(edits: Edits, checked: CheckedIds) -> fx.Node:
+    """Assert behind an operator what it checks, as torch compiles ``one_hot``: the host does not wait for it."""
+    ids, end, call = checked.ids, checked.end, NodeInserter(edits, checked.node).call
     if checked.operator in (*_WRITES_AT, "index_select", "embedding"):  # these raise an `IndexError`
         numbers_E = call(torch.arange, end, device=fake_of(ids).device)
         if checked.operator in _WRITES_AT:

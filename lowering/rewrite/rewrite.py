@@ -20,6 +20,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
+from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher
@@ -29,9 +30,9 @@ from moeblaze_ops.lowering.obligations.assertions import proven_assertions
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
-from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
 
@@ -225,7 +226,7 @@ def _assert_ids(edits: Edits, layers: list[MoEMatch], views: dict[fx.Node, Graph
     """Assert what the operators of replaced layers check of ids."""
     for layer in layers:
         for checked in checked_ids(views[layer.root], layer.region.nodes):
-            assert_in_range(Inserter(edits, checked.node).call, checked)
+            assert_in_range(edits, checked)
 
 
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> bool:
