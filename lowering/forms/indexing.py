@@ -410,6 +410,7 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
 def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Some values, or all, and where they are along the axis; nothing else is known of either."""
     if isinstance(fake_of(view._node), torch.Tensor):
+        require(not args and not kwargs, "the largest of one tensor")  # not torch.max(a, b)
         return _largest_flag(view, x)
     at = 1 if target_name(view._node) == "topk" else 0
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)
