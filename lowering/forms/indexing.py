@@ -37,6 +37,7 @@ from moeblaze_ops.lowering.forms.views import (
 )
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 
@@ -396,7 +397,7 @@ def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, si
     return view.make("searched", ends, tensor(x))
 
 
-@form("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+@form(*GROUPED_PRODUCTS)
 def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, bias: Any = None, **kwargs: Any) -> Value:
     require(offs is not None and bias is None, "row groups")
     require(len(tensor(rows).shape) == 2 and len(tensor(weights).shape) == 3, "rows by experts")
@@ -410,6 +411,7 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
 def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Some values, or all, and where they are along the axis; nothing else is known of either."""
     if isinstance(fake_of(view._node), torch.Tensor):
+        require(not args and not kwargs, "the largest of one tensor")  # not torch.max(a, b)
         return _largest_flag(view, x)
     at = 1 if target_name(view._node) == "topk" else 0
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)

@@ -19,6 +19,7 @@ from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, target_name
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.match.match_result import MoEMatch
@@ -58,8 +59,6 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
-
-_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 @dataclass(frozen=True)
@@ -398,7 +397,7 @@ def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
 
 def _spelling(region: Region, routing: Routing) -> str:
     names = {target_name(node) for node in region.nodes}
-    if not names.isdisjoint(_GROUPED):
+    if not names.isdisjoint(GROUPED_PRODUCTS):
         return "sorted grouped_mm"
     fakes = (fake_of(node) for node in region.nodes)
     if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
@@ -409,4 +408,4 @@ def _spelling(region: Region, routing: Routing) -> str:
 
 
 def _has_row_groups(region: Region) -> bool:
-    return not {target_name(node) for node in region.nodes}.isdisjoint((*_GROUPED, "searchsorted", "bucketize"))
+    return not {target_name(node) for node in region.nodes}.isdisjoint((*GROUPED_PRODUCTS, "searchsorted", "bucketize"))

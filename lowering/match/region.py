@@ -10,11 +10,12 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.match.operands.find_operands import dependencies
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 
 _PROJECTIONS = frozenset((
-    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", *GROUPED_PRODUCTS,
 ))  # fmt: skip
 
 
