@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, at a tiny size."""
+"""The examples, at a tiny size."""
 
 import importlib.util
 import json
@@ -18,32 +18,28 @@ SCRIPT = ROOT / "examples" / "train_moe_lm.py"
 ON_RANKS = ROOT / "examples" / "train_multi_gpu.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-WITHOUT_PACKAGES = """
-import runpy, sys
-sys.modules["tqdm"] = sys.modules["matplotlib"] = None
-sys.path.insert(0, {folder!r})
-sys.argv = [{script!r}, *sys.argv[1:]]
-runpy.run_path({script!r}, run_name="__main__")
-"""
+
+@pytest.fixture
+def run_demo(monkeypatch, capsys, tmp_path):
+    """Runs the example in this process, which has imported torch already; what it prints, and its numbers by way of training.
+
+    A program of its own is the one that is interrupted below.
+    """
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--preset", "tiny", "--out", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        assert stopped.value.code == 0
+        numbers = json.loads((tmp_path / "train_moe_lm.json").read_text())
+        return capsys.readouterr().out, {result["way"]: result for result in numbers["results"]}
+
+    return run
 
 
-def run_demo(folder, *arguments, command=(str(SCRIPT),)):
-    """Runs the example into `folder` and returns its output and its numbers by way of training."""
-    done = subprocess.run(
-        [sys.executable, *command, "--preset", "tiny", "--out", str(folder), *arguments],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    numbers = json.loads((folder / "train_moe_lm.json").read_text())
-    return done.stdout, {result["way"]: result for result in numbers["results"]}
-
-
-def check_three_ways(folder, device, largest_difference):
-    output, results = run_demo(folder, "--device", device)
+def check_three_ways(run_demo, folder, device, largest_difference):
+    output, results = run_demo("--device", device)
     assert list(results) == ["eager", "compile", "moeblaze"]
     assert all(result["label"] in output for result in results.values())
     curves = {way: result["losses"] for way, result in results.items()}
@@ -57,21 +53,22 @@ def check_three_ways(folder, device, largest_difference):
     return results
 
 
-def test_demo_trains_three_ways_alike(tmp_path):
+def test_demo_trains_three_ways_alike(run_demo, tmp_path):
     # A loss near 5.5 is rounded to 5e-7; five steps of training multiply that by less than ten.
-    check_three_ways(tmp_path, "cpu", largest_difference=5e-6)
+    check_three_ways(run_demo, tmp_path, "cpu", largest_difference=5e-6)
 
 
 @pytest.mark.gpu
-def test_demo_trains_three_ways_alike_on_gpu(tmp_path):
+def test_demo_trains_three_ways_alike_on_gpu(run_demo, tmp_path):
     # As on a CPU, with float32 matrix products that sum in another order in each way.
-    results = check_three_ways(tmp_path, "cuda", largest_difference=5e-5)
+    results = check_three_ways(run_demo, tmp_path, "cuda", largest_difference=5e-5)
     assert all(result["peak_bytes"] > result["kept_bytes"] for result in results.values())
 
 
-def test_demo_says_what_is_missing(tmp_path):
-    code = WITHOUT_PACKAGES.format(folder=str(SCRIPT.parent), script=str(SCRIPT))
-    output, results = run_demo(tmp_path, "--device", "cpu", "--ways", "eager", command=("-c", code))
+def test_demo_says_what_is_missing(run_demo, monkeypatch):
+    for package in ("tqdm", "matplotlib"):
+        monkeypatch.setitem(sys.modules, package, None)
+    output, results = run_demo("--device", "cpu", "--ways", "eager")
     assert "tqdm is not installed" in output
     assert "matplotlib is not installed" in output
     assert len(results["eager"]["losses"]) == 5
@@ -80,17 +77,12 @@ def test_demo_says_what_is_missing(tmp_path):
         assert len(layers) == 1 and all(sum(shares) == pytest.approx(1) for shares in layers.values())
 
 
-def test_demo_says_that_there_is_no_compiler(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", "cpu", "--ways", "compile"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CXX": "no-such-compiler"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "needs a C++ compiler" in done.stderr
+def test_demo_says_that_there_is_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", "--ways", "compile"])
+    with pytest.raises(SystemExit, match="needs a C\\+\\+ compiler"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 @pytest.mark.parametrize("option", ["--steps=-1", "--steps=0", "--steps=many", "--minutes=0", "--minutes=inf"])
@@ -103,8 +95,8 @@ def test_demo_refuses_what_is_no_number_of_steps_or_minutes(option, monkeypatch,
     assert f"must be a number above 0, got {option.partition('=')[2]}" in capsys.readouterr().err
 
 
-def test_demo_stops_in_time(tmp_path):
-    output, results = run_demo(tmp_path, "--device", "cpu", "--ways", "eager", "--steps", "2000", "--minutes", "0.001")
+def test_demo_stops_in_time(run_demo):
+    output, results = run_demo("--device", "cpu", "--ways", "eager", "--steps", "2000", "--minutes", "0.001")
     assert "stops after 0.001 minutes" in output
     assert len(results["eager"]["losses"]) == 5
 
