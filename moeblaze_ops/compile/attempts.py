@@ -20,7 +20,8 @@ from torch import fx
 from moeblaze_ops import config
 from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, keep
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.tracing.branches import Branches, tracing
+from moeblaze_ops.lowering.tracing.branches import Branches
+from moeblaze_ops.lowering.tracing.watch import tracing
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from moeblaze_ops import config, sources
 from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite
 from moeblaze_ops.compile.records import FrameRecord, are_kept_apart, keep
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.tracing.branches import install
+from moeblaze_ops.lowering.tracing.watch import install
 
 NAME = "moeblaze"
 _STAMP = "torch.ops.moeblaze"
