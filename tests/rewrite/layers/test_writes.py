@@ -418,7 +418,7 @@ STORES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", STORES)
 def test_rows_of_another_dtype_than_what_they_are_stored_in(name, dtype):
     """They raise an error as written, as under autocast, and do so where a graph has the layer."""
@@ -431,9 +431,9 @@ def test_rows_of_another_dtype_than_what_they_are_stored_in(name, dtype):
             STORES[name](out, token, (y * weights[token, slot, None]).to(dtype))
         return out
 
-    module, x = zoo.StackedMoE(layer, "split"), torch.randn(12, zoo.D)
+    module, x = zoo.StackedMoE(layer, "split").float(), torch.randn(12, zoo.D).float()
     if dtype == x.dtype:
-        assert len(check_against_eager(module, x, tolerance=1e-9).rewritten) == 1
+        assert len(check_against_eager(module, x, tolerance=1e-5).rewritten) == 1
     else:
         run, backend = compiled(module)
         for forward in (module, run):
