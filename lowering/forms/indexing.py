@@ -167,9 +167,11 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         return _put_at_number(view, x, items, values)
     while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
         items = items[:-1]
+    casts = is_between_numbers(items[0]) and len(items) == 1  # a slice is copied to, which casts
     if is_between_numbers(items[0]):
         items = (positions_between(view, x, items[0], values), *items[1:])
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
+    require(casts or tensor(values).dtype == x.dtype, "numbers of the dtype that they are stored in")
     indices: list[Value | None] = []
     for item in items:
         if item.dtype == torch.bool:
@@ -254,7 +256,8 @@ def _index_add(view: GraphView, x: Any, dim: int, index: Any, source: Any, *, al
     d = axis(tensor(x), dim)
     require(d == 0, "rows")
     indices = (tensor(index), *[None] * (len(x.shape) - 1))
-    source = times(view, alpha, cast(view, tensor(source), x.dtype))
+    require(tensor(source).dtype == x.dtype, "rows of the dtype that they are added in")
+    source = times(view, alpha, source)
     return view.make("put", x, indices, 0, source, True, shape=x.shape, dtype=x.dtype)
 
 

@@ -12,6 +12,7 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import is_rectified
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
 
@@ -37,7 +38,9 @@ class Operand:
     @property
     def is_rounded(self) -> bool:
         """Whether the cast to ``dtype`` changes numbers."""
-        return torch.promote_types(fake_of(self.node).dtype, self.dtype) != self.dtype
+        stored = fake_of(self.node).dtype
+        rounds = stored.is_floating_point or not self.dtype.is_floating_point
+        return rounds and not holds_all(self.dtype, stored)
 
 
 class Finder:

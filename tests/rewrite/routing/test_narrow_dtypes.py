@@ -237,3 +237,23 @@ def test_a_bound_that_is_a_tensor():
 
     ids = torch.tensor([[1, 1], [0, 2], [3, 1]])
     check_against_eager(Clamped(None), torch.randn(3, zoo.D), torch.rand(3, 2), ids, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("of", ["tokens", "weights"])
+def test_rows_that_are_rounded_to_eight_bits(of):
+    """Each row that a loop takes is rounded, and no tensor of all tokens is."""
+
+    def rounded(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(zoo.E):
+            token, k = torch.where(ids == e)
+            rows, share = x[token], weights[token, k, None]
+            if of == "tokens":
+                rows = rows.to(torch.float8_e4m3fn).to(x.dtype)
+            else:
+                share = share.to(torch.float8_e4m3fn).to(x.dtype)
+            out.index_add_(0, token, self.experts[e](rows) * share)
+        return out
+
+    backend = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5)
+    assert not backend.rewritten
