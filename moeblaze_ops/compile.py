@@ -12,6 +12,7 @@ the frame is compiled as it would have been.
 """
 
 import contextlib
+import gc
 import hashlib
 import logging
 from collections import deque
@@ -374,6 +375,19 @@ def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
         _rewrite(gm)
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A context in which no garbage is looked for: a rewrite makes hardly any, and Dynamo holds millions of objects by then."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collecting()
 def _rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
