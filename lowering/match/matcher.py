@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 
 from torch import fx
@@ -15,13 +16,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.dependencies import dependencies, reached
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, prove_layer, unshaped
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
-from moeblaze_ops.lowering.match.operands.find_operands import Finder, dependencies
+from moeblaze_ops.lowering.match.operands.find_operands import Finder
 from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.residual import adds, bases
@@ -54,13 +56,17 @@ _OF_TERMS = frozenset((
 """Why a sum may be no layer whose terms are not told apart."""
 
 
-class Matcher:
-    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
+def view_of(graph: fx.Graph) -> GraphView:
+    """What layers are looked for in."""
+    return GraphView(graph, TABLE)
 
-    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
-        self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
-        self._behind: dict[fx.Node, set[fx.Node]] = {}
-        self._combining = [node for node in graph.nodes if _may_combine(node)]
+
+class Matcher:
+    """Finds the layers of one graph: those in blocks without gradients in a view of numbers only, and all others in another."""
+
+    def __init__(self, view: GraphView):
+        self.view = view
+        self._combining = {node: number for number, node in enumerate(filter(_may_combine, view.position))}
         self._evaluate(frozenset())
 
     def _evaluate(self, opaque: frozenset[Value]) -> None:
@@ -90,7 +96,7 @@ class Matcher:
                 taken.update(result.region.nodes)
             elif result is not None:
                 declined.append(result)
-                parts.update(self._parts(result))
+                parts.update(self._parts(result, parts))
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
@@ -105,11 +111,10 @@ class Matcher:
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        behind = self._dependencies(outer.root)
-        inner = [result for result in results if result.root in behind and result.root is not outer.root]
+        inner = [result for result in results if self._is_behind(result, outer)]
         inner = [result for result in inner if isinstance(result, MoEMatch) or result.has_experts or not outer.has_experts]
         if outer.rows:
-            nodes = dependencies(self.view, *(result.root for result in inner))
+            nodes = set(dependencies(self.view, *(result.root for result in inner)))
             return all(row.node in nodes for row in outer.rows)
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
@@ -117,27 +122,27 @@ class Matcher:
 
     def _is_added_to_base(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
         """Whether a layer onto a base is one that was found without it."""
-        behind = self._dependencies(outer.root)
-        return any(inner.chosen == outer.chosen for inner in found if inner.root in behind and inner.root is not outer.root)
+        return any(inner.chosen == outer.chosen for inner in found if self._is_behind(inner, outer))
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
         fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
-        return fewer and part.root in self._dependencies(whole.root)
+        return fewer and self._is_behind(part, whole)
 
     def _is_beginning(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""
         begins = not part.has_experts and whole.has_experts and part.ids <= whole.ids
-        return begins and part.root in self._dependencies(whole.root)
+        return begins and self._is_behind(part, whole)
 
-    def _parts(self, whole: Decline) -> Iterator[fx.Node]:
-        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
+    def _parts(self, whole: Decline, known: set[fx.Node]) -> Iterator[fx.Node]:
+        """Nodes beside ``known`` ones that sum some of the experts of a declined candidate: none of them is a layer itself."""
         total = self._result(whole.root) if whole.has_experts else None
         if total is None:
             return
         of_data = free_unbacked_symbols(total.shape)
-        for node in self._dependencies(whole.root).intersection(self._combining):
-            if (value := self._result(node)) is None:
+        behind = self._behind[whole.root]
+        for node, number in self._combining.items():
+            if not behind >> number & 1 or node in known or (value := self._result(node)) is None:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert
@@ -145,10 +150,14 @@ class Matcher:
             if experts and is_part(experts, whole.chosen):
                 yield node
 
-    def _dependencies(self, root: fx.Node) -> set[fx.Node]:
-        if root not in self._behind:
-            self._behind[root] = dependencies(self.view, root)
-        return self._behind[root]
+    @cached_property
+    def _behind(self) -> dict[fx.Node, int]:
+        """The nodes at which a sum can end that each node depends on."""
+        return reached(self.view, self._combining)
+
+    def _is_behind(self, inner: MoEMatch | Decline, outer: MoEMatch | Decline) -> bool:
+        """Whether a result depends on that of another."""
+        return inner.root is not outer.root and self._behind[outer.root] >> self._combining[inner.root] & 1 == 1
 
     def _experts_of(self, value: Value) -> Counter:
         known = self._counted.get(value)

@@ -57,12 +57,12 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         begins = [node for node in graph.nodes if node.target is branch_begins]
         if not begins:
             continue
-        for asked in [node for node in graph.nodes if node.target is some_rows]:
-            if not have_rows(graph, asked.args[0]):
-                return Discharged(f"{_line(asked)}: a list may have no parts")
         view = views[graph] = GraphView(graph, TABLE)
+        for asked in [node for node in graph.nodes if node.target is some_rows]:
+            if not have_rows(view, asked.args[0]):
+                return Discharged(f"{_line(asked)}: a list may have no parts")
         off = any(map(view.is_gradient_off, graph.nodes))
-        known, numbers = _Known(view), _Known(GraphView(graph, TABLE, numbers_only=True)) if off else None
+        known, numbers = _Known(view), _Known(view.of_numbers) if off else None
         if (write := _write_to_hits(view)) is not None:
             return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:

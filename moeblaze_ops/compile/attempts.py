@@ -7,8 +7,10 @@ Unless rewriting removes every one of them, and whenever anything is not proven 
 the frame is compiled as it would have been.
 """
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -74,6 +76,19 @@ def compiled_by_attempts(
     return tries[-1].compiled, next((tried.failure for tried in tries if tried.failure is not None), None)
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A context in which no garbage is looked for: a rewrite makes hardly any, and Dynamo holds millions of objects by then."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collecting()
 def rewrite(gm: fx.GraphModule) -> Any:
     """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
