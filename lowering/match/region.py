@@ -1,6 +1,6 @@
 """The nodes that a match replaces, and why none of them is missed by anyone else."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import torch
@@ -130,7 +130,7 @@ def _kept(
     return writes.intersection(dependencies(view, *kept, *read)) if writes else set()
 
 
-def _writes_to(view: GraphView, operands: frozenset[fx.Node], root: fx.Node) -> list[fx.Node]:
+def _writes_to(view: GraphView, operands: Set[fx.Node], root: fx.Node) -> list[fx.Node]:
     """What writes to operands, by whatever alias, before ``root``, where they are read in its place.
 
         chosen = ids.clone(); chosen.view(-1)[0] = 1        the write stays
