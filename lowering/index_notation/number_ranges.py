@@ -20,7 +20,7 @@ def holds(algebra: Algebra, dtype: torch.dtype, e: Expr) -> bool:
     if dtype not in _LARGEST or e.kind not in ("const", "linear"):
         return True
     constant, terms = e.args if e.kind == "linear" else (e.args[0], ())
-    largest = abs(constant) if isinstance(constant, int) else 0
+    largest: float = abs(constant) if isinstance(constant, int) else 0
     for coefficient, atom in terms:
         extent = algebra.extent(atom)
         if isinstance(coefficient, int) and (extent is None or isinstance(extent, int)):

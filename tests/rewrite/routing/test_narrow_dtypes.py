@@ -218,7 +218,9 @@ def test_flags_of_flags():
 @pytest.mark.parametrize(("num_tokens", "number"), [(1200, 0), (16, 1)])
 def test_counts_that_are_added_up_in_half_precision(num_tokens, number):
     """1200 ones in bf16 are 256."""
-    layer = sorted_by(lambda flat: torch.zeros(zoo.E).bfloat16().index_add(0, flat, torch.ones_like(flat).bfloat16()).long().cumsum(0))
+    layer = sorted_by(
+        lambda flat: torch.zeros(zoo.E).bfloat16().index_add(0, flat, torch.ones_like(flat).bfloat16()).long().cumsum(0)
+    )
     assert len(rewrite_of(layer, torch.randn(num_tokens, zoo.D)).rewritten) == number
 
 

@@ -144,7 +144,7 @@ def test_sum_that_a_biased_projection_is_two_terms_of(addend, number):
 
 
 class MaskedLayer(Layer):
-    """Biased experts of the first ``slots`` choices, whose input is zero for other tokens; ``selected`` says what becomes of those."""
+    """Biased experts of the first ``slots`` choices, with zeros as input of others; ``selected`` says what becomes of those."""
 
     def __init__(self, slots, selected):
         super().__init__(plain, masked_input)
