@@ -31,6 +31,8 @@ def holds_all(dtype: torch.dtype, source: torch.dtype) -> bool:
     """Whether a cast to ``dtype`` changes no number of ``source``: to fp32 of bf16, not to bf16 of fp16."""
     if dtype == source or source == torch.bool:
         return True
+    if dtype == torch.bool or dtype.is_complex or source.is_complex:
+        return False
     if not dtype.is_floating_point:
         return not source.is_floating_point and _is_inside(torch.iinfo(source), torch.iinfo(dtype))
     own = torch.finfo(dtype)

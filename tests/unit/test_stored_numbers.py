@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from moeblaze_ops.lowering.graph.stored_numbers import stored_number
+from moeblaze_ops.lowering.graph.stored_numbers import holds_all, rounds_between, stored_number
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -34,3 +34,27 @@ def test_truth_values():
 @pytest.mark.parametrize("number", [torch.inf, 300.5])
 def test_what_is_not_defined(number):
     assert stored_number(number, torch.uint8) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held"),
+    [
+        (torch.float32, [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int16, torch.bool]),
+        (torch.bfloat16, [torch.float8_e5m2, torch.int8, torch.uint8, torch.bool]),
+        (torch.float16, [torch.float8_e5m2, torch.float8_e4m3fn, torch.int8, torch.bool]),
+        (torch.int32, [torch.int16, torch.uint8, torch.bool]),
+        (torch.bool, []),
+    ],
+)
+def test_dtypes_that_hold_all_numbers_of_another(dtype, held):
+    wider = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.complex64]
+    assert all(holds_all(dtype, source) for source in (dtype, *held))
+    assert not any(holds_all(dtype, source) for source in wider if source not in (dtype, *held))
+
+
+def test_casts_that_round_on_the_way():
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    assert all(rounds_between(dtypes) for dtypes in [(fp32, bf16, fp32), (bf16, fp16, bf16), (fp32, torch.float8_e4m3fn, bf16)])
+    assert not any(
+        rounds_between(dtypes) for dtypes in [(fp32, bf16), (fp32, bf16, bf16), (bf16, fp32, fp16), (torch.int8, bf16, fp32)]
+    )

@@ -187,7 +187,7 @@ def test_weights_under_autocast_are_cast_for_the_part_only():
                 return super().forward(x)
 
     torch.set_default_dtype(torch.float32)
-    run, backend = compiled(Autocast(where_loop, *TAKEN["select"], (1,), (1,)))
+    run, backend = compiled(Autocast(masks, *TAKEN["select"], (1,), (1,)))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run(torch.randn(T, D))
     assert len(backend.rewritten) == 1

@@ -1,0 +1,85 @@
+"""An operator's form says what the operator gives: each element's formula is computed and compared.
+
+A line that fails says that a form takes an operator for another one, as where it does not look at a keyword.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.element_values import wrong_elements
+
+T, E, K = 5, 4, 2
+
+CALLS = """
+torch.max(m, m2)    m.max(m2)    m.max()    m.int().max()    ids.max(1)    scores.argmax(1)
+torch.logical_and(ids, ids.flip(0))    torch.logical_and(x, y)    torch.logical_not(ids)    x.logical_not().logical_not()
+torch.logical_or(ids, m)    ~m    m & m2    m | m2    m * m2    m == m2    m != m2    m == 1    m < m2    m > 0    1 - m.int()
+m.sum(dtype=torch.bool)    m.sum(-1, dtype=torch.bool)    m.sum((0, 1))    m.sum(0, True)    x.sum(axis=0)    x.sum(())
+m.any(dim=(0, 1))    m.all(0, keepdim=True)    ids.any()    torch.count_nonzero(ids, dim=1)    m.cumsum(0)    x.cumsum(1)
+torch.zeros(T, E, dtype=torch.bool).scatter_add(1, ids, torch.ones_like(m))
+torch.zeros(E, dtype=torch.bool).index_add(0, ids.flatten(), torch.ones(T * K, dtype=torch.bool))
+torch.zeros(T, E, dtype=torch.uint8).scatter_add(1, ids, torch.full_like(ids, 200, dtype=torch.uint8))
+torch.zeros(T, E).scatter_add(1, ids, torch.ones(T, K))    torch.zeros(T, E).scatter_reduce(1, ids, torch.ones(T, K), "sum")
+torch.zeros(T, E).double().scatter(1, chosen, x[:, :K])    torch.ones(T, E).scatter_reduce(1, ids, torch.ones(T, K), "amax")
+torch.zeros_like(x).index_add(0, ids[:, 0], x, alpha=2)    torch.ones_like(x).index_copy(0, torch.tensor([3, 1]), y[:2])
+torch.zeros(T, E).double().index_put((torch.arange(T)[:, None], chosen), x[:, :K], accumulate=True)
+x.clamp(0.5, -0.5)    torch.clamp_max(x, 0.2)    x.clamp_min(0.2)    F.hardtanh(x, max_val=0.3)    F.glu(x)
+F.leaky_relu(x, 0.3)
+F.elu(x, 2.0)    F.softplus(x, 2, 1)    F.threshold(x, 0.1, 20.0)    F.prelu(x, torch.tensor([0.3]).double())
+torch.rsub(x, y)    torch.sub(x, y, alpha=2)    torch.addcmul(x, y, y, value=2)    torch.addmm(x[:, :5], x, y.T, alpha=2)
+x ** -1
+ids // 2    -ids // 2    -ids % 3    (ids - 3) % 2    torch.div(ids - 2, 2, rounding_mode="trunc")    x // 0.3    ids / 2
+ids.int() * 2**30 * 4    ids * 2**62 * 4    ids.to(torch.int8) * 100    (ids + 127).to(torch.int8).long()    (-ids).bool()
+(m.double() * -1) > 0    (m.double() * 0.3).long()    (m.long() - m2.long()).bool()    (ids == 1).sum(1) > 1
+(ids == 1).sum(1) == 1
+torch.where(m, x[:, :2], y[:, :2])    torch.where(m, 0, m * y[:, :2])    torch.where(m, x[:, :2] * 2, x[:, :2] * m2)
+scores.softmax(-1) > 0.3    (scores.softmax(-1) - 0.5) > 0    (scores - 0.5).relu() > 0    (scores.softmax(-1) * -1) != 0
+torch.isin(ids, torch.tensor([1, 3]))    torch.isin(ids, 2, invert=True)    F.one_hot(ids, E).cumsum(0)
+torch.eye(E)[ids].sum(1)
+torch.bincount(ids.flatten(), minlength=E)    torch.histc(ids.double(), bins=E, min=0, max=E)    torch.histc(ids.double(), E)
+ids.flatten().sort(stable=True)    ids.flatten().argsort(stable=True).argsort()    ids.flatten().argsort(descending=True)
+m.nonzero()    m.T.nonzero()    torch.where(m)    x[m.any(1)]    x[:, :2][m]    torch.unique(ids)
+m.flatten().nonzero().flatten() // K
+x[[1, 0, 3]]    x[1:4:2]    x[:, -3:]    x[..., 1]    x[ids]    x[ids, ids]    x[:, ids]    x.take_along_dim(ids, 1)
+x.gather(0, ids)
+x.repeat(2, 3)    x.tile(2)    x.repeat_interleave(2)    x.repeat_interleave(2, 0)    x.flip(0)    x.tensor_split([2, 1])
+x.chunk(4)
+x.unflatten(1, (2, 3)).movedim(0, -1)    torch.stack([x, y], -1)    torch.cat([x, y[:2]])    torch.cat([x[:, :1], y[:, :1]], 1)
+torch.arange(9, 3, -2)    torch.arange(1, end=5)    torch.full((2,), 1.5, dtype=torch.long)    (torch.arange(12) * 3 - 1) // 3
+torch.einsum("td,sd->ts", x, y)    torch.einsum("ba,cb", x, x[:, :5])    torch.einsum(x, [0, 1], y, [2, 1], [0, 2])    x @ y[0]
+torch.tensordot(x, y, dims=([1], [1]))    F.linear(x, y, x[:, 0])    F.linear(x, y[0])
+torch.baddbmm(x[None], x[None, :, :5], y[None])
+"""
+
+
+@pytest.mark.parametrize("line", CALLS.strip().splitlines())
+def test_formulas_are_what_operators_give(line):
+    torch.manual_seed(0)
+    x, y = (torch.randn(T, 6, dtype=torch.float64) for _ in range(2))
+    scores, ids = torch.rand(T, E, dtype=torch.float64), torch.randint(0, E, (T, K))
+    for call in line.split("    "):
+        for made in ("ids == 1", "(ids + 0).bool()"):
+            flags = f"m, m2, chosen = {made}, ids >= 2, scores.topk(K, -1).indices"
+            source = f"def run(x, y, scores, ids):\n    {flags}\n    return {call}"
+            names = {"torch": torch, "F": F, "T": T, "E": E, "K": K}
+            exec(source, names)
+            assert not list(wrong_elements(names["run"], x, y, scores, ids)), call
+
+
+WRITES = """
+out = x.clone(); rows = out[1:3]; rows += 1; out[0] = y[0]; return out, rows
+out = x.clone(); out.T[2].mul_(3); out[:, 1].zero_(); return out.view(-1), out
+out = torch.zeros_like(x); out[:, 2] = x[:, 2]; out[2:4] += y[2:4]; return out * 2
+out = x.clone(); flat = out.view(-1); flat[3:9] = 2; out.unsqueeze(0).add_(y); return flat, out
+flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; return flags, hits
+"""
+
+
+@pytest.mark.parametrize("line", WRITES.strip().splitlines())
+def test_formulas_are_what_is_left_after_writes(line):
+    torch.manual_seed(0)
+    names = {"torch": torch}
+    exec(f"def run(x, y, ids):\n    {line}", names)
+    x, y = (torch.randn(T, 6, dtype=torch.float64) for _ in range(2))
+    assert not list(wrong_elements(names["run"], x, y, torch.randint(0, E, (T, K))))
