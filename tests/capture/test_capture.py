@@ -12,7 +12,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from tests.corpus.loops import asked, branches, guarded, hits, lists, named, present, split, zeros
 from tests.corpus.loops import guarded_counts as counted
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend
 
 T = 12

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.lowering import torch_internals
 from tests.tools import toy_rewrite
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.toy_rewrite import LoopMoE, tanh_layer
 
 inductor_config = torch_internals.inductor_config

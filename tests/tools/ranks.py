@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from tests.tools.compiling import compile_quickly, keep_what_is_imported
+
 _SILENT_S = 60
 """After so long a check shows where it is."""
 
@@ -54,6 +56,8 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
     if device == "cpu":
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
+        compile_quickly()
+        keep_what_is_imported()
     else:
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", ranks)
