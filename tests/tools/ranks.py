@@ -44,11 +44,12 @@ def assert_passed(outcomes: list[str]) -> None:
 
 
 def start_ranks(work: Callable[..., None], arguments: tuple, ranks: int) -> None:
-    """Runs ``work(rank, *arguments)`` in ``ranks`` processes, forks of one that has done nothing but import the compiler.
+    """Runs ``work(rank, *arguments)`` in ``ranks`` processes, forks of one that has done nothing but import the compiler and us.
 
     To import it takes a process longer than most checks.
     """
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"])
+    compiler = ["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
+    multiprocessing.set_forkserver_preload([*compiler, "moeblaze_ops.compile", "moeblaze_ops.distributed", "pytest"])
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
