@@ -283,11 +283,11 @@ def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], boo
     _offer(CallFunction(op, Arg(), Arg()), rewrite, joint)
 
 
-def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None], *, joint: bool = False) -> None:
-    """Show each call of ``op`` to ``visit``; when, see ``_offer``."""
+def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
+    """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
     from torch._inductor.pattern_matcher import CallFunctionVarArgs
 
-    _offer(CallFunctionVarArgs(op), visit, joint)
+    _offer(CallFunctionVarArgs(op), visit, joint=True)
 
 
 def _offer(calls: Any, take: Callable[[fx.Node], Any], joint: bool) -> None:
@@ -300,6 +300,27 @@ def _offer(calls: Any, take: Callable[[fx.Node], Any], joint: bool) -> None:
 
     passes = joint_graph.patterns if joint else post_grad.pass_patterns[1]
     register_graph_pattern(calls, pass_dict=passes)(lambda match, *_, **__: take(match.output_node()))
+
+
+def launch_nothing_for_no_rows() -> None:
+    """Let kernels over two axes be launched for a number of rows that only a run knows and that is 0.
+
+    Inductor of torch 2.11 divides by it; a rank that sends no token to any expert would raise.
+    """
+    from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
+
+    original = Grid2DWithYZOverflow.generate
+
+    @functools.wraps(original)
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if "== 0" not in self.y_grid:
+            is_python = self.mode == "python"
+            self.y_grid = (
+                f"(0 if y_grid_div_ == 0 else {self.y_grid})" if is_python else f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
+            )
+
+    Grid2DWithYZOverflow.generate = generate
 
 
 def may_be_repeated(node: fx.Node) -> bool:

@@ -320,8 +320,13 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         return self._counted(value, indices, self._bind(indices, [x.shape[d] for d in dims], body, "r" * len(dims)))
 
     def _counted(self, value: Value, indices: Indices, e: Expr) -> Expr:
-        """``e``, unless it is a count that may be too large for the dtype of ``value``, of which it is an element."""
-        return e if not is_count(e) or holds_count(value.dtype, e) else self.algebra.leaf(value, indices)
+        """``e``, a sum, unless it may be too large for the dtype of ``value``, of which it is an element.
+
+            (ids == e).sum(-1, dtype=torch.int64)       but not  (ids == e).sum(-1, dtype=torch.bool), which is 1 for 2 as well
+        """
+        narrow = value.dtype == torch.bool or (value.dtype in LARGEST_EXACT and not value.dtype.is_floating_point)
+        held = holds_count(value.dtype, e) if is_count(e) else not narrow or e.kind == "const"
+        return e if held else self.algebra.leaf(value, indices)
 
     def _element_any(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims, _ = value.args
@@ -370,7 +375,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         bound = sorted((c for c in sizes if c not in of), key=lambda c: all({c, out[-1:]} - set(label) for label in labels))
         chosen = self._chosen(bound, sizes, indices, lambda index: factors({**of, **index})) if projects else set(bound)
         bound.sort(key=lambda c: c not in chosen)
-        return self._bind(indices, [sizes[c] for c in bound], body, ["r" if c in chosen else "d" for c in bound])
+        e = self._bind(indices, [sizes[c] for c in bound], body, ["r" if c in chosen else "d" for c in bound])
+        return self._counted(value, indices, e)
 
     def _chosen(
         self, letters: list[str], sizes: dict[str, Size], used: Indices, factors: Callable[[dict[str, Expr]], list[Expr]]

@@ -26,6 +26,7 @@ class IndexingRules:
     partitioned: Callable[..., Size | None]
     reordered: Callable[..., Expr | None]
     same_rows: Callable[[Value], Value]
+    _counted: Callable[..., Expr]
 
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
@@ -144,7 +145,7 @@ class IndexingRules:
                 element = (landed.adds if adds else landed.replaces)(self.algebra, element)
             if element is None:
                 return self.algebra.leaf(value, indices)
-        return element
+        return self._counted(value, indices, element) if accumulate else element
 
     def landed(
         self, row: Expr, keys: list[Expr], at: "Indices", sizes: tuple[Size, ...], body: Expr, depth: int

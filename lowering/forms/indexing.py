@@ -37,6 +37,7 @@ from moeblaze_ops.lowering.forms.views import (
 )
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 
 
@@ -166,9 +167,11 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         return _put_at_number(view, x, items, values)
     while not isinstance(items[-1], Value) and (items[-1] is Ellipsis or items[-1] == slice(None)):
         items = items[:-1]
+    casts = is_between_numbers(items[0]) and len(items) == 1  # a slice is copied to, which casts
     if is_between_numbers(items[0]):
         items = (positions_between(view, x, items[0], values), *items[1:])
     require(all(isinstance(item, Value) for item in items), "only tensors in a written subscript")
+    require(casts or tensor(values).dtype == x.dtype, "numbers of the dtype that they are stored in")
     indices: list[Value | None] = []
     for item in items:
         if item.dtype == torch.bool:
@@ -253,7 +256,8 @@ def _index_add(view: GraphView, x: Any, dim: int, index: Any, source: Any, *, al
     d = axis(tensor(x), dim)
     require(d == 0, "rows")
     indices = (tensor(index), *[None] * (len(x.shape) - 1))
-    source = times(view, alpha, cast(view, tensor(source), x.dtype))
+    require(tensor(source).dtype == x.dtype, "rows of the dtype that they are added in")
+    source = times(view, alpha, source)
     return view.make("put", x, indices, 0, source, True, shape=x.shape, dtype=x.dtype)
 
 
@@ -396,7 +400,7 @@ def _searchsorted(view: GraphView, ends: Any, x: Any, *, right: bool = False, si
     return view.make("searched", ends, tensor(x))
 
 
-@form("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+@form(*GROUPED_PRODUCTS)
 def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, bias: Any = None, **kwargs: Any) -> Value:
     require(offs is not None and bias is None, "row groups")
     require(len(tensor(rows).shape) == 2 and len(tensor(weights).shape) == 3, "rows by experts")
@@ -410,6 +414,7 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
 def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Some values, or all, and where they are along the axis; nothing else is known of either."""
     if isinstance(fake_of(view._node), torch.Tensor):
+        require(not args and not kwargs, "the largest of one tensor")  # not torch.max(a, b)
         return _largest_flag(view, x)
     at = 1 if target_name(view._node) == "topk" else 0
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)

@@ -66,8 +66,9 @@ def _pointwise_form(name: str, arity: int, *names: str) -> None:
         if arity == 2:
             first, second = args
             args = first, times(view, alpha, second)
-        logical = name in ("and", "or", "not")
-        require(not logical or output_dtype(view) == torch.bool, "bits of integers")
+        if name in ("and", "or", "not"):
+            require(output_dtype(view) == torch.bool, "bits of integers")
+            args = tuple(cast(view, a, torch.bool) if isinstance(a, Value) else a for a in args)  # logical_not(2.5) is False
         require(name != "add" or output_dtype(view) != torch.bool, "a sum of booleans")
         return pointwise(view, name, *args[:arity])
 
@@ -196,6 +197,7 @@ def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
 
 @form("clamp_min", "clamp_max")
 def _clamp_one(view: GraphView, x: Any, bound: float) -> Value:
+    require(isinstance(bound, (int, float)), "a bound as a number")
     upper = "max" in str(view._node.target)
     return pointwise(view, "clamp", x, params=(None, bound) if upper else (bound, None))
 

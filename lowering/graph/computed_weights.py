@@ -4,9 +4,11 @@ Such a weight is a matrix like one that is passed in: what it is made of is not 
 
     w = self.codes.to(x.dtype) * self.scales          but not  w = self.stored.to(x.dtype).mT     a view and a cast
     w = torch._weight_norm(self.v, self.g, 0)         but not  w = 2.0 * self.stored              a multiple
+    w = self.stored.bfloat16().float()                but not  w = self.stored.bfloat16()         a cast that the operators do
 """
 
 from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
 
 VIEWS = ("reshape", "permute", "slice", "select", "cast", "expand", "stack", "cat", "lane")
 """Kinds of values that hold elements of others, in their places."""
@@ -20,10 +22,24 @@ def is_computed_weight(value: Value) -> bool:
     What such a result is cast to, or seen as in another shape, is a weight of its own.
     """
     while value.op in _SHAPES or (value.op == "permute" and value.args[0].op in _SHAPES):
+        if value.op == "cast" and _is_rounded(value):
+            return _is_of_state(value)
         value = value.args[0]
-    if not value.of_state or not value.dtype.is_floating_point or value.op in (*VIEWS, *_OTHERS):
-        return False
-    return sum(size != 1 for size in value.shape) > 1 and not _is_multiple(value)
+    return _is_of_state(value) and value.op not in (*VIEWS, *_OTHERS) and not _is_multiple(value)
+
+
+def _is_of_state(value: Value) -> bool:
+    return value.of_state and value.dtype.is_floating_point and sum(size != 1 for size in value.shape) > 1
+
+
+def _is_rounded(value: Value) -> bool:
+    """Whether a value is cast to a dtype after it was rounded to another, which the operators do not."""
+    dtypes = [value.dtype]
+    while value.op in VIEWS and value.op not in ("stack", "cat"):
+        value = value.args[0]
+        if value.dtype != dtypes[0]:
+            dtypes.insert(0, value.dtype)
+    return len(dtypes) > 1 and rounds_between(dtypes)
 
 
 def _is_multiple(value: Value) -> bool:

@@ -165,6 +165,7 @@ class GraphView:
     numbers_only: bool = False
     position: dict[fx.Node, int] = field(default_factory=dict)
     context: dict[fx.Node, tuple] = field(default_factory=dict)
+    reads: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # operands, and what wrote to them last before a node
     writes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # writing node -> the node it writes, the first of several
     numbers: dict[sympy.Symbol, Value] = field(default_factory=dict)  # what holds the numbers that only the data tell
     lengths: dict[Value, list[Size]] = field(default_factory=dict)  # how many rows masks of rows select
@@ -173,6 +174,7 @@ class GraphView:
     _history: dict[fx.Node, list[tuple[int, Any]]] = field(default_factory=dict)
     _aliases: dict[int, list[fx.Node]] = field(default_factory=dict)
     _all_writes: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
+    _last_writes: dict[int | fx.Node, fx.Node] = field(default_factory=dict)
     _places: dict[fx.Node, tuple[Size, ...]] = field(default_factory=dict)
     _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
@@ -187,6 +189,7 @@ class GraphView:
             self._node = node
             context = _next_context(context, node)
             self.context[node] = context
+            self.reads[node] = self._read(node)
             if node.op != "output":
                 self._visit(node)
 
@@ -207,17 +210,20 @@ class GraphView:
         return list(self._all_writes)
 
     @cached_property
+    def of_numbers(self) -> "GraphView":
+        """The view of the same graph with ``numbers_only``: this one where nothing is detached or computed without gradients."""
+        detaches = any((inplace_name(node) or operator_name(node)) == "detach" for node in self.position)
+        alike = self.numbers_only or not (detaches or any(map(self._is_switched, self.position)))
+        return self if alike else GraphView(self.graph, self.table, numbers_only=True)
+
+    @cached_property
+    def inputs(self) -> frozenset[fx.Node]:
+        return frozenset(node for node in self.position if node.op in ("placeholder", "get_attr"))
+
+    @cached_property
     def without_gradients(self) -> frozenset[fx.Node]:
         """Nodes of which no gradient is asked for."""
         return frozenset(node for node in self.position if not needs_gradient(self.writes.get(node, node)))
-
-    @cached_property
-    def writers(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes that write to a tensor, by whatever alias, in graph order."""
-        writers: dict[fx.Node, dict[fx.Node, None]] = {}
-        for writer, written in self._all_writes:
-            writers.setdefault(self.aliases(written)[0], {})[writer] = None
-        return {alias: list(found) for first, found in writers.items() for alias in self.aliases(first)}
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         storage = storage_of(node)
@@ -268,21 +274,29 @@ class GraphView:
         value = self._compute(written if target is not None else target_name(node), node)
         self._record(node, value)
         if target is not None:
-            self.writes[node] = target
-            self._all_writes[node, target] = None
+            self._note_write(node, target)
             if not isinstance(value, Value):  # setitem returns None, and has no value of its own where it stays opaque
                 value = self.opaque(target, node)
             self._write(target, value, node)
         for other in written_nodes(node):
             if other is not target:
-                self._all_writes[node, other] = None
-                self.writes.setdefault(node, other)
+                self._note_write(node, other)
                 self._write(other, self.opaque(other, node), node)
         storage = storage_of(node)
         if storage is not None:
             self._aliases.setdefault(storage, []).append(node)
             if self._is_detached(node):
                 self._detached.add(node)
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        operands = node.all_input_nodes
+        buffers = [_buffer(operand) for operand in operands] if self._last_writes else []
+        return [*operands, *(self._last_writes[buffer] for buffer in buffers if buffer in self._last_writes)]
+
+    def _note_write(self, node: fx.Node, target: fx.Node) -> None:
+        self._all_writes[node, target] = None
+        self.writes.setdefault(node, target)
+        self._last_writes[_buffer(target)] = node
 
     def _is_detached(self, node: fx.Node) -> bool:
         """Whether autograd may not see that a tensor shares memory; a function of the user may hide it."""
@@ -308,17 +322,18 @@ class GraphView:
 
     def is_without_gradient(self, node: fx.Node) -> bool:
         """Numbers computed without gradient are not the same value as equal ones computed with it, where gradients matter."""
-        if self.numbers_only:
-            return False
         fake = fake_of(node)
-        if isinstance(fake, torch.SymInt | torch.SymBool):
+        if self.numbers_only or not self._is_switched(node) or isinstance(fake, torch.SymInt | torch.SymBool):
             return False
         fakes = fake if isinstance(fake, (tuple, list)) else [fake]
         if fake is None:
             fakes = list(map(fake_of, node.all_input_nodes))  # an element that Dynamo takes of a tensor for a list
         tensors = [part for part in fakes if isinstance(part, torch.Tensor)]
-        floating = not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
-        return floating and any(name in GRADIENT_MODES for name, _ in self.context[node])
+        return not tensors or any(tensor.dtype.is_floating_point for tensor in tensors)
+
+    def _is_switched(self, node: fx.Node) -> bool:
+        """Whether a block that the graph itself switches gradients off or on for holds a node."""
+        return any(name in GRADIENT_MODES for name, _ in self.context[node])
 
     def is_gradient_off(self, node: fx.Node) -> bool:
         """Whether a block that the graph itself switches gradients off for holds a node."""
@@ -368,6 +383,12 @@ class GraphView:
     def _are_rows(self, part: fx.Node, whole: fx.Node) -> bool:
         """``part`` is a slice of ``whole``, with bounds that only the data tell."""
         return isinstance(part.args[0], fx.Node) and self._is_same_place(part.args[0], whole)
+
+
+def _buffer(node: fx.Node) -> int | fx.Node:
+    """What aliases share, a node itself if it has no memory to tell them by."""
+    storage = storage_of(node)
+    return node if storage is None else storage
 
 
 def _is_reshape(a: fx.Node, b: fx.Node) -> bool:

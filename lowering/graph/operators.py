@@ -19,6 +19,9 @@ _NAMESPACES = frozenset(("aten", "prims"))
 OTHERS = {"transformers::grouped_mm_fallback"}
 """Operators of other namespaces that compute what torch's operators of the same name do."""
 
+GROUPED_PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+"""Names of the products of groups of rows, which end at offsets."""
+
 OURS: set[Any] = set()
 """Functions that tracing puts into graphs: each has a form of its own name."""
 

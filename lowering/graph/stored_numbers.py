@@ -1,7 +1,8 @@
-"""What a dtype makes of one number."""
+"""What a dtype makes of one number, and which dtypes hold all numbers of another."""
 
 import math
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -24,6 +25,32 @@ def stored_number(number: float, dtype: torch.dtype) -> float | None:
     if limits.min <= whole <= limits.max:
         return whole
     return None if isinstance(number, float) else (whole - limits.min) % 2**limits.bits + limits.min
+
+
+def holds_all(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """Whether a cast to ``dtype`` changes no number of ``source``: to fp32 of bf16, not to bf16 of fp16."""
+    if dtype == source or source == torch.bool:
+        return True
+    if not dtype.is_floating_point:
+        return not source.is_floating_point and _is_inside(torch.iinfo(source), torch.iinfo(dtype))
+    own = torch.finfo(dtype)
+    if not source.is_floating_point:
+        return torch.iinfo(source).max < min(2 / own.eps, own.max)
+    other = torch.finfo(source)
+    return own.eps <= other.eps and own.tiny <= other.tiny and own.max >= other.max
+
+
+def rounds_between(dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether casts from one dtype to the next lose more than a cast of the first to the last does.
+
+    fp32, bf16, fp32 do; fp32, bf16 and bf16, fp32, fp16 do not.
+    """
+    first, *between, last = dtypes
+    return any(not holds_all(dtype, first) and not holds_all(dtype, last) for dtype in between)
+
+
+def _is_inside(inner: torch.iinfo, outer: torch.iinfo) -> bool:
+    return outer.min <= inner.min and inner.max <= outer.max
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float | None:

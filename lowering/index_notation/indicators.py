@@ -19,6 +19,8 @@ LARGEST_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.int8: 2**7 - 
 
 
 def holds_count(dtype: torch.dtype, count: Expr) -> bool:
+    if dtype == torch.bool:
+        return is_indicator(count)
     return dtype not in LARGEST_EXACT or _largest(count) <= LARGEST_EXACT[dtype]
 
 

@@ -22,7 +22,6 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
-from moeblaze_ops.lowering.inductor.late_sums import WAITS, wait_late
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
@@ -36,19 +35,18 @@ from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backw
 
 def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
+    torch_internals.launch_nothing_for_no_rows()
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
-    torch_internals.register_visit(torch.ops.aten.cat.default, join_columns, joint=True)
+    torch_internals.register_visit(torch.ops.aten.cat.default, join_columns)
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, join_router_gradients, joint=True)
-    torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch, joint=True)
+    torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
-        torch_internals.register_visit(reduction, count_one_hot, joint=True)
-    for wait in WAITS:
-        torch_internals.register_visit(wait, wait_late)
+        torch_internals.register_visit(reduction, count_one_hot)
     for op in ROUTED:
-        torch_internals.register_visit(op, pin_routing, joint=True)
-        torch_internals.register_visit(op, repeat_weights, joint=True)
+        torch_internals.register_visit(op, pin_routing)
+        torch_internals.register_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     register_traced_lowering(experts_over_ranks_backward, lambda: gradients_over_ranks, _leaves_room, in_order=True)

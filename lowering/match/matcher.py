@@ -1,76 +1,42 @@
-"""Which layers of a graph are Mixtures-of-Experts: every proof obligation, in order.
+"""Which nodes of a graph are looked at as layers, and which of the proofs and reasons that come of it are about one layer.
 
-A candidate is a node that may be the last step of a sum over experts. Its element is expanded by `evaluator`, read as a
-sum of expert terms by `expert_term` and `routing_term`, and the operands that the terms speak of are looked up
-in the graph by `find_operands` and `weight_layout`. Nothing here changes the graph.
+A candidate is a node that may be the last step of a sum over experts. Its element is expanded by `evaluator` and taken apart into
+terms, some of which are experts; `layer_proof` proves the rest. Nothing here changes the graph.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 
-import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS
-from moeblaze_ops.kernels.formulas.named import IDENTITY, is_zero_at_zero
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator, Unroll
-from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.forms.table import TABLE
+from moeblaze_ops.lowering.graph.dependencies import dependencies, reached
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, inplace_name, target_name
-from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
+from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, prove_layer, unshaped
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
-from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, dependencies
-from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
-from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
-from moeblaze_ops.lowering.match.operands.find_scales import (
-    find_scaled_routing,
-    unrounded_weights,
-    usable_scale,
-    usable_weights,
-)
-from moeblaze_ops.lowering.match.operands.find_scored import find_scored, usable_named
-from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
-from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
+from moeblaze_ops.lowering.match.operands.find_operands import Finder
+from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.region import Region, prove_region, written_before_backward
 from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
-from moeblaze_ops.lowering.match.terms.activation import Formulas, without_gradient
-from moeblaze_ops.lowering.match.terms.expert_coverage import (
-    expert_order,
-    extent,
-    prove_distinct,
-    prove_shared_weights,
-    weight_index,
-)
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
-    ExpertTerm,
     describe,
     is_chosen_bias,
     is_expert_term,
     is_scored_term,
     read_expert,
 )
-from moeblaze_ops.lowering.match.terms.padding import without_padding
-from moeblaze_ops.lowering.match.terms.routing_term import (
-    Routing,
-    expert_index,
-    read_compared,
-    read_indexed,
-    read_scored,
-    without_input_mask,
-)
 from moeblaze_ops.lowering.match.zero_computation import (
-    ZeroComputationTerm,
-    find_zero_computation,
     is_routed,
     read_terms,
 )
@@ -83,24 +49,24 @@ _COMBINES = frozenset((
 Sum = tuple[fx.Node, list[Expr], list[Expr]]
 """What a sum starts from, the experts that it adds, and its other terms."""
 
-_NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
-
 _OF_TERMS = frozenset((
     Reason.OTHER_TERMS, Reason.ROUTING, Reason.SLOT_WEIGHTS, Reason.NOT_TWO_PROJECTIONS, Reason.DIFFERENT_INPUTS,
     Reason.EXPERT_COVERAGE,
 ))  # fmt: skip
 """Why a sum may be no layer whose terms are not told apart."""
 
-_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+def view_of(graph: fx.Graph) -> GraphView:
+    """What layers are looked for in."""
+    return GraphView(graph, TABLE)
 
 
 class Matcher:
-    """Finds the layers of one graph: those in blocks without gradients if ``gradient_off``, and all others if not."""
+    """Finds the layers of one graph: those in blocks without gradients in a view of numbers only, and all others in another."""
 
-    def __init__(self, graph: fx.Graph, *, gradient_off: bool = False):
-        self.view = GraphView(graph, TABLE, numbers_only=gradient_off)
-        self._behind: dict[fx.Node, set[fx.Node]] = {}
-        self._combining = [node for node in graph.nodes if _may_combine(node)]
+    def __init__(self, view: GraphView):
+        self.view = view
+        self._combining = {node: number for number, node in enumerate(filter(_may_combine, view.position))}
         self._evaluate(frozenset())
 
     def _evaluate(self, opaque: frozenset[Value]) -> None:
@@ -130,7 +96,7 @@ class Matcher:
                 taken.update(result.region.nodes)
             elif result is not None:
                 declined.append(result)
-                parts.update(self._parts(result))
+                parts.update(self._parts(result, parts))
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
@@ -145,11 +111,10 @@ class Matcher:
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        behind = self._dependencies(outer.root)
-        inner = [result for result in results if result.root in behind and result.root is not outer.root]
+        inner = [result for result in results if self._is_behind(result, outer)]
         inner = [result for result in inner if isinstance(result, MoEMatch) or result.has_experts or not outer.has_experts]
         if outer.rows:
-            nodes = dependencies(self.view, *(result.root for result in inner))
+            nodes = set(dependencies(self.view, *(result.root for result in inner)))
             return all(row.node in nodes for row in outer.rows)
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
@@ -157,27 +122,27 @@ class Matcher:
 
     def _is_added_to_base(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
         """Whether a layer onto a base is one that was found without it."""
-        behind = self._dependencies(outer.root)
-        return any(inner.chosen == outer.chosen for inner in found if inner.root in behind and inner.root is not outer.root)
+        return any(inner.chosen == outer.chosen for inner in found if self._is_behind(inner, outer))
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
         fewer = part.reason is whole.reason and 0 < part.chosen.total() < whole.chosen.total() and part.chosen <= whole.chosen
-        return fewer and part.root in self._dependencies(whole.root)
+        return fewer and self._is_behind(part, whole)
 
     def _is_beginning(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate without experts is a step of the sum of another, to which experts with projections come later."""
         begins = not part.has_experts and whole.has_experts and part.ids <= whole.ids
-        return begins and part.root in self._dependencies(whole.root)
+        return begins and self._is_behind(part, whole)
 
-    def _parts(self, whole: Decline) -> Iterator[fx.Node]:
-        """Nodes that sum some of the experts of a declined candidate: none of them is a layer of its own."""
+    def _parts(self, whole: Decline, known: set[fx.Node]) -> Iterator[fx.Node]:
+        """Nodes beside ``known`` ones that sum some of the experts of a declined candidate: none of them is a layer itself."""
         total = self._result(whole.root) if whole.has_experts else None
         if total is None:
             return
         of_data = free_unbacked_symbols(total.shape)
-        for node in self._dependencies(whole.root).intersection(self._combining):
-            if (value := self._result(node)) is None:
+        behind = self._behind[whole.root]
+        for node, number in self._combining.items():
+            if not behind >> number & 1 or node in known or (value := self._result(node)) is None:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert
@@ -185,10 +150,14 @@ class Matcher:
             if experts and is_part(experts, whole.chosen):
                 yield node
 
-    def _dependencies(self, root: fx.Node) -> set[fx.Node]:
-        if root not in self._behind:
-            self._behind[root] = dependencies(self.view, root)
-        return self._behind[root]
+    @cached_property
+    def _behind(self) -> dict[fx.Node, int]:
+        """The nodes at which a sum can end that each node depends on."""
+        return reached(self.view, self._combining)
+
+    def _is_behind(self, inner: MoEMatch | Decline, outer: MoEMatch | Decline) -> bool:
+        """Whether a result depends on that of another."""
+        return inner.root is not outer.root and self._behind[outer.root] >> self._combining[inner.root] & 1 == 1
 
     def _experts_of(self, value: Value) -> Counter:
         known = self._counted.get(value)
@@ -218,7 +187,7 @@ class Matcher:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
                 ends = min(rows, key=lambda row: self.view.position[row.node]).args[2].node
-                detail = f"the groups of '{ends.name}' are {_NO_COUNTS}"
+                detail = f"the groups of '{ends.name}' are {NO_COUNTS}"
                 return Decline(root, ends, Reason.SAME_PERMUTATION, detail, frozenset(rows), rows=frozenset(rows))
             masked = [term for term in terms if _is_masked(term) and _is_vector(term, feature)]
             if len(masked) < 2:
@@ -235,7 +204,8 @@ class Matcher:
                 base, own, others = self._onto_base(root, value, terms, experts, feature)
             prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
             added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
-            return self._prove(root, value, tokens, feature, own, base, added)
+            candidate = Candidate(root, value, tokens, feature, own, self._chosen(own, feature), base, added)
+            return prove_layer(self.view, self._evaluator, self._formulas, candidate)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
@@ -275,15 +245,8 @@ class Matcher:
                 node = find_x(finder, [expert]).node
             except (Declined, TooLarge):
                 continue
-            found[self._unshaped(node, root)] = self.view.position[node]
+            found[unshaped(self.view, node, root)] = self.view.position[node]
         return max(found, key=found.__getitem__, default=None)
-
-    def _unshaped(self, node: fx.Node, root: fx.Node) -> Value:
-        """What a node holds at ``root``, in the shape in which it was made."""
-        value = self.view.value_at(node, self.view.position[root])
-        while value.op in ("reshape", "cast"):
-            value = value.args[0]
-        return value
 
     def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr) -> Sum:
         """What the sum of a layer starts from, which may hold layers before it, and none of its own experts; before any zeros.
@@ -379,169 +342,6 @@ class Matcher:
             known = self._choices[term, feature] = chosen_by(term, feature)
         return known
 
-    def _prove(
-        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr], base: fx.Node | None,
-        added: Sequence[ZeroComputationTerm],
-    ) -> MoEMatch:  # fmt: skip
-        experts = [read_expert(self._algebra, self._formulas, term, feature) for term in terms]
-        if not has_low_rank(experts):
-            return self._prove_experts(root, value, tokens, feature, terms, experts, base, added)
-        try:
-            return self._prove_experts(root, value, tokens, feature, terms, experts, base, added, split=True)
-        except Declined as declined:
-            try:
-                return self._prove_experts(root, value, tokens, feature, terms, experts, base, added)
-            except Declined:
-                raise declined from None
-
-    def _prove_experts(
-        self, root: fx.Node, value: Value, tokens: tuple[Expr, ...], feature: Expr, terms: Sequence[Expr],
-        experts: Sequence[ExpertTerm], base: fx.Node | None, added: Sequence[ZeroComputationTerm], split: bool = False,
-    ) -> MoEMatch:  # fmt: skip
-        """The layer, its low-rank factors apart from the weights where they are ``split``."""
-        finder = Finder(self.view, self._evaluator, root, tokens, value.shape[:-1])
-        experts = [with_scaled_x(self._algebra, finder, expert) for expert in experts]
-        experts = [without_input_mask(self._algebra, expert, feature) for expert in experts]
-        experts = [without_padding(self._algebra, expert, finder.token) for expert in experts]
-        scored = [self._scored_routing(expert, feature, finder.token) for expert in experts]
-        named, ids = None, None
-        if all(scored):
-            experts, routings = [expert for expert, _ in scored], [routing for _, routing in scored]
-            routings, found = find_scored(self._algebra, finder, routings)
-            order, numbers = expert_order(routings)
-            weights, scales, top_k, kept, named = found.weights, found.masks, routings[0].ids.args[1], None, found.named
-        else:
-            routings = [self._routing(expert, feature) for expert in experts]
-            order, numbers = expert_order(routings)
-            depth = MAX_PROJECTIONS if experts[0].scale else 0
-            ids, weights, top_k, scales = find_scaled_routing(self._algebra, finder, routings, depth)
-            kept = find_kept(self._algebra, finder, routings)
-        x = find_x(finder, experts)
-        prove(len({(e.activation, bool(e.scale)) for e in experts}) == 1, Reason.DIFFERENT_ACTIVATIONS)
-        lead = experts[0]
-        prove_shared_weights(self._algebra, routings, experts)
-        of_up: list[Additions] = []
-        of_down: list[Additions] = []
-        sums: frozenset[fx.Node] = frozenset()
-        if split:
-            sums = sums_of(self.view, experts, self.view.position[root])
-            parts = [split_expert(self._evaluator, expert, feature) for expert in experts]
-            experts, of_up, of_down = (list(part) for part in zip(*parts, strict=True))
-        chosen = [experts[i] for i in order]
-        indices = [weight_index(routings[i]) for i in order]
-        num_experts = extent(routings[order[0]].expert, len(order))
-
-        def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
-            return weight_views(self._algebra, leaves, features, indices, num_experts, halves_axis=halves)
-
-        parameters = find_parameters(self._algebra, finder, [routings[i].expert for i in order], chosen)
-        w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
-        num_experts = E
-        (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
-        low_rank_up: tuple[tuple[Factors, ...], ...] = ()
-        low_rank_down: tuple[Factors, ...] = ()
-        if split:
-            widths, inputs, outputs = [e.width for e in chosen], [e.feature_in for e in chosen], [feature] * len(chosen)
-            up, down = [of_up[i] for i in order], [of_down[i] for i in order]
-            low_rank_up = factor_views(self._evaluator, up, widths, inputs, indices, E)
-            (low_rank_down,) = factor_views(self._evaluator, down, outputs, widths, indices, E)
-        b_up: tuple[WeightView, ...] = ()
-        if _all_or_none([u.bias for e in chosen for u in e.up]):
-            b_up, _ = views([[u.bias for u in e.up] for e in chosen], [(e.width,) for e in chosen], True)
-        b_down = None
-        if _all_or_none([e.down.bias for e in chosen]):
-            (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
-        if fake_of(self.view.writes.get(root, root)).requires_grad:
-            _prove_reached(lead.activation, x, w_up, b_up, low_rank_up, parameters)
-        on_input = bool(lead.scale)
-        by_number = not (kept or all(scored)) and all(scale.width is not None for scale in scales)
-        in_order = numbers in ((), tuple(range(len(numbers))))
-        prove(in_order or by_number, Reason.EXPERT_COVERAGE, f"experts {list(numbers)}, of which some have numbers of their own")
-        prove(not added or by_number, Reason.ROUTING, "experts that are routed otherwise than those without projections")
-        x_value = self._unshaped(x.node, root)
-        plain = find_zero_computation(
-            self._algebra, finder, added, feature, routings, None if scales else (ids, weights, top_k),
-            is_x=lambda operand: self._unshaped(operand.node, root) is x_value,
-        )  # fmt: skip
-        dense = routings[0].expert is not None
-        of_zeros = on_input and dense and not all(routing.selects_output for routing in routings)
-        prove(not (of_zeros and (b_up or b_down)), Reason.ROUTING, "a bias is added for unselected experts")
-        prove(not of_zeros or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
-        gathered = weights is not None and weights.gathered
-        prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
-        prove_distinct(self._algebra, routings, of_all=gathered and top_k > 1)
-        prove(dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
-        bounds = [self._algebra.extent(routing.ids) for routing in routings]
-        bounded = all(isinstance(bound, int) and bound <= E for bound in bounds)
-        prove(bounded or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
-        prove(top_k <= E, Reason.EXPERT_COVERAGE, f"{top_k} slots for {E} experts")
-        dtype = w_down.dtype
-        b_up = tuple(_in_dtype(view, dtype) for view in b_up)
-        b_down = b_down and _in_dtype(b_down, dtype)
-        same = all(view.dtype == dtype for view in w_up)
-        prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
-        weights, named = unrounded_weights(usable_weights(weights, dtype)), named and usable_named(named, dtype)
-        scales = tuple(usable_scale(scale, dtype) for scale in scales)
-        D = value.shape[-1]
-        prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
-        factors = [view for group in (*low_rank_up, low_rank_down) for added in group for view in added.views]
-        views_used = (*w_up, *b_up, w_down, *([b_down] if b_down else []), *factors)
-        position = self.view.position[root]
-        for stored in (v for view in views_used for v in view.values):
-            prove(self.view.value_at(stored.node, position) is stored, Reason.OPERAND_CHANGED, node=stored.node)
-        parameters = tuple(replace(operand, dtype=at_least_fp32(dtype)) for operand in parameters)
-        of_plain = (operand for own in plain for operand in (own.vector, own.of_token))
-        optional = (ids, weights, kept, *of_plain, *((named.tokens, named.weights) if named else ()))
-        of_tokens = (x, *parameters, *(s.operand for s in scales), *filter(None, optional))
-        read, stored = ({node for tensor in tensors for node in tensor.nodes} for tensors in (of_tokens, views_used))
-        region = self._region(root, frozenset(read | stored), sums, dtype, base)
-        changed = written_before_backward(self.view, root, stored)
-        prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", next(iter(changed), None))
-        return MoEMatch(
-            root=root, region=region, x=x, experts=ids, weights=weights, scales=scales, weights_on_input=on_input,
-            w_up=w_up, b_up=b_up, w_down=w_down, b_down=b_down,
-            activation=lead.activation, spelling=_spelling(region, routings[0]), T=math.prod(value.shape[:-1]), K=top_k, E=E, D=D,
-            F=lead.width.args[1], dtype=dtype, chosen=self._chosen(terms, feature), base=base, kept=kept,
-            numbers=_numbers(numbers, E, bounds) if dense else (), zero_computation=plain,
-            named=named, parameters=parameters, low_rank_up=low_rank_up, low_rank_down=low_rank_down,
-            subscripts=not (dense or bounded or _has_row_groups(region)),
-            copied=written_before_backward(self.view, root, read),
-        )  # fmt: skip
-
-    def _region(
-        self, root: fx.Node, operands: frozenset[fx.Node], sums: frozenset[fx.Node], dtype: torch.dtype, base: fx.Node | None
-    ) -> Region:
-        """The nodes that go, among them ``sums``, if they can."""
-        try:
-            return prove_region(self.view, root, operands, dtype, base)
-        except Declined:
-            if not sums:
-                raise
-            return prove_region(self.view, root, operands | sums, dtype, base)
-
-    def _scored_routing(self, expert: ExpertTerm, feature: Expr, token: Expr) -> tuple[ExpertTerm, Routing] | None:
-        index = expert_index(self._algebra, expert, feature)
-        by_number = index is None or index in expert.binders
-        return read_scored(self._algebra, expert, index, token) if by_number else None
-
-    def _routing(self, expert: ExpertTerm, feature: Expr) -> Routing:
-        index = expert_index(self._algebra, expert, feature)
-        if index is None or index in expert.binders:
-            return read_compared(self._algebra, index, expert.binders, expert.routing, expert.scale)
-        factors = (*expert.routing, *expert.scale)
-        prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
-        permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
-        prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {_NO_COUNTS}")
-        return read_indexed(index, expert.binders, factors)
-
-
-def _numbers(numbers: tuple[int, ...], E: int, bounds: list[Size | None]) -> tuple[int, ...]:
-    """The ids of experts that ids are compared with, in order; none if there are no others than 0 to E-1, as far as is known."""
-    all_of_them = not any(isinstance(bound, int) and bound > E for bound in bounds)
-    in_order = numbers in ((), tuple(range(E)))
-    return () if in_order and all_of_them else numbers or tuple(range(E))
-
-
 def _sums_experts(e: Expr) -> bool:
     if e.kind == "sum" and e.args[0].args[2] == "r":
         body = e.args[1]
@@ -571,55 +371,3 @@ def _is_vector(term: Expr, feature: Expr) -> bool:
 
 def _is_masked(term: Expr) -> bool:
     return next(iter(subexpressions(term, lambda e: e.kind in ("eq", "any"))), None) is not None
-
-
-def _prove_reached(
-    activation: str, x: Operand, w_up: Sequence[WeightView], b_up: Sequence[WeightView],
-    low_rank_up: Sequence[tuple[Factors, ...]], parameters: Sequence[Operand],
-) -> None:  # fmt: skip
-    """Nothing would have a gradient of zeros that has none as written, since the activation only compares it.
-
-        torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
-    """
-    if activation == IDENTITY or not (unreached := without_gradient(activation)):
-        return
-    halves = [
-        (view, *b_up[i : i + 1], *(own for factors in low_rank_up[i : i + 1] for added in factors for own in added.views))
-        for i, view in enumerate(w_up)
-    ]
-    names = GATED_SYMBOLS if len(halves) == 2 else UNGATED_SYMBOLS if unreached.issuperset(UNGATED_SYMBOLS) else ()
-    of: list[tuple[str, Sequence[WeightView | Operand]]] = [*zip(names, halves, strict=False)]
-    of += [(names[0], [x])] if names and unreached.issuperset(names) else []
-    of += [(name, [own]) for name, own in zip(PARAMETER_SYMBOLS, parameters, strict=False)]
-    reached = {node for name, views in of if name not in unreached for view in views for node in view.nodes}
-    for node in (node for name, views in of if name in unreached for view in views for node in view.nodes):
-        needs = fake_of(node).requires_grad and node not in reached
-        prove(not needs, Reason.GRADIENTS, f"'{node.name}' is only compared, which passes no gradient to it", node)
-
-
-def _all_or_none(biases: list[Expr | None]) -> bool:
-    present = [b is not None for b in biases]
-    prove(all(present) or not any(present), Reason.WEIGHT_LAYOUT, "some experts have a bias")
-    return all(present)
-
-
-def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
-    """A bias as the products it is added to, whose sum the ops round to their dtype anyway."""
-    prove(bias.dtype.itemsize >= dtype.itemsize, Reason.DTYPE_PATH, "a bias of less precision")
-    return bias if bias.dtype == dtype else replace(bias, dtype=dtype, cast=True)
-
-
-def _spelling(region: Region, routing: Routing) -> str:
-    names = {target_name(node) for node in region.nodes}
-    if not names.isdisjoint(_GROUPED):
-        return "sorted grouped_mm"
-    fakes = (fake_of(node) for node in region.nodes)
-    if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
-        return "loop over experts"
-    if routing.expert is None:
-        return "gathered weights"
-    return "dense batched" if routing.expert.kind == "var" else "masked experts"
-
-
-def _has_row_groups(region: Region) -> bool:
-    return not {target_name(node) for node in region.nodes}.isdisjoint((*_GROUPED, "searchsorted", "bucketize"))

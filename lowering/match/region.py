@@ -1,20 +1,21 @@
 """The nodes that a match replaces, and why none of them is missed by anyone else."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from moeblaze_ops.lowering.graph.dependencies import dependencies, own_dependencies
 from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
-from moeblaze_ops.lowering.match.operands.find_operands import dependencies
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 
 _PROJECTIONS = frozenset((
-    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", *GROUPED_PRODUCTS,
 ))  # fmt: skip
 
 
@@ -38,13 +39,10 @@ def prove_region(
     buffer = set(view.aliases(view.writes[root])) if root in view.writes else set()
     filled = _writes_to(view, operands - buffer, root)
     read = {*operands, *filled} | ({base} if base else set())
-    above = dependencies(view, *read)
-    # An operand may have read the buffer before the sum was written to it: that hides none of the writes.
-    behind = dependencies(view, root, stop=frozenset(above - buffer)) - above
-    nodes = {n for n in behind if n.op not in ("placeholder", "get_attr")}
+    ends, nodes = _between(view, root, read, buffer)
     computed = _computed(view, nodes)
     carriers = _carriers(view, root)
-    _prove_gradients(view, root, frozenset(carriers), read)
+    _prove_gradients(view, root, ends, frozenset(carriers), read)
     _prove_writes(view, root, nodes, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     for node in nodes:
@@ -63,6 +61,20 @@ def prove_region(
     return Region(root, ordered, carriers, _is_in_autocast(view, root))
 
 
+def _between(view: GraphView, root: fx.Node, read: set[fx.Node], buffer: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that ``root`` needs and nothing in ``read`` does, after the last of them: it, and writes to them that nobody reads.
+
+        h = up(x); a = F.silu(h); h.zero_(); out = down(a)          nothing reads the zeros: they go with the layer
+    """
+    ends: set[fx.Node] = set()
+    nodes, unread = set[fx.Node](), {root}
+    while unread:
+        ends |= unread
+        nodes = own_dependencies(view, ends, read, without=view.inputs)
+        unread = set(_writes_to(view, nodes - buffer, root)) - nodes - ends
+    return ends, nodes
+
+
 def _acts(view: GraphView, node: fx.Node) -> bool:
     """Whether an operator of which the value is not known, since nothing depends on it, does more than to give it.
 
@@ -74,7 +86,9 @@ def _acts(view: GraphView, node: fx.Node) -> bool:
     return any(isinstance(value, Value) and value.node is node for value in tree_leaves(view.value(node)))
 
 
-def _prove_gradients(view: GraphView, root: fx.Node, carriers: frozenset[fx.Node], read: set[fx.Node]) -> None:
+def _prove_gradients(
+    view: GraphView, root: fx.Node, ends: set[fx.Node], carriers: frozenset[fx.Node], read: set[fx.Node]
+) -> None:
     """No input would be without a gradient that has one of zeros as written, where the layer reads ``read`` in its place.
 
         for e in range(8): out += share(ids, e) * experts[e](x)         ids = scores.topk(2).indices, of 8 scores
@@ -84,7 +98,7 @@ def _prove_gradients(view: GraphView, root: fx.Node, carriers: frozenset[fx.Node
     constant = view.without_gradients
     if root in constant:
         return
-    lost = dependencies(view, root, stop=constant) - dependencies(view, *read - constant, stop=constant)
+    lost = own_dependencies(view, ends - constant, read - constant, without=constant)
     for node in sorted(lost, key=view.position.__getitem__):
         if node.op in ("placeholder", "get_attr") and node not in constant and not _is_used(node, constant | carriers | {root}):
             raise Declined(Reason.GRADIENTS, f"nothing that the layer reads depends on '{node.name}'", node)
@@ -112,10 +126,11 @@ def _kept(
     """
     kept = {n for n in own if n in view.writes and _used_outside(view, n, nodes, buffer)}
     read = {n for n in own.difference(carriers) if any(user not in nodes and not reads_size(user) for user in n.users)}
-    return {n for n in own & dependencies(view, *kept, *read) if n in view.writes}
+    writes = own.intersection(view.writes)
+    return writes.intersection(dependencies(view, *kept, *read)) if writes else set()
 
 
-def _writes_to(view: GraphView, operands: frozenset[fx.Node], root: fx.Node) -> list[fx.Node]:
+def _writes_to(view: GraphView, operands: Set[fx.Node], root: fx.Node) -> list[fx.Node]:
     """What writes to operands, by whatever alias, before ``root``, where they are read in its place.
 
         chosen = ids.clone(); chosen.view(-1)[0] = 1        the write stays

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
@@ -102,7 +103,7 @@ def _unrounded(algebra: Algebra, e: Expr, feature: Expr, dtype: torch.dtype) -> 
     if feature not in e.free:
         return e
     if e.kind == "cast" and e.args[1].kind in ("mul", "add", "sum", "cast"):
-        kept = e.args[0].is_floating_point and torch.promote_types(e.args[0], dtype) == e.args[0]
+        kept = e.args[0].is_floating_point and holds_all(e.args[0], dtype)
         prove(kept, Reason.DTYPE_PATH, f"an expert's result is rounded to {e.args[0]}")
         return _unrounded(algebra, e.args[1], feature, dtype)
     if e.kind in ("mul", "add"):

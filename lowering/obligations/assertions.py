@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.evaluate.groups import sum_of_counts
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
-from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import ASSERTS
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
@@ -40,25 +39,25 @@ _OF_NUMBERS = {
 _SUMS = ("sym_sum", "sum")
 
 
-def proven_assertions(graph: fx.Graph) -> set[fx.Node]:
-    """The assertions of a graph that hold whatever the data are."""
-    assertions = [node for node in graph.nodes if target_name(node) in ASSERTS]
+def proven_assertions(view: GraphView) -> set[fx.Node]:
+    """The assertions of a graph that hold whatever the data are; ``view`` is one of sizes as they were made."""
+    assertions = [node for node in view.position if target_name(node) in ASSERTS]
     if not assertions:
         return set()
-    known = _Known(graph)
+    known = _Known(view.of_numbers)
     return {node for node in assertions if all(map(known.holds, known.claims(node)))}
 
 
 class _Known:
     """What is known of the numbers of a graph."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.view, self.evaluator = GraphView(graph, TABLE, numbers_only=True), Evaluator()
+    def __init__(self, view: GraphView) -> None:
+        self.view, self.evaluator = view, Evaluator()
         self.read: dict[sympy.Symbol, fx.Node] = {}  # numbers that are elements of tensors
         self.masks: dict[Atom, Value | None] = {}  # sizes, as the number of true elements of masks where that is known
         self.lengths: dict[Atom, tuple[int, int | None]] = {}  # sizes that are never less, or more where that is known
         self.environment: Any = None
-        for node in graph.nodes:
+        for node in view.position:
             if isinstance(fake := fake_of(node), torch.SymInt):
                 self.environment = fake.node.shape_env
             if target_name(node) in ("item", "wrapped_item") and isinstance(fake, torch.SymInt):

@@ -13,9 +13,8 @@ import copy
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import sympy
 import torch
@@ -24,9 +23,10 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_of, fake_result, has_storage
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
+from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
@@ -57,12 +57,12 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         begins = [node for node in graph.nodes if node.target is branch_begins]
         if not begins:
             continue
-        for asked in [node for node in graph.nodes if node.target is some_rows]:
-            if not have_rows(graph, asked.args[0]):
-                return Discharged(f"{_line(asked)}: a list may have no parts")
         view = views[graph] = GraphView(graph, TABLE)
+        for asked in [node for node in graph.nodes if node.target is some_rows]:
+            if not have_rows(view, asked.args[0]):
+                return Discharged(f"{_line(asked)}: a list may have no parts")
         off = any(map(view.is_gradient_off, graph.nodes))
-        known, numbers = _Known(view), _Known(GraphView(graph, TABLE, numbers_only=True)) if off else None
+        known, numbers = _Known(view), _Known(view.of_numbers) if off else None
         if (write := _write_to_hits(view)) is not None:
             return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
         for begin in begins:
@@ -108,31 +108,12 @@ def always_taken(gm: fx.GraphModule) -> fx.GraphModule:
     return taken
 
 
-def _assert_ids(view: GraphView, work: set[fx.Node]) -> "dict[fx.Node, _Behind]":
-    """Assertions of what operators check of ids, with what was added for each: conditions may be all that reads them."""
+def _assert_ids(view: GraphView, work: set[fx.Node]) -> dict[fx.Node, tuple[fx.Node, Edits]]:
+    """Assertions of what operators check of ids, each with its operator and its edits: conditions may be all that reads it."""
     apart = work | _without_work(view.graph)
     checked = checked_ids(view, [node for node in view.position if node not in apart])
-    added = [(_Behind(checks.node), checks) for checks in checked]
-    return {assert_in_range(behind.call, checks): behind for behind, checks in added}
-
-
-class _Behind:
-    """Adds nodes behind one."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self.node, self.added = node, [node]
-
-    def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
-        graph = self.node.graph
-        with graph.inserting_after(self.added[-1]):
-            node = graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
-        node.meta["example_value"] = fake_result(fake_mode_of(graph), target, args, kwargs)
-        self.added.append(node)
-        return node
-
-    def take_back(self) -> None:
-        while len(self.added) > 1:
-            self.node.graph.erase_node(self.added.pop())
+    added = [(Edits(checks.node.graph), checks) for checks in checked]
+    return {assert_in_range(edits, checks): (checks.node, edits) for edits, checks in added}
 
 
 def _without_work(graph: fx.Graph) -> set[fx.Node]:
@@ -141,7 +122,7 @@ def _without_work(graph: fx.Graph) -> set[fx.Node]:
     return {node for begin in begins for node in _from(begin.args[2], begin)}
 
 
-def _erase(graph: fx.Graph, assertions: dict[fx.Node, _Behind] | None = None) -> None:
+def _erase(graph: fx.Graph, assertions: dict[fx.Node, tuple[fx.Node, Edits]] | None = None) -> None:
     """Drop the markers, what stands on the sides without work, and what only the conditions read.
 
     Of ``assertions`` those stay whose operators go.
@@ -168,9 +149,9 @@ def _erase(graph: fx.Graph, assertions: dict[fx.Node, _Behind] | None = None) ->
         if unread and not node.users and node not in assertions:
             read.update(node.all_input_nodes)
             graph.erase_node(node)
-    for behind in assertions.values():
-        if not behind.node._erased and not written_nodes(behind.node):  # a write that nobody reads goes later
-            behind.take_back()
+    for operator, added in assertions.values():
+        if not operator._erased and not written_nodes(operator):  # a write that nobody reads goes later
+            added.undo()
     graph.owning_module.recompile()
 
 

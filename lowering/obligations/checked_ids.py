@@ -1,12 +1,13 @@
 """Operators that raise an error for ids out of range, where these may be: what goes with them is asserted in their place.
 
     F.one_hot(ids, E), scores.scatter_add(1, ids, weights)      asserted of ids that a caller gives
+    torch.bincount(ids, minlength=E).cumsum(0), as offs         asserted: more counts are no offsets of E groups
     F.one_hot(scores.topk(2).indices, E)                        not: a place among E scores is below E
     ids == e                                                    nor here: it says of any number that it is another
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
+from moeblaze_ops.lowering.graph.sizes import Size, size_of
+from moeblaze_ops.lowering.graph.undoable_edits import Edits, NodeInserter
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
 _ALONG_AN_AXIS = {
@@ -43,10 +47,11 @@ class CheckedIds:
 def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
     """What operators among ``nodes`` check of ids of which nothing else tells that it holds."""
     found: dict[tuple, CheckedIds] = {}
-    evaluator = Evaluator()
+    evaluator, nodes = Evaluator(), list(nodes)
+    groups = _numbers_of_groups(nodes)
     for node in nodes:
         name = inplace_name(node) or target_name(node)
-        for index, end in _read(node, name):
+        for index, end in _read(node, name, groups):
             if not isinstance(index, fx.Node) or not isinstance(end, int | None) or not _is_of_ids(index):
                 continue
             value = view.value_at(index, view.position[node])
@@ -59,14 +64,9 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
     return list(found.values())
 
 
-def assert_in_range(call: Callable[..., fx.Node], checked: CheckedIds) -> fx.Node:
-    """Assert what an operator checks, as torch compiles ``one_hot``: the host does not wait for it.
-
-    Args:
-        call: adds a node behind the one that it added before, of a target and its arguments.
-        checked: what is to be asserted.
-    """
-    ids, end = checked.ids, checked.end
+def assert_in_range(edits: Edits, checked: CheckedIds) -> fx.Node:
+    """Assert behind an operator what it checks, as torch compiles ``one_hot``: the host does not wait for it."""
+    ids, end, call = checked.ids, checked.end, NodeInserter(edits, checked.node).call
     if checked.operator in (*_WRITES_AT, "index_select", "embedding"):  # these raise an `IndexError`
         numbers_E = call(torch.arange, end, device=fake_of(ids).device)
         if checked.operator in _WRITES_AT:
@@ -86,11 +86,23 @@ def _is_of_ids(index: fx.Node) -> bool:
     return integers and has_storage(index) and not free_unbacked_symbols(fake)
 
 
-def _read(node: fx.Node, name: str) -> Iterable[tuple[Any, Any]]:
+def _numbers_of_groups(nodes: Iterable[fx.Node]) -> dict[Size, int]:
+    """How many groups grouped products have, by the number of their offsets that only the data tell."""
+    groups: dict[Size, int] = {}
+    for node in nodes:
+        if target_name(node) in GROUPED_PRODUCTS:
+            weights, offs = _argument(node, 1, "mat2", "mat_b", "weight"), _argument(node, 2, "offs")
+            if isinstance(weights, fx.Node) and isinstance(offs, fx.Node) and free_unbacked_symbols(fake_of(offs)):
+                groups[size_of(fake_of(offs).shape[0])] = fake_of(weights).shape[0]
+    return groups
+
+
+def _read(node: fx.Node, name: str, groups: dict[Size, int]) -> Iterable[tuple[Any, Any]]:
     """The indices that an operator checks, each with the number that it has to be below."""
     x = _argument(node, 0, "input", "self")
     if name in ("one_hot", "bincount", "counts_below"):
-        return [(_argument(node, 0, "tensor", "input", "ids"), fake_of(node).shape[-1] if name == "one_hot" else None)]
+        size = fake_of(node).shape[-1]
+        return [(_argument(node, 0, "tensor", "input", "ids"), size if name == "one_hot" else groups.get(size_of(size)))]
     if name == "embedding":
         table = _argument(node, 1, "weight")
         return [(x, fake_of(table).shape[0])] if isinstance(table, fx.Node) else []

@@ -25,12 +25,12 @@ from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 _PARTS = frozenset(("split", "split_with_sizes", "getitem", "rows_between", "item"))
 
 
-def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
+def known_sizes(view: GraphView) -> dict[sympy.Symbol, sympy.Expr]:
     """Sizes that only the data tell, by their symbols, as what they are by others."""
-    if not any(map(_may_depend_on_data, graph.nodes)):
+    if not any(map(_may_depend_on_data, view.position)):
         return {}
     known: dict[sympy.Symbol, sympy.Expr] = {}
-    view = GraphView(graph, TABLE, numbers_only=True)
+    view = view.of_numbers
     for zero in _zeros(view):
         rest = sympy.expand(sympy.sympify(zero).xreplace(known))
         symbols = [s for s, times in rest.as_coefficients_dict().items() if abs(times) == 1 and free_unbacked_symbols(s)]
@@ -42,13 +42,18 @@ def known_sizes(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
     return known
 
 
-def have_rows(graph: fx.Graph, parts: tuple[fx.Node, ...]) -> bool:
+def known_sizes_of(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
+    """The same for a graph that is being traced."""
+    return known_sizes(GraphView(graph, TABLE, numbers_only=True))
+
+
+def have_rows(view: GraphView, parts: tuple[fx.Node, ...]) -> bool:
     """Whether tensors have a row in all: as many as there are rows of which they are all groups.
 
         parts of x[: counts[0]], x[counts[0] : counts[0] + counts[1]], ...      as many as x, which has one
     """
     sizes = [fake_of(part).shape[0] for part in parts]
-    total = sympy.expand(sympy.sympify(sum(map(size_of, sizes))).xreplace(known_sizes(graph)))
+    total = sympy.expand(sympy.sympify(sum(map(size_of, sizes))).xreplace(known_sizes(view)))
     environment = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
     if total.is_Integer or environment is None:
         return bool(total > 0)

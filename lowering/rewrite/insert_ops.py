@@ -22,9 +22,9 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
-from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
 from moeblaze_ops.lowering.rewrite.zero_computation import (
     describe_missing,
     describe_zero_computation,

@@ -9,7 +9,7 @@ from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
-from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.ops.low_rank.factors import RANK_UNIT
 
 _ops = torch.ops.moeblaze

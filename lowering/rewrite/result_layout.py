@@ -14,7 +14,7 @@ from torch import fx
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 
 
 def has_strides_of(node: fx.Node, written: fx.Node) -> bool:

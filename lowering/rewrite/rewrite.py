@@ -17,21 +17,22 @@ from torch.utils._pytree import tree_leaves
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GRADIENT_MODES, GraphView, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
+from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
-from moeblaze_ops.lowering.match.matcher import Matcher
+from moeblaze_ops.lowering.match.matcher import Matcher, view_of
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.assertions import proven_assertions
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
-from moeblaze_ops.lowering.rewrite.undoable_edits import Edits, Inserter
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
 
@@ -118,16 +119,20 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
-        with settling(known_sizes(gm.graph)):
-            results, views = _matches(gm.graph)
+        view = view_of(gm.graph)
+        sizes = known_sizes(view)
+        with settling(sizes):
+            results, views = _matches(view_of(gm.graph) if sizes else view)
             matched = [result for result in results if isinstance(result, MoEMatch)]
             routers = {match.root: match_router(views[match.root], match) for match in matched}
+        proven = proven_assertions(view) if matched else set()
+        with settling(sizes):
             candidates = [_replaced(edits, result, routers.get(result.root)) for result in results]
             layers = [r for r, c in zip(results, candidates, strict=True) if isinstance(r, MoEMatch) and c.reason is None]
             _assert_ids(edits, layers, views)
         if edits.mark():
             gm.graph.lint()
-        dead = _dead(gm.graph, layers)
+        dead = _dead(gm.graph, layers, proven)
     except Exception as error:
         edits.undo()
         detail = tolerate(error)
@@ -142,18 +147,15 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
 
 
-def _matches(graph: fx.Graph) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:
+def _matches(view: GraphView) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:
     """Layers and failed attempts in graph order, and the view of the graph that each was found in."""
     results: list[MoEMatch | Decline] = []
     views: dict[fx.Node, GraphView] = {}
-    switches = any(target_name(node) in GRADIENT_MODES for node in graph.nodes if node.op == "call_function")
-    for gradient_off in (False, True) if switches else (False,):
-        matcher = Matcher(graph, gradient_off=gradient_off)
-        found = matcher.matches()
+    for one in [view, view.of_numbers] if any(map(view.is_gradient_off, view.position)) else [view]:
+        found = Matcher(one).matches()
         results += found
-        views |= {result.root: matcher.view for result in found}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    return sorted(results, key=lambda result: order[result.root]), views
+        views |= {result.root: one for result in found}
+    return sorted(results, key=lambda result: view.position[result.root]), views
 
 
 def _failed(graph: fx.Graph, results: list[MoEMatch | Decline], detail: str) -> list[Decline]:
@@ -225,7 +227,7 @@ def _assert_ids(edits: Edits, layers: list[MoEMatch], views: dict[fx.Node, Graph
     """Assert what the operators of replaced layers check of ids."""
     for layer in layers:
         for checked in checked_ids(views[layer.root], layer.region.nodes):
-            assert_in_range(Inserter(edits, checked.node).call, checked)
+            assert_in_range(edits, checked)
 
 
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> bool:
@@ -285,10 +287,10 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
     return None
 
 
-def _dead(graph: fx.Graph, replaced: list[MoEMatch]) -> list[fx.Node]:
-    """The regions as far as nobody else uses them, and assertions that cannot fail, of numbers that nobody else uses."""
+def _dead(graph: fx.Graph, replaced: list[MoEMatch], proven: set[fx.Node]) -> list[fx.Node]:
+    """The regions as far as nobody else uses them, and assertions that are ``proven``, of numbers that nobody else uses."""
     own = set().union(*(match.region.nodes for match in replaced))
-    proven = proven_assertions(graph) if replaced else set()
+    proven = proven if replaced else set()
     dead = own | proven
     read = {operand for node in proven for operand in node.all_input_nodes}
     for node in reversed(graph.nodes):

@@ -22,7 +22,7 @@ from moeblaze_ops.lowering.graph.functional_view import inplace_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
-from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.peer_copies import copies_between

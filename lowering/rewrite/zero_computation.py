@@ -11,7 +11,7 @@ from torch import fx
 
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32
 from moeblaze_ops.lowering.match.match_result import MoEMatch
-from moeblaze_ops.lowering.rewrite.undoable_edits import Inserter
+from moeblaze_ops.lowering.rewrite.inserter import Inserter
 
 
 def numbered(insert: Inserter, numbers: Sequence[int], ids_TK: fx.Node) -> fx.Node:

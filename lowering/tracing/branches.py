@@ -14,11 +14,8 @@ either way, or tensors, which become pairs of ``branch_ends``; a list, an iterat
 must not have been moved. What is not so gives the attempt up (`Declined`), and the frame is compiled as it is written.
 """
 
-import functools
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -32,24 +29,19 @@ from torch._dynamo.variables import (
     ConstDictVariable,
     SymNodeVariable,
     TensorVariable,
-    TupleVariable,
 )
 from torch._dynamo.variables.base import (
     AttributeMutationNew,
-    MutationType,
     ValueMutationExisting,
     ValueMutationNew,
     VariableTracker,
 )
 from torch._dynamo.variables.iter import IteratorVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
 from torch._dynamo.variables.misc import CellVariable
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, SymT, free_unbacked_symbols, symbol_is_type
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
-from moeblaze_ops.lowering.torch_internals import dynamo_config
-from moeblaze_ops.lowering.tracing.calls import watch_calls
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.hit_loops import (
     Declined,
@@ -64,6 +56,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
 )
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
 from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
+from moeblaze_ops.lowering.tracing.same_state import is_same, known_of_sizes, realized, says_more, world
 
 Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
@@ -203,17 +196,17 @@ class Branches:
             return self._round(tx, at, instruction, original)
         self._inspect(tx, instruction)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _known(tx, _realized(tx.stack[-1]))
+            condition = tx.stack[-1] = _known(tx, realized(tx.stack[-1]))
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         return self._do(tx, at, instruction, original)
 
     def _inspect(self, tx: Any, instruction: Any) -> None:
         """Refuse an instruction that asks what only the data tell, and hand it what it may ask, on either side of a branch."""
-        if instruction.opname == "COMPARE_OP" and any(isinstance(_realized(side), Numbers) for side in tx.stack[-2:]):
+        if instruction.opname == "COMPARE_OP" and any(isinstance(realized(side), Numbers) for side in tx.stack[-2:]):
             raise Declined("numbers that only the data tell are compared")
         if instruction.opname in _COMPARES:
-            sides = [_realized(side) for side in tx.stack[-2:]]
+            sides = [realized(side) for side in tx.stack[-2:]]
             refuse_comparison(_COMPARES[instruction.opname], sides)
             self.merged.refuse(_COMPARES[instruction.opname], sides)
         if instruction.opname in _WRITES_TEXT:
@@ -225,12 +218,12 @@ class Branches:
     def _do(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """Do an instruction that is no branch on data."""
         if instruction.opname == "GET_ITER":
-            over = _realized(tx.stack[-1])
+            over = realized(tx.stack[-1])
             if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
                 tx.stack[-1], tx.instruction_pointer = iterator, at + 1
                 return True
         if instruction.opname == "CONTAINS_OP":
-            found = self.instead(contains, tx, *map(_realized, tx.stack[:-3:-1]))
+            found = self.instead(contains, tx, *map(realized, tx.stack[:-3:-1]))
             if found is not None:
                 tx.popn(2)
                 tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
@@ -242,7 +235,7 @@ class Branches:
         """Let a text have the number of a tensor without axes, as Python's has; of other tensors Dynamo knows no text."""
         flags = instruction.arg if instruction.opname == "FORMAT_VALUE" else 0
         at = -2 if flags & 4 or instruction.opname == "FORMAT_WITH_SPEC" else -1
-        written = _realized(tx.stack[at])
+        written = realized(tx.stack[at])
         if holds_numbers_of_data(written):
             raise Declined("a number that only the data tell is written into a text")
         if not self.traces:
@@ -272,7 +265,7 @@ class Branches:
         """Begin the work of a branch."""
         tx = branch.tx
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition, works_if, fork), {})
-        branch.world, branch.known = _world(tx), _known_of_sizes(tx)
+        branch.world, branch.known = world(tx), known_of_sizes(tx)
         self.open.append(branch)
 
     def _watch(self, tx: Any, instruction: Any) -> None:
@@ -317,7 +310,7 @@ class Branches:
         tx = branch.tx
         names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
         fork = tx.output.create_proxy("call_function", branch_forks, (), {})
-        branch.world = _world(tx)
+        branch.world = world(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
         while not self._joins(branch, at := tx.instruction_pointer, instruction := tx.instructions[at]):
@@ -326,7 +319,7 @@ class Branches:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
-        if branch.attributes or branch.world != _world(tx):
+        if branch.attributes or branch.world != world(tx):
             self.decline(branch, "the other side has an effect on Python, which would not be there")
         for found, before in branch.lists.items():
             branch.skipped[found], found.items[:] = list(found.items), before
@@ -347,12 +340,12 @@ class Branches:
         pairs: list[tuple[Variable, Variable]] = []
 
         def compare(what: str, without: Variable | None, with_: Variable | None) -> None:
-            if not _compare(without, with_, pairs):
+            if not is_same(without, with_, pairs):
                 self.decline(branch, f"{what} would be another")
 
-        if branch.world != _world(tx):
+        if branch.world != world(tx):
             self.decline(branch, "random numbers, prints or modes of torch would be others")
-        if _says_more(tx, branch.known):
+        if says_more(tx, branch.known):
             self.decline(branch, "what the work says of sizes would not hold")
         if branch.join == EXIT:
             result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
@@ -397,10 +390,6 @@ _COMPARES = {"COMPARE_OP": operator.eq, "IS_OP": operator.is_}
 _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 
 
-def _realized(variable: Variable) -> Variable:
-    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
-
-
 def _known(tx: Any, variable: Variable) -> Variable:
     """A condition on elements of hits alone, such as ``e == 2`` in the round of an expert, as the flag that it is."""
     if isinstance(variable, Numbers):
@@ -423,58 +412,6 @@ def _works_when_true(condition: Variable) -> bool:
     return condition.as_proxy().node.target not in of_zero
 
 
-def _compare(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:
-    """Whether two Python values are one and the same but for tensors and sizes in them, which are added to ``pairs``."""
-    if without is None or with_ is None:
-        return without is with_
-    without, with_ = _realized(without), _realized(with_)
-    if without is with_:
-        return True
-    if type(without) is not type(with_):
-        pairs.append((without, with_))  # a number that became one that data tell, or the other way round
-        return _is_number(without) and _is_number(with_)
-    if isinstance(without, TensorVariable | SymNodeVariable):
-        if without.python_type() is not with_.python_type():
-            return False
-        if without.as_proxy().node is not with_.as_proxy().node:
-            pairs.append((without, with_))
-        return True
-    if isinstance(without, ConstantVariable):
-        return type(without.value) is type(with_.value) and without.value == with_.value
-    if type(without) is TupleVariable and len(without.items) == len(with_.items):
-        return all(_compare(*both, pairs) for both in zip(without.items, with_.items, strict=True))
-    return False
-
-
-def _is_number(variable: Variable) -> bool:
-    return isinstance(variable, SymNodeVariable) or (isinstance(variable, ConstantVariable) and type(variable.value) is int)
-
-
-def _world(tx: Any) -> tuple:
-    """What Dynamo knows besides variables: numbers drawn by Python, prints, modes."""
-    output = tx.output
-    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
-
-
-_OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
-
-
-def _known_of_sizes(tx: Any) -> tuple[dict, dict, dict]:
-    """What is known of sizes: their ranges, what they are by others, and how much is to be asserted of them."""
-    env = tx.output.shape_env
-    asserts = {symbol: len(asserted) for symbol, asserted in env.deferred_runtime_asserts.items()}
-    return dict(env.var_to_range), dict(env.replacements), asserts
-
-
-def _says_more(tx: Any, before: tuple[dict, dict, dict]) -> bool:
-    """Whether more is known by now of a size, or a number, that only the data tell and that was there before."""
-    known = list(zip(before, _known_of_sizes(tx), strict=True))
-    changed = (s for s in before[0] if any(one.get(s) is not now.get(s) and one.get(s) != now.get(s) for one, now in known))
-    return any(symbol_is_type(symbol, _OF_DATA) for symbol in changed)
-
-
 def _kind(variable: Variable) -> str:
     try:
         return f"a {variable.python_type().__name__}"
@@ -486,86 +423,3 @@ def _place(tx: Any, instruction: Any) -> str:
     positions = instruction.positions
     line = positions.lineno if positions is not None and positions.lineno is not None else tx.lineno
     return f"{tx.f_code.co_name} ({tx.f_code.co_filename}:{line})"
-
-
-_current: ContextVar[Branches | None] = ContextVar("moeblaze_branches", default=None)
-
-
-@contextmanager
-def tracing(branches: Branches) -> Iterator[None]:
-    """A context in which Dynamo traces sizes that only the data tell, but for what ``branches`` refuses.
-
-    Where ``branches.traces``, it traces branches on data as they do, and numbers of a tensor's elements.
-    """
-    token = _current.set(branches)
-    changed: dict[str, Any] = {"capture_dynamic_output_shape_ops": True}
-    if branches.traces:
-        changed["capture_scalar_outputs"] = True
-    try:
-        with dynamo_config.patch(changed):
-            yield
-    finally:
-        _current.reset(token)
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    for inner in cls.__subclasses__():
-        yield from _subclasses(inner)
-
-
-def _before(cls: type, name: str, notice: Callable[..., None]) -> None:
-    """Call ``notice(branches, self, ...)`` before each call of a method, while an attempt is made."""
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def method(self, *args, **kwargs):
-        if (branches := _current.get()) is not None:
-            notice(branches, self, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    setattr(cls, name, method)
-
-
-@functools.cache
-def install() -> None:
-    """Replace the parts of Dynamo that branches need to see; they do what they did where no attempt is made."""
-    step = Translator.step
-
-    @functools.wraps(step)
-    def watched_step(self):
-        branches = _current.get()
-        return step(self) if branches is None else branches.step(self, step)
-
-    Translator.step = watched_step
-    watch_calls(_current.get)
-    _before(TensorVariable, "method_item", lambda branches, *_, **__: branches.takes_number())
-    allows_numbers = ShapeEnv.allow_scalar_outputs.fget
-
-    def allow_scalar_outputs(self):
-        if (branches := _current.get()) is not None:
-            branches.takes_number()
-        return allows_numbers(self)
-
-    ShapeEnv.allow_scalar_outputs = property(allow_scalar_outputs)
-    _before(symbolic_convert.InstructionTranslator, "__init__", lambda branches, tx, *_, **__: branches.reset())
-    _before(Translator, "__init__", lambda branches, tx, *_, **__: branches.born(tx))
-    _before(MutationType, "__init__", lambda branches, kind, *_: branches.born(kind))
-    _before(IteratorVariable, "__init__", lambda branches, iterator, **_: branches.born(iterator))
-    for cls in _subclasses(IteratorVariable):
-        for name in ("next_variable", "tp_iternext_impl", "unpack_var_sequence", "force_unpack_var_sequence"):
-            if name in vars(cls):
-                _before(cls, name, lambda branches, iterator, *_: branches.moved(iterator))
-    clone = IteratorVariable.clone
-
-    def cloned(self, **kwargs):
-        new = clone(self, **kwargs)
-        if (branches := _current.get()) is not None:
-            branches.born(new, branches.birth(self))
-        return new
-
-    IteratorVariable.clone = cloned
-    _before(SideEffects, "mutation", lambda branches, _, variable: branches.mutated(variable))
-    _before(SideEffects, "store_attr", lambda branches, effects, item, name, *_, **__: branches.stored(effects, item, name))
-    for name in ("register_hook", "remove_hook", "track_save_for_backward"):
-        _before(SideEffects, name, lambda branches, *_, **__: branches.effect())

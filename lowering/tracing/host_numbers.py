@@ -35,7 +35,7 @@ from moeblaze_ops.lowering.graph.functional_view import target_name
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_elements import is_written
-from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
+from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, is_along_first, running_sums
 
@@ -183,7 +183,7 @@ def _is_all(tx: Any, stop: VariableTracker, size: Any) -> bool:
 def _settled(tx: Any, size: torch.SymInt) -> sympy.Expr:
     """A size that the data seem to tell, by those that they do not where it is known."""
     several = len(free_unbacked_symbols(size)) > 1
-    return sympy.expand(size.node.expr.xreplace(known_sizes(tx.output.graph) if several else {}))
+    return sympy.expand(size.node.expr.xreplace(known_sizes_of(tx.output.graph) if several else {}))
 
 
 def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> VariableTracker:

@@ -96,7 +96,7 @@ def _as_with_tokens(function: Callable, args: tuple, kwargs: dict) -> object:
     empty = [each for each in tensors if guard_or_false(each.numel() == 0)]
     if not empty:
         return function(*args, **kwargs)
-    number = any_number(empty[0])
+    number = any_number(empty[0].detach())
     args, kwargs = tree_map_only(Tensor, lambda each: of_any_number(each, number), (args, kwargs))
     return tree_map_only(Tensor, lambda each: settled(each, number), function(*args, **kwargs))
 

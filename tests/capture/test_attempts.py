@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeblaze_ops import compile as moeblaze_compile
+from moeblaze_ops.compile import attempts as attempts_of_frames
 from tests.tools.rewrite_harness import rewriting_backend
 
 
@@ -93,13 +93,13 @@ def attempts(monkeypatch):
     """The attempts at frames that are made, each with whether it follows branches on data."""
     torch._dynamo.reset()
     made = []
-    attempt = moeblaze_compile._try
+    attempt = attempts_of_frames._try
 
     def noted(compile_frame, frame, branches):
         made.append((frame.code.co_name, branches is not None))
         return attempt(compile_frame, frame, branches)
 
-    monkeypatch.setattr(moeblaze_compile, "_try", noted)
+    monkeypatch.setattr(attempts_of_frames, "_try", noted)
     yield made
     torch._dynamo.reset()
 

@@ -1,6 +1,5 @@
 """Loops that skip experts without tokens: captured in one graph where nothing is skipped, and left alone otherwise."""
 
-
 import pytest
 import torch
 import torch._inductor.config

@@ -38,6 +38,14 @@ def by_index_select(self, x, weights, ids):
     return (rows.view(len(x), K, -1) * weights[..., None]).sum(1)
 
 
+def by_offsets(self, x, weights, ids):
+    order = ids.flatten().argsort(stable=True)
+    offs = torch.bincount(ids.flatten(), minlength=E).cumsum(0).int()
+    h = F.silu(zoo.grouped_mm_fallback(x[order // K], self.w_up.transpose(1, 2), offs))
+    rows = zoo.grouped_mm_fallback(h, self.w_down.transpose(1, 2), offs)
+    return torch.zeros_like(x).index_add(0, order // K, rows * weights.flatten()[order, None])
+
+
 def _guarded(self, x, weights, ids, has_tokens):
     out = torch.zeros_like(x)
     for e in range(E):
@@ -111,6 +119,17 @@ def _outcome(run, *args):
         return run(*args).detach()
     except errors as error:
         return torch.tensor(errors.index(type(error)))
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_more_offsets_than_groups(name):
+    """torch's own grouped product raises a `RuntimeError` for them, that of transformers an `IndexError`."""
+    layer, x, weights = Layer(by_offsets), torch.randn(T, zoo.D), torch.rand(T, K)
+    ids = torch.randint(*RANGES[name], (T, K))
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        actual = _outcome(torch.compile(layer, backend=backend), x, weights, ids)
+    assert actual.ndim == _outcome(layer, x, weights, ids).ndim == (2 if name == "in range" else 0)
+    assert rewritten_in(records)
 
 
 def test_nothing_is_asserted_of_a_routers_ids():

@@ -7,7 +7,8 @@ from torch import nn
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
-from moeblaze_ops.lowering.tracing.branches import Branches, tracing
+from moeblaze_ops.lowering.tracing.branches import Branches
+from moeblaze_ops.lowering.tracing.watch import tracing
 from tests.capture import test_capture as guarded
 from tests.capture.test_capture import check, make_layer, scratch  # noqa: F401
 from tests.corpus.loops import handed

@@ -37,16 +37,12 @@ def test_training_step(name):
     ids = models.decided_tokens(models.in_double(model, name))
 
     def backend(gm, example_inputs):
-        moeblaze_compile._rewrite(gm)
+        moeblaze_compile.rewrite(gm)
         return aot_eager(gm, example_inputs)
 
-    moeblaze_compile._rewriting_backends.append(backend)
-    try:
-        with moeblaze_compile.recording() as records:
-            actual = models.training_step(model, torch.compile(model, backend=backend, fullgraph=True), ids)
-    finally:
-        moeblaze_compile._rewriting_backends.remove(backend)
-        torch._dynamo.reset()
+    with moeblaze_compile.rewriting(backend), moeblaze_compile.recording() as records:
+        actual = models.training_step(model, torch.compile(model, backend=backend, fullgraph=True), ids)
+    torch._dynamo.reset()
     assert_steps_equal(actual, models.training_step(model, model, ids))
     reports = [record.report for record in records if isinstance(record, moeblaze_compile.GraphRecord) and not record.dropped]
     assert [len(report.rewritten) for report in reports] == [2]

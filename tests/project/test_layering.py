@@ -25,7 +25,8 @@ FLOORS = {
         ["experts"],
     ],
     "lowering": [
-        ["graph", "torch_internals"],
+        ["torch_internals"],
+        ["graph"],
         ["index_notation", "inductor"],
         ["facts"],
         ["evaluate", "forms"],
@@ -46,7 +47,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 34, "lowering": 34, "moeblaze_ops": 50}
+MOST_ARROWS = {"kernels": 34, "lowering": 35, "moeblaze_ops": 50}
 MOST_FILES = 15
 
 # What a package may know of the others. The switch hands graphs to lowering.

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moeblaze_ops.lowering.tracing.branches import Branches, tracing
+from moeblaze_ops.lowering.tracing.branches import Branches
+from moeblaze_ops.lowering.tracing.watch import tracing
 from tests.tools.rewrite_harness import check_against_eager
 
 T, D, H, E, K = 10, 16, 24, 4, 2

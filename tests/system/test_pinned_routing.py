@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
+from moeblaze_ops.compile.switch import install_lowerings
 from moeblaze_ops.lowering import torch_internals
 from tests.tools.compiling import graphs_compiled_anew
 
@@ -117,7 +118,7 @@ class Backend:
         self.backward = []
 
     def __call__(self, gm, inputs):
-        assert switch._rewrite(gm).rewritten
+        assert switch.rewrite(gm).rewritten
         return aot_autograd(fw_compiler=self._forward, bw_compiler=self._backward, partition_fn=partition)(gm, inputs)
 
     def _forward(self, gm, inputs):
@@ -129,7 +130,7 @@ class Backend:
 
 
 def partition(gm, joint_inputs, **keywords):
-    switch._register_lowerings()
+    install_lowerings()
     joint_graph_passes(gm)
     return min_cut_rematerialization_partition(gm, joint_inputs, **keywords)
 
@@ -206,7 +207,7 @@ def test_a_layer_that_nothing_repeats_is_left_to_the_partitioner(layer):
         return graphs
 
     def backend(gm, inputs):
-        assert switch._rewrite(gm).rewritten
+        assert switch.rewrite(gm).rewritten
         boxed = lambda gm, inputs: make_boxed_func(gm.forward)  # noqa: E731
         return aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=watch)(gm, inputs)
 

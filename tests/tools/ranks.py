@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,7 @@ _SILENT_S = 60
 """After so long a check shows where it is."""
 
 
-def run_checks(
-    checks: dict[str, Callable[[], None]], ranks: int, folder: str, device: str = "cpu"
-) -> dict[str, list[str]]:
+def run_checks(checks: dict[str, Callable[[], None]], ranks: int, folder: str, device: str = "cpu") -> dict[str, list[str]]:
     """Run every check in each of ``ranks`` processes; what became of it there: ``passed``, or the error with its traceback.
 
     Checks are functions of a module, and run with a seed: on the CPU with fp64 and one thread, or each on a GPU of its own.
@@ -64,6 +63,7 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
     store = dist.FileStore(f"{folder}/store", ranks)
     transport = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(transport, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
     outcomes = {}
     for name, check in checks.items():
         start = time.perf_counter()

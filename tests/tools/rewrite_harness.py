@@ -109,14 +109,11 @@ def rewriting_backend() -> Iterator[Callable]:
     """A backend that rewrites as Inductor would with the switch on, and runs the graph without compiling it."""
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        switch._rewrite(gm)
+        switch.rewrite(gm)
         return _once_by_aot_autograd(gm, example_inputs) if _has_our_ops(gm) else gm.forward
 
-    switch._rewriting_backends.append(backend)
-    try:
+    with switch.rewriting(backend):
         yield backend
-    finally:
-        switch._rewriting_backends.remove(backend)
 
 
 def _has_our_ops(gm: fx.GraphModule) -> bool:

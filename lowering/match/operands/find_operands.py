@@ -1,17 +1,20 @@
 """Which node of the graph holds a tensor that a proof describes by its elements."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import tee
 
 import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.facts.zero_stops_gradient import is_rectified
+from moeblaze_ops.lowering.graph.dependencies import dependencies
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
 
@@ -37,7 +40,9 @@ class Operand:
     @property
     def is_rounded(self) -> bool:
         """Whether the cast to ``dtype`` changes numbers."""
-        return torch.promote_types(fake_of(self.node).dtype, self.dtype) != self.dtype
+        stored = fake_of(self.node).dtype
+        rounds = stored.is_floating_point or not self.dtype.is_floating_point
+        return rounds and not holds_all(self.dtype, stored)
 
 
 class Finder:
@@ -51,9 +56,14 @@ class Finder:
         self.num_tokens: Size = math.prod(sizes)
         (self.token,) = evaluator.reshape_indices(sizes, (self.num_tokens,), tokens)
         tensors = (node for node in dependencies(view, root) if isinstance(fake_of(node), torch.Tensor))  # no setitem
-        nodes = filter(has_storage, tensors)  # no slice under vmap
-        self._nodes = sorted(nodes, key=view.position.__getitem__, reverse=True)
+        self._walk: Iterator[fx.Node] = filter(has_storage, tensors)  # no slice under vmap
         self._found: dict[tuple, Operand | None] = {}
+
+    @property
+    def _nodes(self) -> Iterator[fx.Node]:
+        """The nodes that the result depends on, of which most searches need few."""
+        self._walk, nodes = tee(self._walk)
+        return nodes
 
     def find(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
         """The node ``[..., width]`` whose element at (token, column) is the target, for every column."""
@@ -156,8 +166,7 @@ class Finder:
         found = self.find(targets, columns, width)
         if found is None or not found.dtype.is_floating_point:
             return found
-        nodes = [node for node in self._nodes if not getattr(fake_of(node), "dtype", torch.float32).is_floating_point]
-        return self._search(targets, columns, width, 0, nodes)
+        return self._search(targets, columns, width, 0, integers=True)
 
     def find_scaled(
         self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0
@@ -187,10 +196,10 @@ class Finder:
         return list(found)
 
     def _search(
-        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, nodes: list[fx.Node] | None = None
+        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, integers: bool = False
     ) -> Operand | None:
         def search(targets: tuple[Expr, ...]) -> Operand | None:
-            for node in self._nodes if nodes is None else nodes:
+            for node in filter(_is_of_integers, self._nodes) if integers else self._nodes:
                 value = self._view.value_at(node, self._position)
                 if isinstance(value, Value) and self._holds(value, targets, columns, width, depth):
                     return Operand(node, value.dtype)
@@ -234,6 +243,10 @@ class Finder:
                 yield self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
 
 
+def _is_of_integers(node: fx.Node) -> bool:
+    return not fake_of(node).dtype.is_floating_point
+
+
 def _or_what_is_cast(search: Callable[[tuple[Expr, ...]], Operand | None], targets: tuple[Expr, ...]) -> Operand | None:
     """What ``search`` finds for the targets, or for what all of them are a cast of, to be cast."""
     found = search(targets)
@@ -242,21 +255,3 @@ def _or_what_is_cast(search: Callable[[tuple[Expr, ...]], Operand | None], targe
         return found
     found = _or_what_is_cast(search, tuple(target.args[1] for target in targets))
     return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
-
-
-def dependencies(view: GraphView, *roots: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:
-    """Nodes that any of the roots depends on, what is written to shared buffers up to that root included, not past ``stop``."""
-    seen: set[fx.Node] = set()
-    for root in sorted(roots, key=view.position.__getitem__, reverse=True):  # a later one reads all that an earlier one does
-        last = view.position[root]
-        stack = [root]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node in stop and node not in roots:
-                continue
-            stack.extend(node.all_input_nodes)
-            stack.extend(w for w in view.writers.get(node, ()) if view.position[w] <= last)
-    return seen

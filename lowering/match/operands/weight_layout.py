@@ -11,6 +11,7 @@ from torch import fx
 from moeblaze_ops.arguments.separate_experts import are_in_a_row
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -121,11 +122,14 @@ def _sizes(features: Sequence[Sequence[Expr]]) -> tuple[int, ...]:
 
 
 def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr | None) -> _Element:
-    dtype = None
+    casts: list[torch.dtype] = []
     while leaf.kind == "cast":
-        dtype, leaf = dtype or leaf.args[0], leaf.args[1]
+        dtype, leaf = leaf.args
+        casts.insert(0, dtype)
     prove(leaf.kind == "leaf", Reason.PROJECTION_WEIGHTS, f"'{leaf.kind}' of tensors")
     value, indices = leaf.args
+    dtypes = (value.dtype, *casts)
+    prove(len(dtypes) == 1 or not rounds_between(dtypes), Reason.DTYPE_PATH, "weights that are rounded on the way", value.node)
     prove(all(isinstance(s, int) for s in value.shape), Reason.WEIGHT_LAYOUT, "a symbolic weight shape")
     strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
     position = algebra.linear(0, list(zip(strides, indices, strict=True)))
@@ -142,7 +146,7 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
     known = {*features, index}
     prove(all(atom in known for atom in terms), Reason.PROJECTION_WEIGHTS, "indexed by something else than the expert")
     subscripted = next((size for size, own in zip(value.shape, indices, strict=True) if own is index), None)
-    return _Element(value, dtype or value.dtype, constant, tuple(terms.get(v, 0) for v in (index, *features)), subscripted)
+    return _Element(value, dtypes[-1], constant, tuple(terms.get(v, 0) for v in (index, *features)), subscripted)
 
 
 def _with_one_id(terms: dict[Expr, int], ids: Expr) -> dict[Expr, int]:

@@ -113,6 +113,7 @@ def read_compared(
         distinct[chosen.ids, chosen.slot] = None
     outside = [f for f in factors if f.kind != "distinct" and not any(f is s.factor and not s.weights for s in selections)]
     prove(not scale or not outside, Reason.ROUTING, "weights on input and output")
+    selecting = any(s.factor in factors for s in selections)  # with one slot the input may have the same mask
     factors, markers = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
@@ -120,9 +121,8 @@ def read_compared(
     kept = algebra.mul(*keeping) if keeping else None
     if slot is not None:
         prove(chosen.slot is None and slot in chosen.ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
-    selects_output = kept is None and any(s.factor not in scale for s in selections)
     differ = (*distinct, *markers)
-    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, differ, kept, score, selects_output)
+    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, differ, kept, score, kept is None and selecting)
 
 
 def _slot_around(expert: Expr | None, binders: tuple[Expr, ...], scale: tuple[Expr, ...]) -> Expr | None:

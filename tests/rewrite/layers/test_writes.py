@@ -407,3 +407,39 @@ def sum_as_large_as_a_copy(self, x, weights, ids):
 def test_writes_to_what_a_reader_is_made_of(fp64):
     backend = check_against_eager(zoo.StackedMoE(sum_as_large_as_a_copy), torch.randn(10, zoo.D))
     assert len(backend.rewritten) == 1 and backend.operators().count("add_") == 1
+
+
+STORES = {
+    "index_add": lambda out, token, y: out.index_add_(0, token, y),
+    "index_add of a copy": lambda out, token, y: out.copy_(out.index_add(0, token, y)),
+    "index_put": lambda out, token, y: out.index_put_((token,), y, accumulate=True),
+    "setitem": lambda out, token, y: out.__setitem__(token, out[token].to(y.dtype) + y),
+    "index_copy": lambda out, token, y: out.index_copy_(0, token, out[token].to(y.dtype) + y),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", STORES)
+def test_rows_of_another_dtype_than_what_they_are_stored_in(name, dtype):
+    """They raise an error as written, as under autocast, and do so where a graph has the layer."""
+
+    def layer(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            y = (F.silu(x[token] @ self.w1[e]) * (x[token] @ self.w3[e])) @ self.w2[e]
+            STORES[name](out, token, (y * weights[token, slot, None]).to(dtype))
+        return out
+
+    module, x = zoo.StackedMoE(layer, "split").float(), torch.randn(12, zoo.D).float()
+    if dtype == x.dtype:
+        assert len(check_against_eager(module, x, tolerance=1e-5).rewritten) == 1
+    else:
+        run, backend = compiled(module)
+        for forward in (module, run):
+            with (
+                torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+                pytest.raises(RuntimeError, match="dtype|scalar type"),
+            ):
+                forward(x)
+        assert not backend.rewritten

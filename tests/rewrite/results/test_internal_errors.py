@@ -9,7 +9,7 @@ from torch import nn
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
-from moeblaze_ops.lowering.match import internal_errors, matcher
+from moeblaze_ops.lowering.match import internal_errors, layer_proof, matcher
 from moeblaze_ops.lowering.rewrite import rewrite
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.rewrite_harness import check_against_eager, compiled, rewriting_backend
@@ -44,7 +44,7 @@ def _broken_after(function, calls):
 # What is broken, and from which call on; none is at once.
 PLACES = {
     "view": (matcher, "GraphView", None),
-    "candidate": (matcher, "read_expert", None),
+    "candidate": (layer_proof, "read_expert", None),
     "router": (rewrite, "match_router", 2),
     "operands": (rewrite, "insert_layer_ops", None),
     "inserted": (rewrite, "insert_layer_ops", 2),
@@ -99,7 +99,7 @@ def test_compile_goes_on(monkeypatch, place):
 
 def test_other_layers_of_the_graph_are_rewritten(monkeypatch):
     """An error while one candidate is read is that candidate's own."""
-    monkeypatch.setattr(matcher, "read_expert", lambda *args, read=matcher.read_expert: _of_stacked(read(*args)))
+    monkeypatch.setattr(layer_proof, "read_expert", lambda *args, read=layer_proof.read_expert: _of_stacked(read(*args)))
     backend = check_against_eager(_two_layers(), torch.randn(6, zoo.D))
     assert sorted(backend.reasons) == ["INTERNAL"] and len(backend.rewritten) == 1
 
@@ -111,7 +111,7 @@ def _of_stacked(expert):
 
 
 def test_one_warning_with_the_traceback_for_each_place(monkeypatch, caplog):
-    monkeypatch.setattr(matcher, "read_expert", broken)
+    monkeypatch.setattr(layer_proof, "read_expert", broken)
     with caplog.at_level(logging.WARNING, logger="moeblaze_ops"):
         for _ in range(2):
             check_against_eager(_two_layers(), torch.randn(6, zoo.D))
@@ -136,7 +136,7 @@ def test_strict_raises(monkeypatch):
 def test_switch(monkeypatch, combine, strict):
     """Also where the frame is compiled a second time, without data-dependent shapes."""
     monkeypatch.setattr(config, "strict", strict)
-    monkeypatch.setattr(matcher, "read_expert", broken)
+    monkeypatch.setattr(layer_proof, "read_expert", broken)
     model, x = zoo.ModuleListMoE(combine), torch.randn(6, zoo.D)
     with rewriting_backend() as without_inductor:
         step = torch.compile(model, backend="moeblaze" if combine is zoo.loop_mistral else without_inductor)

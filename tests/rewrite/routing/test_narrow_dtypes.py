@@ -164,3 +164,96 @@ def test_running_sums_of_rounded_numbers(dtype):
 
     backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(16, zoo.D), tolerance=1e-5)
     assert len(backend.rewritten) == 1
+
+
+def score_of(ids, e, weights):
+    return (weights * (ids == e)).sum(-1)
+
+
+FLAGS = {
+    "logical_not": lambda ids, e, weights: score_of(ids, e, weights).logical_not().logical_not(),
+    "logical_and": lambda ids, e, weights: torch.logical_and(score_of(ids, e, weights), weights[:, 0] > 0.25),
+    "logical_and of counts": lambda ids, e, weights: torch.logical_and((ids == e).sum(-1), torch.tensor(True)),
+    "logical_and of slots": lambda ids, e, weights: torch.logical_and(weights, ids == e).sum(-1),
+    "sum": lambda ids, e, weights: (ids == e).sum(-1, dtype=torch.bool) * weights[:, 0],
+    "scatter_add": lambda ids, e, weights: flags_of(ids).scatter_add(1, ids, torch.ones_like(ids, dtype=torch.bool))[:, e],
+    "index_add": lambda ids, e, weights: flags_of(ids).T.index_add(0, ids[0], torch.ones(2, len(ids), dtype=torch.bool))[e],
+    "max": lambda ids, e, weights: torch.max(ids[:, 0] == e, ids[:, 1] == e) * weights[:, 0],
+}
+
+
+def flags_of(ids):
+    return torch.zeros(len(ids), zoo.E, dtype=torch.bool)
+
+
+class OfFlags(nn.Module):
+    """Experts beside a number of each token, of ids that may repeat."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(zoo.D, zoo.FF), nn.SiLU(), nn.Linear(zoo.FF, zoo.D)) for _ in range(zoo.E)
+        )
+        self.number = number
+
+    def forward(self, x, weights, ids):
+        numbers = (self.number(ids, e, weights).unsqueeze(-1).to(x.dtype) for e in range(zoo.E))
+        return sum(expert(x) * number for expert, number in zip(self.experts, numbers, strict=True))
+
+
+@pytest.mark.parametrize("ids", [[[1, 0]], [[1, 1]], [[1, 1], [0, 2], [3, 1]]], ids=["one token", "one id", "tokens"])
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_zero_or_one(name, ids):
+    """A flag is 1 whatever number it is made of, and of however many; the larger of two is of two."""
+    ids = torch.tensor(ids)
+    check_against_eager(OfFlags(FLAGS[name]), torch.randn(len(ids), zoo.D), torch.rand(ids.shape), ids, tolerance=1e-5)
+
+
+def test_flags_of_flags():
+    layer = OfFlags(lambda ids, e, weights: torch.logical_and(ids == e, torch.tensor(True)).logical_not().logical_not().sum(-1))
+    ids = torch.tensor([[1, 1], [0, 2], [3, 1]])
+    assert len(check_against_eager(layer, torch.randn(3, zoo.D), torch.rand(3, 2), ids, tolerance=1e-5).rewritten) == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "number"), [(1200, 0), (16, 1)])
+def test_counts_that_are_added_up_in_half_precision(num_tokens, number):
+    """1200 ones in bf16 are 256."""
+
+    def offsets(flat):
+        ones = torch.ones_like(flat).bfloat16()
+        return torch.zeros(zoo.E).bfloat16().index_add(0, flat, ones).long().cumsum(0)
+
+    layer = sorted_by(offsets)
+    assert len(rewrite_of(layer, torch.randn(num_tokens, zoo.D)).rewritten) == number
+
+
+def test_a_bound_that_is_a_tensor():
+    class Clamped(OfFlags):
+        def forward(self, x, weights, ids):
+            numbers = (score_of(ids, e, weights).unsqueeze(-1) for e in range(zoo.E))
+            bound = torch.tensor(0.25)
+            parts = zip(self.experts, numbers, strict=True)
+            return sum(expert[2](F.silu(expert[0](x).clamp_max(bound))) * number for expert, number in parts)
+
+    ids = torch.tensor([[1, 1], [0, 2], [3, 1]])
+    check_against_eager(Clamped(None), torch.randn(3, zoo.D), torch.rand(3, 2), ids, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("of", ["tokens", "weights"])
+def test_rows_that_are_rounded_to_eight_bits(of):
+    """Each row that a loop takes is rounded, and no tensor of all tokens is."""
+
+    def rounded(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(zoo.E):
+            token, k = torch.where(ids == e)
+            rows, share = x[token], weights[token, k, None]
+            if of == "tokens":
+                rows = rows.to(torch.float8_e4m3fn).to(x.dtype)
+            else:
+                share = share.to(torch.float8_e4m3fn).to(x.dtype)
+            out.index_add_(0, token, self.experts[e](rows) * share)
+        return out
+
+    backend = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5)
+    assert not backend.rewritten

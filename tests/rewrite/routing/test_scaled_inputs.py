@@ -141,3 +141,31 @@ def test_sum_that_a_biased_projection_is_two_terms_of(addend, number):
     layer = BiasedLayer(addend).double()
     rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
     assert len(rewriting.rewritten) == number
+
+
+class MaskedLayer(Layer):
+    """Biased experts of the first ``slots`` choices, of zeros for other tokens; ``selected`` says what becomes of these."""
+
+    def __init__(self, slots, selected):
+        super().__init__(plain, masked_input)
+        self.slots, self.selected = slots, selected
+        self.biases = nn.Parameter(torch.randn(zoo.E, zoo.FF))
+
+
+def masked_input(layer, x, weights, ids):
+    weights, ids = weights[:, : layer.slots], ids[:, : layer.slots]
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(layer.experts):
+        scale = (weights * (ids == e)).sum(-1, keepdim=True)
+        y = expert["down"](layer.act(expert["up"](x * scale) + layer.biases[e]))
+        out = out + layer.selected(y, (ids == e).any(-1, keepdim=True))
+    return out
+
+
+@pytest.mark.parametrize(("selected", "number"), [(lambda y, mask: y * mask, 1), (lambda y, mask: y, 0)], ids=["masked", "twin"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_masks_of_input_and_output(slots, selected, number):
+    """With one slot both masks are the same comparison; the twin adds what a bias makes of zeros."""
+    layer = MaskedLayer(slots, selected).double()
+    rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)
+    assert len(rewriting.rewritten) == number

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import moeblaze_ops
 from tests.corpus.codecs import NF4, Int8, unpacked
 from tests.corpus.zoo.catalogue import grouped_mm_fallback
-from tests.tools.rewrite_harness import check_against_eager
+from tests.tools.rewrite_harness import check_against_eager, rewrite_of
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -187,6 +187,39 @@ def kept_beside(model, x, run):
         out = run(x)
     out.sum().backward()
     return sorted(sizes.values())
+
+
+ROUNDED = {
+    "stored": lambda w: w.bfloat16().to(w.dtype),
+    "in eight bits": lambda w: w.to(torch.float8_e4m3fn).to(w.dtype),
+    "turned": lambda w: w.mT.half().to(w.dtype).mT,
+    "each": lambda w: torch.stack([own.to(w.dtype) for own in w.bfloat16()]),
+    "a sum": lambda w: (w + 1).half().to(w.dtype),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_weights_that_are_rounded_and_cast_back(name):
+    """As layers are trained that are to be stored in fewer bits: the products are those of the rounded weights."""
+
+    class Rounded(Layer):
+        def weight(self, stored, x):
+            return ROUNDED[name](stored)
+
+    rewriting = check_against_eager(Rounded(), torch.randn(T, D), tolerance=1e-9)
+    assert len(rewriting.rewritten) == 1
+
+
+def test_rounded_weights_of_no_module():
+    """What a caller gives is not looked into further than to a tensor: nothing says that it stays."""
+
+    def layer(x, weights, chosen, w_up, w_down):
+        w_up, w_down = w_up.bfloat16().to(x.dtype), w_down.bfloat16().to(x.dtype)
+        share = ((weights * (chosen == e)).sum(-1, keepdim=True) for e in range(E))
+        return sum(own * F.linear(F.silu(F.linear(x, w_up[e])), w_down[e]) for e, own in enumerate(share))
+
+    args = torch.randn(T, D), torch.rand(T, K), torch.randint(0, E, (T, K)), torch.randn(E, H, D), torch.randn(E, D, H)
+    assert rewrite_of(layer, *args).reasons == ["DTYPE_PATH"]
 
 
 def partitioned(gm, inputs):

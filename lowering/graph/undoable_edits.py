@@ -1,0 +1,119 @@
+"""Changes of a graph that can be undone, and nodes added to it with the fake values that they give."""
+
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_result
+from moeblaze_ops.lowering.torch_internals import saved_tensors_hooks_are_disabled
+
+
+class Edits:
+    """Nodes inserted and readers redirected, in a way that ``undo`` takes back.
+
+    The nodes themselves stay: a copy of the graph would lose the attributes that Dynamo sets on its nodes.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self._successors: dict[fx.Node, fx.Node | Callable[[], fx.Node]] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def insert(self, after: fx.Node, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
+        args = fx.node.map_arg(args, self._successor)
+        with self.graph.inserting_after(after):
+            create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
+            node = create(target, args, kwargs)
+        self._undo.append(lambda: self.graph.erase_node(node))
+        return node
+
+    def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """Let ``reader``, and whatever is inserted later, read ``new``."""
+        self._successors[old] = new
+        args, kwargs = reader.args, reader.kwargs
+
+        def restore() -> None:
+            reader.args, reader.kwargs = args, kwargs
+            self._successors.pop(old, None)
+
+        self._undo.append(restore)
+        reader.replace_input_with(old, new)
+
+    def succeed(self, old: fx.Node, make: Callable[[], fx.Node]) -> None:
+        """Let whatever is inserted later read what ``make`` adds in place of ``old``; nothing is added for nobody."""
+        self._successors[old] = make
+        self._undo.append(lambda: self._successors.pop(old))
+
+    def _successor(self, node: fx.Node) -> fx.Node:
+        successor = self._successors.get(node, node)
+        if isinstance(successor, fx.Node):
+            return successor
+        made = self._successors[node] = successor()
+
+        def restore() -> None:
+            self._successors[node] = successor
+
+        self._undo.append(restore)
+        return made
+
+    def mark(self) -> int:
+        """A point to go back to."""
+        return len(self._undo)
+
+    def undo(self, mark: int = 0) -> None:
+        """Take back everything since ``mark``."""
+        while len(self._undo) > mark:
+            self._undo.pop()()
+
+
+class NodeInserter:
+    """Adds nodes after one node, each behind the one before, with the fake value that it gives."""
+
+    def __init__(self, edits: Edits, after: fx.Node):
+        self.edits, self._after, self._meta = edits, after, after.meta
+        self.nodes: list[fx.Node] = []
+        self._mode = fake_mode_of(edits.graph)
+
+    def call(self, target: Callable | str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self._add(target, args, kwargs)
+        with _nothing_saved_for_the_caller():
+            node.meta["example_value"] = fake_result(self._mode, target, args, kwargs)
+        return node
+
+    def of_data(self, target: Callable, *args: Any) -> fx.Node:
+        """A call that gives a size which only the data tell; autograd's trace of the graph makes a symbol of its own for it."""
+        with self._mode.shape_env.ignore_fresh_unbacked_symbols():
+            return self.call(target, *args)
+
+    def given(self, value: Any, target: Callable, *args: Any) -> fx.Node:
+        """A call of what cannot run on fakes here, with the fake value that it gives."""
+        node = self._add(target, args, {})
+        node.meta["example_value"] = value
+        return node
+
+    def items(self, node: fx.Node, count: int) -> list[fx.Node]:
+        return [self.call(operator.getitem, node, i) for i in range(count)]
+
+    def _add(self, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
+        node = self.edits.insert(self._after, target, args, kwargs)
+        self.nodes.append(node)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self._meta:
+                node.meta[key] = self._meta[key]
+        self._after = node
+        return node
+
+
+def _nothing_saved_for_the_caller() -> AbstractContextManager:
+    """A context in which what autograd saves of fakes does not reach the hooks of who called the compiled function.
+
+    ``torch.utils.checkpoint`` around it counts what is saved, and would find less when it runs the function again. There are
+    none where they are disabled.
+    """
+    if saved_tensors_hooks_are_disabled():
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,0 +1,411 @@
+"""That a sum of experts is a layer which the ops compute: every proof obligation, in order.
+
+The terms of the sum are read by `expert_term` and `routing_term`, and the operands that they speak of are looked up
+in the graph by `find_operands` and `weight_layout`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS
+from moeblaze_ops.kernels.formulas.named import IDENTITY, is_zero_at_zero
+from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
+from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, target_name
+from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
+from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
+from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
+from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
+from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
+from moeblaze_ops.lowering.match.operands.find_scales import (
+    Scale,
+    find_scaled_routing,
+    unrounded_weights,
+    usable_scale,
+    usable_weights,
+)
+from moeblaze_ops.lowering.match.operands.find_scored import Named, find_scored, usable_named
+from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
+from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
+from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
+from moeblaze_ops.lowering.match.region import Region, prove_region, written_before_backward
+from moeblaze_ops.lowering.match.terms.activation import Formulas, without_gradient
+from moeblaze_ops.lowering.match.terms.expert_coverage import (
+    expert_order,
+    extent,
+    prove_distinct,
+    prove_shared_weights,
+    weight_index,
+)
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, read_expert
+from moeblaze_ops.lowering.match.terms.padding import without_padding
+from moeblaze_ops.lowering.match.terms.routing_term import (
+    Routing,
+    expert_index,
+    read_compared,
+    read_indexed,
+    read_scored,
+    without_input_mask,
+)
+from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation
+
+NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value that may be the output of a layer, completed by ``root``: its element at ``tokens`` and ``feature`` is a sum.
+
+    ``terms`` are its experts, which ``chosen`` counts. ``base`` is what the sum starts from, and ``added`` are experts without
+    projections.
+    """
+
+    root: fx.Node
+    value: Value
+    tokens: tuple[Expr, ...]
+    feature: Expr
+    terms: Sequence[Expr]
+    chosen: Counter
+    base: fx.Node | None
+    added: Sequence[ZeroComputationTerm]
+
+
+def prove_layer(view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate) -> MoEMatch:
+    """The layer that a candidate is, its low-rank factors apart from the weights where that can be proven.
+
+    Raises:
+        Declined: it is not proven to be one.
+    """
+    experts = [read_expert(evaluator.algebra, formulas, term, candidate.feature) for term in candidate.terms]
+    if not has_low_rank(experts):
+        return _Proof(view, evaluator, candidate).layer(experts)
+    try:
+        return _Proof(view, evaluator, candidate).layer(experts, split=True)
+    except Declined as declined:
+        try:
+            return _Proof(view, evaluator, candidate).layer(experts)
+        except Declined:
+            raise declined from None
+
+
+def unshaped(view: GraphView, node: fx.Node, root: fx.Node) -> Value:
+    """What a node holds at ``root``, in the shape in which it was made."""
+    value = view.value_at(node, view.position[root])
+    while value.op in ("reshape", "cast"):
+        value = value.args[0]
+    return value
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """Experts, how each is routed, and the operands that say so. ``order``: the terms of the experts by their numbers."""
+
+    experts: list[ExpertTerm]
+    routings: list[Routing]
+    order: list[int]
+    numbers: tuple[int, ...]
+    ids: Operand | None
+    weights: Operand | None
+    scales: tuple[Scale, ...]
+    top_k: int
+    kept: Operand | None = None
+    named: Named | None = None
+    scored: bool = False  # a token may go to every expert
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether experts compare ids with their numbers; else ids select their weights."""
+        return self.routings[0].expert is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.weights is not None and self.weights.gathered
+
+    @property
+    def is_by_number(self) -> bool:
+        """Whether every factor of a score is one of all experts alike."""
+        return not (self.kept or self.scored) and all(scale.width is not None for scale in self.scales)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What experts have stored, as views; ``sums`` are the nodes that add low-rank products to the weights."""
+
+    num_experts: int
+    parameters: tuple[Operand, ...]
+    w_up: tuple[WeightView, ...]
+    b_up: tuple[WeightView, ...]
+    w_down: WeightView
+    b_down: WeightView | None
+    low_rank_up: tuple[tuple[Factors, ...], ...] = ()
+    low_rank_down: tuple[Factors, ...] = ()
+    sums: frozenset[fx.Node] = frozenset()
+
+    @property
+    def views(self) -> list[WeightView]:
+        factors = [view for group in (*self.low_rank_up, self.low_rank_down) for view in _views(group)]
+        return [*self.w_up, *self.b_up, self.w_down, *([self.b_down] if self.b_down else []), *factors]
+
+
+def _views(group: tuple[Factors, ...]) -> list[WeightView]:
+    return [view for factors in group for view in factors.views]
+
+
+class _Proof:
+    """The proof of one candidate."""
+
+    def __init__(self, view: GraphView, evaluator: Evaluator, candidate: Candidate):
+        self.view, self.evaluator, self.algebra, self.candidate = view, evaluator, evaluator.algebra, candidate
+        self.root, self.feature = candidate.root, candidate.feature
+        self.finder = Finder(view, evaluator, candidate.root, candidate.tokens, candidate.value.shape[:-1])
+
+    def layer(self, experts: Sequence[ExpertTerm], split: bool = False) -> MoEMatch:
+        """The layer, its low-rank factors apart from the weights where they are ``split``."""
+        candidate, root = self.candidate, self.root
+        routed = self._routed(self._normal(experts))
+        x = find_x(self.finder, routed.experts)
+        activations = {(expert.activation, bool(expert.scale)) for expert in routed.experts}
+        prove(len(activations) == 1, Reason.DIFFERENT_ACTIVATIONS)
+        lead = routed.experts[0]
+        prove_shared_weights(self.algebra, routed.routings, routed.experts)
+        stored = self._stored(routed, split)
+        if fake_of(self.view.writes.get(root, root)).requires_grad:
+            _prove_reached(lead.activation, x, stored)
+        self._prove_numbers(routed)
+        plain = self._zero_computation(routed, x)
+        self._prove_unselected(routed, lead, stored)
+        self._prove_slots(routed, plain, stored.num_experts)
+        stored, dtype = self._in_one_dtype(stored, x)
+        weights = unrounded_weights(usable_weights(routed.weights, dtype))
+        named = routed.named and usable_named(routed.named, dtype)
+        scales = tuple(usable_scale(scale, dtype) for scale in routed.scales)
+        D = candidate.value.shape[-1]
+        prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
+        self._prove_unchanged(stored)
+        of_plain = (operand for own in plain for operand in (own.vector, own.of_token))
+        optional = (routed.ids, weights, routed.kept, *of_plain, *((named.tokens, named.weights) if named else ()))
+        of_tokens = (x, *stored.parameters, *(scale.operand for scale in scales), *filter(None, optional))
+        read = {node for operand in of_tokens for node in operand.nodes}
+        of_weights = {node for weight in stored.views for node in weight.nodes}
+        region = self._region(frozenset(read | of_weights), stored.sums, dtype)
+        changed = written_before_backward(self.view, root, of_weights)
+        prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", next(iter(changed), None))
+        bounds, E = self._bounds(routed), stored.num_experts
+        selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
+        return MoEMatch(
+            root=root, region=region, x=x, experts=routed.ids, weights=weights, scales=scales, weights_on_input=bool(lead.scale),
+            w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
+            activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
+            T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=D, F=lead.width.args[1], dtype=dtype,
+            chosen=candidate.chosen, base=candidate.base, kept=routed.kept,
+            numbers=_numbers(routed.numbers, E, bounds) if routed.is_dense else (), zero_computation=plain,
+            named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,
+            subscripts=selects, copied=written_before_backward(self.view, root, read),
+        )  # fmt: skip
+
+    def _normal(self, experts: Sequence[ExpertTerm]) -> list[ExpertTerm]:
+        """Experts without what their input has in common with other spellings: scales of tokens, masks, padding."""
+        experts = [with_scaled_x(self.algebra, self.finder, expert) for expert in experts]
+        experts = [without_input_mask(self.algebra, expert, self.feature) for expert in experts]
+        return [without_padding(self.algebra, expert, self.finder.token) for expert in experts]
+
+    def _routed(self, experts: list[ExpertTerm]) -> _Routed:
+        scored = [self._scored_routing(expert) for expert in experts]
+        if all(scored):
+            experts, given = [expert for expert, _ in scored], [routing for _, routing in scored]
+            routings, found = find_scored(self.algebra, self.finder, given)
+            order, numbers = expert_order(routings)
+            top_k = routings[0].ids.args[1]
+            return _Routed(
+                experts, routings, order, numbers, None, found.weights, found.masks, top_k, named=found.named, scored=True
+            )
+        routings = [self._routing(expert) for expert in experts]
+        order, numbers = expert_order(routings)
+        depth = MAX_PROJECTIONS if experts[0].scale else 0
+        ids, weights, top_k, scales = find_scaled_routing(self.algebra, self.finder, routings, depth)
+        kept = find_kept(self.algebra, self.finder, routings)
+        return _Routed(experts, routings, order, numbers, ids, weights, scales, top_k, kept)
+
+    def _scored_routing(self, expert: ExpertTerm) -> tuple[ExpertTerm, Routing] | None:
+        index = expert_index(self.algebra, expert, self.feature)
+        by_number = index is None or index in expert.binders
+        return read_scored(self.algebra, expert, index, self.finder.token) if by_number else None
+
+    def _routing(self, expert: ExpertTerm) -> Routing:
+        index = expert_index(self.algebra, expert, self.feature)
+        if index is None or index in expert.binders:
+            return read_compared(self.algebra, index, expert.binders, expert.routing, expert.scale)
+        factors = (*expert.routing, *expert.scale)
+        prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
+        permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
+        prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {NO_COUNTS}")
+        return read_indexed(index, expert.binders, factors)
+
+    def _stored(self, routed: _Routed, split: bool) -> _Stored:
+        experts, order, feature = routed.experts, routed.order, self.feature
+        of_up: list[Additions] = []
+        of_down: list[Additions] = []
+        sums: frozenset[fx.Node] = frozenset()
+        if split:
+            sums = sums_of(self.view, experts, self.view.position[self.root])
+            parts = [split_expert(self.evaluator, expert, feature) for expert in experts]
+            experts, of_up, of_down = (list(part) for part in zip(*parts, strict=True))
+        chosen = [experts[i] for i in order]
+        indices = [weight_index(routed.routings[i]) for i in order]
+        num_experts = extent(routed.routings[order[0]].expert, len(order))
+
+        def views(leaves: list[list[Expr]], features: list[tuple[Expr, ...]], halves: bool):
+            return weight_views(self.algebra, leaves, features, indices, num_experts, halves_axis=halves)
+
+        parameters = find_parameters(self.algebra, self.finder, [routed.routings[i].expert for i in order], chosen)
+        w_up, E = views([[u.weight for u in e.up] for e in chosen], [(e.width, e.feature_in) for e in chosen], True)
+        num_experts = E
+        (w_down,), _ = views([[e.down.weight] for e in chosen], [(e.width, feature) for e in chosen], False)
+        low_rank_up: tuple[tuple[Factors, ...], ...] = ()
+        low_rank_down: tuple[Factors, ...] = ()
+        if split:
+            widths, inputs, outputs = [e.width for e in chosen], [e.feature_in for e in chosen], [feature] * len(chosen)
+            up, down = [of_up[i] for i in order], [of_down[i] for i in order]
+            low_rank_up = factor_views(self.evaluator, up, widths, inputs, indices, E)
+            (low_rank_down,) = factor_views(self.evaluator, down, outputs, widths, indices, E)
+        b_up: tuple[WeightView, ...] = ()
+        if _all_or_none([u.bias for e in chosen for u in e.up]):
+            b_up, _ = views([[u.bias for u in e.up] for e in chosen], [(e.width,) for e in chosen], True)
+        b_down = None
+        if _all_or_none([e.down.bias for e in chosen]):
+            (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
+        return _Stored(E, parameters, w_up, b_up, w_down, b_down, low_rank_up, low_rank_down, sums)
+
+    def _prove_numbers(self, routed: _Routed) -> None:
+        """Experts may have numbers of their own, and some no projections, where ids are all that tells them apart."""
+        numbers, by_number = routed.numbers, routed.is_by_number
+        in_order = numbers in ((), tuple(range(len(numbers))))
+        detail = f"experts {list(numbers)}, of which some have numbers of their own"
+        prove(in_order or by_number, Reason.EXPERT_COVERAGE, detail)
+        prove(
+            not self.candidate.added or by_number,
+            Reason.ROUTING,
+            "experts that are routed otherwise than those without projections",
+        )
+
+    def _zero_computation(self, routed: _Routed, x: Operand) -> tuple[ZeroComputation, ...]:
+        x_value = unshaped(self.view, x.node, self.root)
+        given = None if routed.scales else (routed.ids, routed.weights, routed.top_k)
+        return find_zero_computation(
+            self.algebra, self.finder, self.candidate.added, self.feature, routed.routings, given,
+            is_x=lambda operand: unshaped(self.view, operand.node, self.root) is x_value,
+        )  # fmt: skip
+
+    def _prove_unselected(self, routed: _Routed, lead: ExpertTerm, stored: _Stored) -> None:
+        """What is not selected adds nothing: an expert of zeros gives zeros, where its input alone is masked."""
+        of_zeros = bool(lead.scale) and routed.is_dense and not all(routing.selects_output for routing in routed.routings)
+        has_bias = bool(stored.b_up or stored.b_down)
+        prove(not (of_zeros and has_bias), Reason.ROUTING, "a bias is added for unselected experts")
+        prove(not of_zeros or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
+
+    def _prove_slots(self, routed: _Routed, plain: tuple[ZeroComputation, ...], E: int) -> None:
+        """Each slot has one expert, which exists, and one weight."""
+        gathered, routings = routed.is_gathered, routed.routings
+        prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
+        prove_distinct(self.algebra, routings, of_all=gathered and routed.top_k > 1)
+        prove(routed.is_dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
+        prove(_all_below(self._bounds(routed), E) or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
+        prove(routed.top_k <= E, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts")
+
+    def _bounds(self, routed: _Routed) -> list[Size | None]:
+        """What the ids of each routing are below, as far as is known."""
+        return [self.algebra.extent(routing.ids) for routing in routed.routings]
+
+    def _in_one_dtype(self, stored: _Stored, x: Operand) -> tuple[_Stored, torch.dtype]:
+        dtype = stored.w_down.dtype
+        b_up = tuple(_in_dtype(view, dtype) for view in stored.b_up)
+        b_down = stored.b_down and _in_dtype(stored.b_down, dtype)
+        same = all(view.dtype == dtype for view in stored.w_up)
+        prove(same and x.dtype == dtype, Reason.DTYPE_PATH, "tokens and weights of several dtypes")
+        parameters = tuple(replace(operand, dtype=at_least_fp32(dtype)) for operand in stored.parameters)
+        return replace(stored, b_up=b_up, b_down=b_down, parameters=parameters), dtype
+
+    def _prove_unchanged(self, stored: _Stored) -> None:
+        """Weights hold at the layer's end what its products read."""
+        position = self.view.position[self.root]
+        for value in (value for view in stored.views for value in view.values):
+            prove(self.view.value_at(value.node, position) is value, Reason.OPERAND_CHANGED, node=value.node)
+
+    def _region(self, operands: frozenset[fx.Node], sums: frozenset[fx.Node], dtype: torch.dtype) -> Region:
+        """The nodes that go, among them ``sums``, if they can."""
+        try:
+            return prove_region(self.view, self.root, operands, dtype, self.candidate.base)
+        except Declined:
+            if not sums:
+                raise
+            return prove_region(self.view, self.root, operands | sums, dtype, self.candidate.base)
+
+
+def _all_below(bounds: list[Size | None], E: int) -> bool:
+    return all(isinstance(bound, int) and bound <= E for bound in bounds)
+
+
+def _numbers(numbers: tuple[int, ...], E: int, bounds: list[Size | None]) -> tuple[int, ...]:
+    """The ids of experts that ids are compared with, in order; none if there are no others than 0 to E-1, as far as is known."""
+    all_of_them = not any(isinstance(bound, int) and bound > E for bound in bounds)
+    in_order = numbers in ((), tuple(range(E)))
+    return () if in_order and all_of_them else numbers or tuple(range(E))
+
+
+def _prove_reached(activation: str, x: Operand, stored: _Stored) -> None:
+    """Nothing would have a gradient of zeros that has none as written, since the activation only compares it.
+
+        torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
+    """
+    if activation == IDENTITY or not (unreached := without_gradient(activation)):
+        return
+    # Gate and up, where they are views of their own.
+    halves = [
+        (view, *stored.b_up[i : i + 1], *(own for group in stored.low_rank_up[i : i + 1] for own in _views(group)))
+        for i, view in enumerate(stored.w_up)
+    ]
+    names = GATED_SYMBOLS if len(halves) == 2 else UNGATED_SYMBOLS if unreached.issuperset(UNGATED_SYMBOLS) else ()
+    of: list[tuple[str, Sequence[WeightView | Operand]]] = [*zip(names, halves, strict=False)]
+    of += [(names[0], [x])] if names and unreached.issuperset(names) else []
+    of += [(name, [own]) for name, own in zip(PARAMETER_SYMBOLS, stored.parameters, strict=False)]
+    reached = {node for name, views in of if name not in unreached for view in views for node in view.nodes}
+    for node in (node for name, views in of if name in unreached for view in views for node in view.nodes):
+        needs = fake_of(node).requires_grad and node not in reached
+        prove(not needs, Reason.GRADIENTS, f"'{node.name}' is only compared, which passes no gradient to it", node)
+
+
+def _all_or_none(biases: list[Expr | None]) -> bool:
+    present = [b is not None for b in biases]
+    prove(all(present) or not any(present), Reason.WEIGHT_LAYOUT, "some experts have a bias")
+    return all(present)
+
+
+def _in_dtype(bias: WeightView, dtype: torch.dtype) -> WeightView:
+    """A bias as the products it is added to, whose sum the ops round to their dtype anyway."""
+    prove(bias.dtype.itemsize >= dtype.itemsize, Reason.DTYPE_PATH, "a bias of less precision")
+    return bias if bias.dtype == dtype else replace(bias, dtype=dtype, cast=True)
+
+
+def _spelling(region: Region, routing: Routing) -> str:
+    names = {target_name(node) for node in region.nodes}
+    if not names.isdisjoint(GROUPED_PRODUCTS):
+        return "sorted grouped_mm"
+    fakes = (fake_of(node) for node in region.nodes)
+    if any(isinstance(fake, torch.Tensor) and free_unbacked_symbols(fake) for fake in fakes):
+        return "loop over experts"
+    if routing.expert is None:
+        return "gathered weights"
+    return "dense batched" if routing.expert.kind == "var" else "masked experts"
+
+
+def _has_row_groups(region: Region) -> bool:
+    return not {target_name(node) for node in region.nodes}.isdisjoint((*GROUPED_PRODUCTS, "searchsorted", "bucketize"))

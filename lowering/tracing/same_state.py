@@ -1,0 +1,71 @@
+"""Whether Python's own state is the same with the work of a branch and without it, and what is known of sizes.
+
+    out = out + y               tensors may be others: they are handed over in pairs
+    calls = calls + 1           refused: a number of Python is another one
+"""
+
+from typing import Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
+
+Variable = VariableTracker
+
+
+def realized(variable: Variable) -> Variable:
+    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+
+
+def is_same(without: Variable | None, with_: Variable | None, pairs: list[tuple[Variable, Variable]]) -> bool:
+    """Whether two Python values are one and the same but for tensors and sizes in them, which are added to ``pairs``."""
+    if without is None or with_ is None:
+        return without is with_
+    without, with_ = realized(without), realized(with_)
+    if without is with_:
+        return True
+    if type(without) is not type(with_):
+        pairs.append((without, with_))  # a number that became one that data tell, or the other way round
+        return _is_number(without) and _is_number(with_)
+    if isinstance(without, TensorVariable | SymNodeVariable):
+        if without.python_type() is not with_.python_type():
+            return False
+        if without.as_proxy().node is not with_.as_proxy().node:
+            pairs.append((without, with_))
+        return True
+    if isinstance(without, ConstantVariable):
+        return type(without.value) is type(with_.value) and without.value == with_.value
+    if type(without) is TupleVariable and len(without.items) == len(with_.items):
+        return all(is_same(*both, pairs) for both in zip(without.items, with_.items, strict=True))
+    return False
+
+
+def _is_number(variable: Variable) -> bool:
+    return isinstance(variable, SymNodeVariable) or (isinstance(variable, ConstantVariable) and type(variable.value) is int)
+
+
+def world(tx: Any) -> tuple:
+    """What Dynamo knows besides variables: numbers drawn by Python, prints, modes."""
+    output = tx.output
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
+
+
+_OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+
+
+def known_of_sizes(tx: Any) -> tuple[dict, dict, dict]:
+    """What is known of sizes: their ranges, what they are by others, and how much is to be asserted of them."""
+    env = tx.output.shape_env
+    asserts = {symbol: len(asserted) for symbol, asserted in env.deferred_runtime_asserts.items()}
+    return dict(env.var_to_range), dict(env.replacements), asserts
+
+
+def says_more(tx: Any, before: tuple[dict, dict, dict]) -> bool:
+    """Whether more is known by now of a size, or a number, that only the data tell and that was there before."""
+    known = list(zip(before, known_of_sizes(tx), strict=True))
+    changed = (s for s in before[0] if any(one.get(s) is not now.get(s) and one.get(s) != now.get(s) for one, now in known))
+    return any(symbol_is_type(symbol, _OF_DATA) for symbol in changed)

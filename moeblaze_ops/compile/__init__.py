@@ -1,0 +1,38 @@
+"""``torch.compile`` with rewriting: the switch and the backend, attempts at a frame, and records of what became of it.
+
+Importing it registers the backend, and hooks that do nothing until they are asked for.
+"""
+
+from moeblaze_ops.compile.attempts import NotJustified, rewrite
+from moeblaze_ops.compile.dry_runs import dry_run
+from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, GraphRecord, Record, recent_records, recording
+from moeblaze_ops.compile.switch import (
+    cache_key,
+    disable,
+    enable,
+    enabled,
+    moeblaze_backend,
+    on_trace,
+    rewriting,
+    why_switch_has_no_effect,
+)
+
+__all__ = [
+    "CaptureRecord",
+    "FrameRecord",
+    "GraphRecord",
+    "NotJustified",
+    "Record",
+    "cache_key",
+    "disable",
+    "dry_run",
+    "enable",
+    "enabled",
+    "moeblaze_backend",
+    "on_trace",
+    "recent_records",
+    "recording",
+    "rewrite",
+    "rewriting",
+    "why_switch_has_no_effect",
+]

@@ -1,0 +1,181 @@
+"""Attempts at a frame: compiled with what only a rewrite of its graphs justifies, and dropped where that is not proven.
+
+Loops over experts that select tokens with ``torch.where(mask)`` break Dynamo's graph by default, and with it the whole
+frame. So a frame is first traced with such ops allowed in the graph, with numbers of the host, and with branches on data
+as if they were always taken (``lowering.tracing``); then, if branches or numbers made a difference, with such ops alone.
+Unless rewriting removes every one of them, and whenever anything is not proven or goes wrong, what that gave is dropped and
+the frame is compiled as it would have been.
+"""
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import repeat
+from types import CodeType
+from typing import Any, NoReturn
+
+from torch import fx
+
+from moeblaze_ops import config
+from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, keep
+from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.tracing.branches import Branches
+from moeblaze_ops.lowering.tracing.watch import tracing
+
+log = logging.getLogger(__name__)
+
+_BREAK = "its graph breaks elsewhere, and what remains of it is traced on its own"
+
+
+class NotJustified(RuntimeError):
+    """After rewriting, a graph still holds what only a rewrite of it would have justified."""
+
+
+@dataclass
+class _Attempt:
+    """A frame being compiled with ops in its graphs that only a rewrite can justify."""
+
+    branches: Branches | None
+    reports: list = field(default_factory=list)
+    assumes: bool = False  # a graph of its has work that is done unasked, or numbers: it is the only one, with a layer in it
+    idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
+    left: str | None = None
+    failure: Exception | None = None  # of Dynamo, which could not trace the frame
+    error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
+
+    def give_up(self, reason: str) -> NoReturn:
+        self.left = reason
+        raise NotJustified(reason)
+
+
+_attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What an attempt compiled a frame to, None where it failed or is not justified, and what is to be recorded of it."""
+
+    compiled: Any | None
+    records: list[GraphRecord | CaptureRecord]
+    failure: Exception | None = None
+    differs: bool = False  # another attempt, without branches and numbers, may end in another way
+
+
+def compiled_by_attempts(
+    compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame
+) -> tuple[Any | None, Exception | None]:
+    """What the first attempt that is justified compiled a frame to; or None, and what stopped Dynamo in the first that failed."""
+    tries = [_try(compile_frame, frame, Branches())]
+    if tries[-1].compiled is None and tries[-1].differs:
+        tries.append(_try(compile_frame, frame, None))
+    for record in (record for tried in tries for record in tried.records):
+        keep(record)
+    return tries[-1].compiled, next((tried.failure for tried in tries if tried.failure is not None), None)
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A context in which no garbage is looked for: a rewrite makes hardly any, and Dynamo holds millions of objects by then."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collecting()
+def rewrite(gm: fx.GraphModule) -> Any:
+    """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
+    from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
+
+    attempt = _attempt.get()
+    if attempt is not None:
+        return _rewrite_attempted(gm, attempt)
+    report = rewrite_graph(gm)
+    keep(GraphRecord(report))
+    return report
+
+
+def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
+    from moeblaze_ops.lowering.graph.fake_values import needs_gradient
+    from moeblaze_ops.lowering.obligations import branches, check
+    from moeblaze_ops.lowering.obligations.idle_experts import gradient_beside_layers, guarded_inputs, idle_experts
+    from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
+
+    traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
+    work: set[fx.Node] = set()
+    graded: list[fx.Node] = []
+    unproven = check.unproven(gm)  # of conditions, too, which are not there any more when they are discharged
+    if traced is not None:
+        discharged = branches.discharge(gm)
+        if reason := traced.left or discharged.reason:
+            traced.left = reason
+            attempt.give_up(reason)
+        work, graded = discharged.work, discharged.graded
+        attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
+    if attempt.assumes and ends_in_break:
+        attempt.give_up(_BREAK)
+    if unproven is not None:
+        attempt.give_up(unproven)
+    guarded = guarded_inputs(gm, work)
+    try:
+        report = rewrite_graph(gm)
+    except Exception as error:
+        attempt.error = error
+        raise
+    attempt.reports.append(report)
+    attempt.idle.append(tuple(idle_experts(gm, guarded)))
+    if sources := check.data_dependent_shapes(gm, numbers=traced is not None):
+        why = check.why_they_stay(gm, rewritten=bool(report.rewritten))
+        attempt.give_up(f"{', '.join(sources)} would stay in the graph: {why}")
+    if effects := check.remaining_effects(gm, work):
+        attempt.give_up(f"{', '.join(effects)} would run where the program skips it")
+    if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
+        attempt.give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
+    if attempt.assumes and any(layer.T == 0 for layer in report.rewritten):
+        attempt.give_up("there are no tokens: the program skips all work, and its output needs no gradient")
+    if attempt.assumes and not report.rewritten:
+        attempt.give_up("no layer is rewritten")
+    if attempt.idle[-1] and config.idle_expert_grads == "none":
+        attempt.give_up("config.idle_expert_grads is 'none', and experts without tokens would get gradients of zeros")
+    return report
+
+
+def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: Branches | None) -> _Tried:
+    """Compile a frame with data-dependent shapes in its graphs, and with ``branches`` on data and numbers of the host, too."""
+    attempt, watched = _Attempt(branches), branches or Branches(traces=False)
+    token = _attempt.set(attempt)
+    compiled = None
+    try:
+        with tracing(watched):
+            compiled = compile_frame(frame.code)
+        if attempt.assumes and torch_internals.resumes(compiled):
+            attempt.left = _BREAK
+    except Exception as error:
+        if attempt.error is not None:
+            raise
+        attempt.failure = None if attempt.left or watched.left else error
+        attempt.left = attempt.left or str(error)
+    finally:
+        _attempt.reset(token)
+    dropped = attempt.left = watched.left or attempt.left
+    if dropped is not None:
+        compiled = None
+        log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
+    records: list[GraphRecord | CaptureRecord] = [
+        GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)
+    ]
+    if branches and (branches.done or branches.left):
+        what = "traced as always taken: its work does nothing where the program skips it"
+        done = tuple(f"{line}: {what}" for line in branches.done)
+        records.append(CaptureRecord(done if compiled is not None else (), (branches.left,) if branches.left else (), dropped))
+    elif attempt.assumes and compiled is not None:
+        done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
+        records.append(CaptureRecord(done, ()))
+    differs = branches is not None and (branches.differs or attempt.assumes)
+    return _Tried(compiled, records, attempt.failure, differs)

@@ -1,0 +1,42 @@
+"""A function called with its graphs captured and rewritten, but not compiled: what ``explain`` looks at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from moeblaze_ops.compile.attempts import rewrite
+from moeblaze_ops.compile.records import Record, kept_apart
+from moeblaze_ops.compile.switch import rewriting
+from moeblaze_ops.lowering import torch_internals
+
+
+def dry_run(
+    function: Callable, observe: Callable[[fx.GraphModule, fx.GraphModule, Any], Callable], *args: Any, **kwargs: Any
+) -> tuple[Any, list[Record], list[str]]:
+    """Call ``function`` with its graphs captured and rewritten as a compile would, but not compiled.
+
+    Args:
+        function: what to call; Dynamo must not have seen its code yet.
+        observe: called with each graph as captured, as rewritten, and the report; returns what runs in its place.
+        args, kwargs: of ``function``.
+
+    Returns:
+        What ``function`` returns, the records, and the graph breaks. What Dynamo learnt about code that it had not seen
+        before is forgotten.
+    """
+    from moeblaze_ops.lowering.obligations.branches import always_taken
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        captured = always_taken(gm)
+        return observe(captured, gm, rewrite(gm))
+
+    with (
+        rewriting(backend),
+        kept_apart() as records,
+        torch_internals.forgetting_frames(),
+        torch_internals.counting_breaks() as breaks,
+    ):
+        output = torch.compile(function, backend=backend)(*args, **kwargs)
+    return output, records, breaks
