@@ -1,4 +1,3 @@
-import gc
 import logging
 import os
 from pathlib import Path
@@ -8,11 +7,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
-import torch._dynamo.config
-import torch._dynamo.guards
-from torch._subclasses import fake_tensor
 
 from moeblaze_ops import config
+from tests.tools.compiling import compile_quickly, keep_what_is_imported
 
 TESTS = Path(__file__).parent
 
@@ -58,35 +55,16 @@ def pytest_ignore_collect(collection_path, config):
     return True if tier and collection_path.suffix == ".py" and tier_of(collection_path) != tier else None
 
 
-# Dynamo flushes the CPU's caches and measures the guards of every frame that it compiled, for a log that nothing here reads.
-torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+compile_quickly()
 # pytest listens to each logger that hands nothing on to others. To that one Dynamo gives every step that it takes, as JSON and
 # with the stack, once somebody listens: a tenth of the time of a test that compiles.
 _trace = logging.getLogger("torch.__trace")
 _trace.propagate = True
 _trace.handlers.clear()
-# Graphs are small here, and there are thousands: no garbage is collected after each of them.
-torch._dynamo.config.run_gc_after_compile = False
-
-
-class _StateOfNumbers(fake_tensor._CacheKeyState):
-    """What operators give for sizes that are symbols is not kept: a loop over experts has other symbols in each pass.
-
-    To keep it, each output is made twice, which is a quarter of what a test of such loops takes. Pages and ranks keep it.
-    """
-
-    def convert_sym_int(self, result, arg):
-        raise fake_tensor._BypassDispatchCache("symbolic size")
-
-
-fake_tensor._CacheKeyState = _StateOfNumbers
 
 
 def pytest_collection_finish():
-    """What torch and the tests themselves consist of is no garbage: the collector need not go through it again and again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    keep_what_is_imported()
 
 
 @pytest.fixture(autouse=True)

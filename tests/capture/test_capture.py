@@ -1,6 +1,5 @@
 """Loops that skip experts without tokens: captured in one graph where nothing is skipped, and left alone otherwise."""
 
-
 import pytest
 import torch
 import torch._inductor.config
@@ -12,7 +11,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from tests.corpus.loops import asked, branches, guarded, hits, lists, named, present, split, zeros
 from tests.corpus.loops import guarded_counts as counted
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend
 
 T = 12

@@ -14,7 +14,7 @@ from tests.capture.test_capture import check, make_layer, scratch  # noqa: F401
 from tests.corpus.loops import handed
 from tests.corpus.loops import split_lookalikes as lookalikes
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 T = guarded.T

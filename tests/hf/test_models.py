@@ -9,7 +9,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from moeblaze_ops import compile as moeblaze_compile
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import Rewriting, compiled
 
 transformers = pytest.importorskip("transformers")

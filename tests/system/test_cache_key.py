@@ -6,6 +6,8 @@ import py_compile
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -17,10 +19,22 @@ from moeblaze_ops import config, sources
 
 _FOLDERS = ("moeblaze_ops", "kernels", "lowering")
 
+# Each line that it reads has a fork of it import the package, which torch does not, and train.
 _PROGRAM = """
-import torch
-import moeblaze_ops
+import os
+import sys
+import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
+
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        break
+    print("END", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+
+import moeblaze_ops
 
 torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
@@ -77,8 +91,12 @@ def copy_of_package(tmp_path_factory) -> Path:
     return root
 
 
-def run(root: Path, cache: Path) -> list[tuple[int, float]]:
-    """Cache hits and the size of the gradient, of one training step each: explicit, in a function, with the switch."""
+@contextmanager
+def trainer(root: Path, cache: Path) -> Iterator[Callable[[], list[tuple[int, float]]]]:
+    """Gives, in a new process for each call, of one training step each the cache hits and the size of the gradient.
+
+    The steps: explicit, in a function, with the switch.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": str(root),
@@ -86,12 +104,21 @@ def run(root: Path, cache: Path) -> list[tuple[int, float]]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "OMP_NUM_THREADS": "1",
     }
-    result = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=environment, cwd=cache, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    return [(int(hits), float(gradient)) for _, hits, gradient in lines]
+    command, pipe = [sys.executable, "-c", _PROGRAM], subprocess.PIPE
+    with (
+        open(cache / "errors", "w") as errors,
+        subprocess.Popen(command, env=environment, cwd=cache, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
+    ):
+
+        def train() -> list[tuple[int, float]]:
+            print(file=process.stdin, flush=True)
+            lines = []
+            while not lines or lines[-1][:1] not in ([], ["END"]):
+                lines.append(process.stdout.readline().split())
+            assert lines.pop() == ["END", "0"], (cache / "errors").read_text()
+            return [(int(hits), float(gradient)) for kind, hits, gradient in lines if kind == "RESULT"]
+
+        yield train
 
 
 def test_edited_backward_misses_the_caches(copy_of_package, tmp_path):
@@ -99,10 +126,10 @@ def test_edited_backward_misses_the_caches(copy_of_package, tmp_path):
     edited = copy_of_package / "moeblaze_ops" / "ops" / "expert_up.py"
     original = edited.read_text()
     assert _BACKWARD in original
-    cold = run(copy_of_package, tmp_path)
-    warm = run(copy_of_package, tmp_path)
-    edited.write_text(original.replace(_BACKWARD, _OTHER_BACKWARD))
-    other = run(copy_of_package, tmp_path)
+    with trainer(copy_of_package, tmp_path) as train:
+        cold, warm = train(), train()
+        edited.write_text(original.replace(_BACKWARD, _OTHER_BACKWARD))
+        other = train()
     assert [hits > 0 for hits, _ in cold] == [False] * 3
     assert [hits > 0 for hits, _ in warm] == [True] * 3
     assert [hits > 0 for hits, _ in other] == [False] * 3

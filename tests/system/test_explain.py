@@ -10,7 +10,7 @@ from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops.explain import Candidate, Explanation
 from moeblaze_ops.lowering import torch_internals
 from tests.tools import toy_rewrite
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.toy_rewrite import LoopMoE, tanh_layer
 
 

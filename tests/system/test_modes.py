@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 COMBINES = (zoo.masked_sum, zoo.loop_mixtral)

@@ -22,7 +22,7 @@ from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.compile.switch import install_lowerings
 from moeblaze_ops.lowering import torch_internals
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 
 T, D, H, E, K = 24, 8, 12, 6, 2
 _OFFSETS = torch.randn(8, T, E, generator=torch.Generator().manual_seed(1)) * 10

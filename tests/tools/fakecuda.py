@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.tools.caches import graphs_compiled_anew
+from tests.tools.compiling import graphs_compiled_anew
 
 _GUARD_SOURCE = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from tests.tools.compiling import compile_quickly, keep_what_is_imported
+
 _SILENT_S = 60
 """After so long a check shows where it is."""
 
 
-def run_checks(
-    checks: dict[str, Callable[[], None]], ranks: int, folder: str, device: str = "cpu"
-) -> dict[str, list[str]]:
+def run_checks(checks: dict[str, Callable[[], None]], ranks: int, folder: str, device: str = "cpu") -> dict[str, list[str]]:
     """Run every check in each of ``ranks`` processes; what became of it there: ``passed``, or the error with its traceback.
 
     Checks are functions of a module, and run with a seed: on the CPU with fp64 and one thread, or each on a GPU of its own.
@@ -43,11 +43,12 @@ def assert_passed(outcomes: list[str]) -> None:
 
 
 def start_ranks(work: Callable[..., None], arguments: tuple, ranks: int) -> None:
-    """Runs ``work(rank, *arguments)`` in ``ranks`` processes, forks of one that has done nothing but import the compiler.
+    """Runs ``work(rank, *arguments)`` in ``ranks`` processes, forks of one that has done nothing but import the compiler and us.
 
     To import it takes a process longer than most checks.
     """
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"])
+    compiler = ["torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
+    multiprocessing.set_forkserver_preload([*compiler, "moeblaze_ops.compile", "moeblaze_ops.distributed", "pytest"])
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
@@ -55,6 +56,8 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
     if device == "cpu":
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
+        compile_quickly()
+        keep_what_is_imported()
     else:
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", ranks)

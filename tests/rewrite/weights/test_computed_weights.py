@@ -3,12 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-import moeblaze_ops.compile  # noqa: F401  (registers the backend where the package is not installed)
+import moeblaze_ops
 from tests.corpus.codecs import NF4, Int8, unpacked
 from tests.corpus.zoo.catalogue import grouped_mm_fallback
 from tests.tools.rewrite_harness import check_against_eager, rewrite_of
@@ -220,15 +222,25 @@ def test_rounded_weights_of_no_module():
     assert rewrite_of(layer, *args).reasons == ["DTYPE_PATH"]
 
 
+def partitioned(gm, inputs):
+    """Inductor up to what is kept for backward, which it decides before it generates code."""
+    return compile_fx(gm, inputs, inner_compile=lambda part, inputs, **settings: make_boxed_func(part.forward))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nf4", "operator_without_gradient", "normed", "adapted"])
-def test_computed_weights_are_not_kept_for_backward(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("nf4", partitioned), ("operator_without_gradient", "moeblaze"), ("normed", partitioned), ("adapted", partitioned)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_computed_weights_are_not_kept_for_backward(name, backend, monkeypatch):
     """With wide experts and few tokens nothing that is kept has the size of the weights."""
     monkeypatch.setitem(globals(), "H", 512)
     monkeypatch.setitem(globals(), "D", 64)
     layer, x = (Adapted() if name == "adapted" else LAYERS[name]()), torch.randn(3, D, requires_grad=True)
     torch._dynamo.reset()
-    kept = kept_beside(layer, x, torch.compile(layer, backend="moeblaze", fullgraph=True))
+    with moeblaze_ops.enabled():
+        kept = kept_beside(layer, x, torch.compile(layer, backend=backend, fullgraph=True))
     assert kept[-1] < E * D * H
     assert x.grad is not None
     assert kept_beside(layer, x, layer)[-1] >= E * D * H
