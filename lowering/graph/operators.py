@@ -19,6 +19,11 @@ _NAMESPACES = frozenset(("aten", "prims"))
 OTHERS = {"transformers::grouped_mm_fallback"}
 """Operators of other namespaces that compute what torch's operators of the same name do."""
 
+PROJECTIONS = frozenset((
+    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+))  # fmt: skip
+"""Operators that multiply by matrices, among others by those of experts and routers."""
+
 OURS: set[Any] = set()
 """Functions that tracing puts into graphs: each has a form of its own name."""
 

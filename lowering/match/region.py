@@ -11,11 +11,8 @@ from moeblaze_ops.lowering.graph.dependencies import dependencies, own_dependenc
 from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.operators import PROJECTIONS
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-
-_PROJECTIONS = frozenset((
-    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
     computed: set[fx.Node] = set()
     buffers: set[fx.Node] = set()  # they hold it since a node before this one
     for node in sorted(nodes, key=view.position.__getitem__):
-        made = target_name(node) in _PROJECTIONS
+        made = target_name(node) in PROJECTIONS
         if node.op != "output" and (made or any(n in computed or n in buffers for n in node.all_input_nodes)):
             computed.add(node)
             if (target := view.writes.get(node)) is not None and target not in buffers:
@@ -246,7 +243,7 @@ def _is_in_autocast(view: GraphView, root: fx.Node) -> bool:
 
 def _prove_one_width(node: fx.Node) -> None:
     """Autocast casts no fp64, so that a product of fp64 and anything else raises an error."""
-    fakes = [fake_of(operand) for operand in node.all_input_nodes] if target_name(node) in _PROJECTIONS else []
+    fakes = [fake_of(operand) for operand in node.all_input_nodes] if target_name(node) in PROJECTIONS else []
     dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor) and fake.dtype.is_floating_point}
     prove(torch.float64 not in dtypes or len(dtypes) == 1, Reason.DTYPE_PATH, "a product of float64 and another dtype", node)
 
