@@ -39,7 +39,8 @@ def prove_region(
     computed = _computed(view, nodes)
     carriers = _carriers(view, root)
     _prove_gradients(view, root, ends, frozenset(carriers), read)
-    _prove_writes(view, root, nodes, carriers)
+    kept = _kept(view, nodes - computed, nodes, carriers, frozenset(buffer))
+    _prove_writes(view, root, nodes, kept, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     for node in nodes:
         prove(not _acts(view, node), Reason.EFFECT, node.name, node)
@@ -48,7 +49,6 @@ def prove_region(
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
         _prove_one_width(node)
-    kept = _kept(view, nodes - computed, nodes, carriers, frozenset(buffer))
     if base in buffer:
         between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
         staying = [w for w, to in between if to in buffer and w not in nodes - kept]
@@ -169,13 +169,20 @@ def _carriers(view: GraphView, root: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(carriers)
 
 
-def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
-    """Every buffer that the region writes belongs to it, so that the writes can go."""
+def _prove_writes(
+    view: GraphView, root: fx.Node, nodes: set[fx.Node], kept: set[fx.Node], carriers: tuple[fx.Node, ...]
+) -> None:
+    """Every buffer that the region writes belongs to it, but for those whose writes stay, so that the others can go.
+
+        scores[token, ids] += weights           an operand reads the zeros that are in ``scores`` before, and nobody else does
+    """
+    going = nodes - kept
     for node, target in view.all_writes():
-        for alias in view.aliases(target) if node in nodes else ():
+        for alias in view.aliases(target) if node in going else ():
             if view.position[alias] > view.position[root]:
                 continue
-            own = alias in nodes or alias in carriers or all(view.position[u] < view.position[node] for u in alias.users)
+            read_inside = (user in nodes or view.position[user] < view.position[node] for user in alias.users)
+            own = alias in nodes or alias in carriers or all(read_inside)
             prove(own and alias.op != "placeholder", Reason.BUFFER_ALIASED, f"'{alias.name}' shares a written buffer", node)
 
 
