@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def fake_of(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:

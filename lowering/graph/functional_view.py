@@ -63,12 +63,13 @@ def graphs_of(gm: fx.GraphModule) -> list[fx.Graph]:
 
 def target_name(node: fx.Node) -> str:
     """The name of torch's operator that a node computes, "" for anything else."""
-    return operator_name(node) if is_on_plain_tensors(node) else ""
+    name = operator_name(node)
+    return name if name and is_on_plain_tensors(node) else ""
 
 
 def is_on_plain_tensors(node: fx.Node) -> bool:
     """Whether no operand is of a class that computes operators in its own way, as DTensor does."""
-    return not any(is_traceable_wrapper_subclass(fake_of(operand)) for operand in node.all_input_nodes)
+    return not any(map(is_traceable_wrapper_subclass, map(fake_of, node.all_input_nodes)))
 
 
 _INPLACE_OPERATORS = {

@@ -22,6 +22,9 @@ OTHERS = {"transformers::grouped_mm_fallback"}
 GROUPED_PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 """Names of the products of groups of rows, which end at offsets."""
 
+PROJECTIONS = frozenset(("linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", *GROUPED_PRODUCTS))
+"""Operators that multiply by matrices, among others by those of experts and routers."""
+
 OURS: set[Any] = set()
 """Functions that tracing puts into graphs: each has a form of its own name."""
 

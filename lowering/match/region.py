@@ -11,12 +11,8 @@ from moeblaze_ops.lowering.graph.dependencies import dependencies, own_dependenc
 from moeblaze_ops.lowering.graph.effects import acts_beside_tensors
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
-from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
+from moeblaze_ops.lowering.graph.operators import PROJECTIONS
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-
-_PROJECTIONS = frozenset((
-    "linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", *GROUPED_PRODUCTS,
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,8 @@ def prove_region(
     computed = _computed(view, nodes)
     carriers = _carriers(view, root)
     _prove_gradients(view, root, ends, frozenset(carriers), read)
-    _prove_writes(view, root, nodes, carriers)
+    kept = _kept(view, nodes - computed, nodes, carriers, frozenset(buffer))
+    _prove_writes(view, root, nodes, kept, carriers)
     _prove_users(view, root, nodes, computed, carriers)
     for node in nodes:
         prove(not _acts(view, node), Reason.EFFECT, node.name, node)
@@ -52,7 +49,6 @@ def prove_region(
         prove(view.context[node] == view.context[root], Reason.CONTEXT, node=node)
         _prove_dtype(node, dtype, fake_of(view.writes.get(root, root)))
         _prove_one_width(node)
-    kept = _kept(view, nodes - computed, nodes, carriers, frozenset(buffer))
     if base in buffer:
         between = [(w, to) for w, to in view.all_writes() if view.position[base] < view.position[w] <= view.position[root]]
         staying = [w for w, to in between if to in buffer and w not in nodes - kept]
@@ -71,7 +67,7 @@ def _between(view: GraphView, root: fx.Node, read: set[fx.Node], buffer: set[fx.
     while unread:
         ends |= unread
         nodes = own_dependencies(view, ends, read, without=view.inputs)
-        unread = set(_writes_to(view, nodes - buffer, root)) - nodes - ends
+        unread = set(_writes_to(view, frozenset(nodes - buffer), root)) - nodes - ends
     return ends, nodes
 
 
@@ -144,7 +140,7 @@ def _computed(view: GraphView, nodes: set[fx.Node]) -> set[fx.Node]:
     computed: set[fx.Node] = set()
     buffers: set[fx.Node] = set()  # they hold it since a node before this one
     for node in sorted(nodes, key=view.position.__getitem__):
-        made = target_name(node) in _PROJECTIONS
+        made = target_name(node) in PROJECTIONS
         if node.op != "output" and (made or any(n in computed or n in buffers for n in node.all_input_nodes)):
             computed.add(node)
             if (target := view.writes.get(node)) is not None and target not in buffers:
@@ -173,13 +169,20 @@ def _carriers(view: GraphView, root: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(carriers)
 
 
-def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
-    """Every buffer that the region writes belongs to it, so that the writes can go."""
+def _prove_writes(
+    view: GraphView, root: fx.Node, nodes: set[fx.Node], kept: set[fx.Node], carriers: tuple[fx.Node, ...]
+) -> None:
+    """Every buffer that the region writes belongs to it, but for those whose writes stay, so that the others can go.
+
+        scores[token, ids] += weights           an operand reads the zeros that are in ``scores`` before, and nobody else does
+    """
+    going = nodes - kept
     for node, target in view.all_writes():
-        for alias in view.aliases(target) if node in nodes else ():
+        for alias in view.aliases(target) if node in going else ():
             if view.position[alias] > view.position[root]:
                 continue
-            own = alias in nodes or alias in carriers or all(view.position[u] < view.position[node] for u in alias.users)
+            read_inside = (user in nodes or view.position[user] < view.position[node] for user in alias.users)
+            own = alias in nodes or alias in carriers or all(read_inside)
             prove(own and alias.op != "placeholder", Reason.BUFFER_ALIASED, f"'{alias.name}' shares a written buffer", node)
 
 
@@ -247,7 +250,7 @@ def _is_in_autocast(view: GraphView, root: fx.Node) -> bool:
 
 def _prove_one_width(node: fx.Node) -> None:
     """Autocast casts no fp64, so that a product of fp64 and anything else raises an error."""
-    fakes = [fake_of(operand) for operand in node.all_input_nodes] if target_name(node) in _PROJECTIONS else []
+    fakes = [fake_of(operand) for operand in node.all_input_nodes] if target_name(node) in PROJECTIONS else []
     dtypes = {fake.dtype for fake in fakes if isinstance(fake, torch.Tensor) and fake.dtype.is_floating_point}
     prove(torch.float64 not in dtypes or len(dtypes) == 1, Reason.DTYPE_PATH, "a product of float64 and another dtype", node)
 

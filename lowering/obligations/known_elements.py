@@ -5,6 +5,8 @@
         ids[e], e + offset                  not known: they are made of other tensors, too
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -12,7 +14,8 @@ from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.forms.masks import hit_mask
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, written_nodes
+from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name, written_nodes
+from moeblaze_ops.lowering.graph.operators import PROJECTIONS
 from moeblaze_ops.lowering.obligations.markers import hit_number
 
 
@@ -22,17 +25,7 @@ def known_element(node: fx.Node) -> int | None:
     chain = _chain(node) if isinstance(fake, torch.Tensor) and not fake.is_floating_point() else None
     if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or is_written(chain):
         return None
-    copies, graph = {}, fx.Graph()
-    for step in sorted(chain):
-        if step.target is hit_number:
-            hits = graph.placeholder(step.args[0].name)
-            hits.meta["example_value"] = fake_of(step.args[0])
-            copies[step] = graph.call_function(hit_number, (hits, step.args[1]))
-        else:
-            copies[step] = graph.node_copy(step, copies.__getitem__)
-        copies[step].meta["example_value"] = fake_of(step)
-    evaluator = Evaluator()
-    value = GraphView(graph, TABLE, numbers_only=True).value(copies[node])
+    value, evaluator = _value(node, chain), Evaluator()
     element = evaluator.try_element(value, (evaluator.algebra.zero,) * len(value.shape))
     return int(element.args[0]) if element is not None and element.kind == "const" else None
 
@@ -46,8 +39,13 @@ def experts_among(hits: fx.Node) -> list[int] | None:
 
     Of a mask with more rows than ids have numbers, those rows are never hit.
     """
-    view, evaluator = GraphView(hits.graph, TABLE, numbers_only=True), Evaluator()
-    mask = hit_mask(view.value_at(hits, len(view.position)))
+    steps, evaluator = _steps_behind_projections(hits), Evaluator()
+    if is_written(steps | _operands(steps), since=min(steps)):
+        view = GraphView(hits.graph, TABLE, numbers_only=True)
+        value = view.value_at(hits, len(view.position))
+    else:
+        value = _value(hits, steps)
+    mask = hit_mask(value)
     if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_EXPERTS:
         return None
     hit = (evaluator.try_element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0]))
@@ -73,10 +71,43 @@ def _chain(node: fx.Node) -> set[fx.Node] | None:
     return chain
 
 
-def is_written(chain: set[fx.Node]) -> bool:
-    """Whether something writes to memory of these nodes."""
-    storages = {storage_of(node) for node in chain}
-    step = min(chain)
+def _steps_behind_projections(hits: fx.Node) -> set[fx.Node]:
+    """The operators that make hits, as far as they are looked into and no product with an input of the graph is between.
+
+        one_hot(x.matmul(router).topk(2).indices, E).sum((0, 1)).nonzero()          all of them but the first
+    """
+    steps: set[fx.Node] = set()
+    stack = [hits]
+    while stack:
+        step = stack.pop()
+        known = step.op in ("call_function", "call_method") and target_name(step) in TABLE
+        reads_input = any(operand.op in ("placeholder", "get_attr") for operand in step.all_input_nodes)
+        if step is hits or (known and step not in steps and not (reads_input and target_name(step) in PROJECTIONS)):
+            steps.add(step)
+            stack += step.all_input_nodes
+    return steps
+
+
+def _operands(steps: set[fx.Node]) -> set[fx.Node]:
+    return {operand for step in steps for operand in step.all_input_nodes} - steps
+
+
+def _value(node: fx.Node, steps: set[fx.Node]) -> Any:
+    """What the last of some ``steps`` holds, where nothing is known of what they are given."""
+    copies, graph = {}, fx.Graph()
+    for given in sorted(_operands(steps)):
+        copies[given] = graph.placeholder(given.name)
+        copies[given].meta["example_value"] = fake_of(given)
+    for step in sorted(steps):
+        copies[step] = graph.node_copy(step, copies.__getitem__)
+        copies[step].meta["example_value"] = fake_of(step)
+    return GraphView(graph, TABLE, numbers_only=True).value(copies[node])
+
+
+def is_written(nodes: set[fx.Node], since: fx.Node | None = None) -> bool:
+    """Whether something writes to memory of these nodes, behind the first of them or behind another one."""
+    storages = {storage_of(node) for node in nodes}
+    step = min(nodes) if since is None else since
     while step.op != "root" and not any(storage_of(written) in storages for written in written_nodes(step)):
         step = step.next
     return step.op != "root"

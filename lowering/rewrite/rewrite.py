@@ -234,8 +234,6 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
     """Whoever reads the old result after the root reads the new one; whether that had to be copied to have the same strides."""
     if match.base is not None:
         out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.D), out)
-    order = {node: i for i, node in enumerate(edits.graph.nodes)}
-    after = order[match.root]
     inserted = set(insert.nodes)
     result: fx.Node | None = None
     copied = False
@@ -248,7 +246,7 @@ def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> 
         return shaped
 
     for carrier in match.region.carriers:
-        readers = [u for u in carrier.users if order[u] > after and u not in inserted]
+        readers = [u for u in carrier.users if match.root < u and u not in inserted]
         if not readers:
             edits.succeed(carrier, partial(successor, carrier))  # where a layer behind this one may find its tokens
             continue

@@ -1,5 +1,6 @@
 """The switch and the backend, with a toy rewrite in place of the real one."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -75,6 +76,19 @@ def test_enabled_restores():
             pass
         assert "moeblaze" in inductor_config.pre_grad_fusion_options
     assert inductor_config.pre_grad_fusion_options == options
+
+
+def test_collector_of_garbage_rests_while_a_graph_is_rewritten(monkeypatch):
+    rests = []
+
+    def rewrite_graph(gm):
+        rests.append(not gc.isenabled())
+        return toy_rewrite.rewrite_graph(gm)
+
+    monkeypatch.setattr(sys.modules["moeblaze_ops.lowering.rewrite.rewrite"], "rewrite_graph", rewrite_graph)
+    with moeblaze_compile.enabled():
+        run(torch.compile(tanh_layer))
+    assert rests == [True] and gc.isenabled()
 
 
 def test_inference():

@@ -443,3 +443,38 @@ def test_rows_of_another_dtype_than_what_they_are_stored_in(name, dtype):
             ):
                 forward(x)
         assert not backend.rewritten
+
+
+def hidden_written_afterwards(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(self.E):
+        gate = x @ self.w1[e]
+        hidden = F.silu(gate) * (x @ self.w3[e])
+        gate.zero_()
+        out = out + hidden @ self.w2[e] * _share(weights, ids, e)
+    return out
+
+
+def hidden_written_afterwards_and_read(self, x, weights, ids):
+    gate = x @ self.w1[0]
+    out = torch.zeros_like(x)
+    for e in range(self.E):
+        hidden = F.silu(gate if e == 0 else x @ self.w1[e]) * (x @ self.w3[e])
+        out = out + hidden @ self.w2[e] * _share(weights, ids, e)
+        if e == 0:
+            gate.zero_()
+    return out, gate
+
+
+def test_writes_that_nobody_reads_go_with_the_layer():
+    with torch.no_grad():
+        run, backend = compiled(zoo.StackedMoE(hidden_written_afterwards))
+        run(torch.randn(10, zoo.D))
+    assert len(backend.rewritten) == 1 and "zero_" not in backend.operators()
+
+
+def test_writes_that_somebody_reads_do_not():
+    with torch.no_grad():
+        run, backend = compiled(zoo.StackedMoE(hidden_written_afterwards_and_read))
+        run(torch.randn(10, zoo.D))
+    assert backend.reasons == ["EXTRA_USER"]
