@@ -205,7 +205,7 @@ def _compiled(module: nn.Module, x: Tensor, train: bool, backend: Callable) -> d
     compiled = torch.compile(module.__class__.forward, backend=backend)
     if not isinstance(backend, _Backend):
         return _run(module, compiled, x, train)
-    with mock.patch.object(switch, "_rewriting_backends", [backend]), switch.recording() as backend.records:
+    with switch.rewriting(backend), switch.recording() as backend.records:
         return _run(module, compiled, x, train)
 
 
