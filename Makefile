@@ -32,7 +32,7 @@ DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
 # The longest part first.
-PARTS := test-rewrite test-slow test-capture test-offline test-interpreter test-ops test-hf test-export test-fast
+PARTS := test-rewrite test-slow test-capture test-offline test-hf test-interpreter test-ops test-fast test-export
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
