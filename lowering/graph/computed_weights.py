@@ -39,7 +39,7 @@ def _is_rounded(value: Value) -> bool:
         value = value.args[0]
         if value.dtype != dtypes[0]:
             dtypes.insert(0, value.dtype)
-    return len(dtypes) > 1 and rounds_between(dtypes)
+    return rounds_between(dtypes)
 
 
 def _is_multiple(value: Value) -> bool:

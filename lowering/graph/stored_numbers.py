@@ -45,10 +45,9 @@ def holds_all(dtype: torch.dtype, source: torch.dtype) -> bool:
 def rounds_between(dtypes: Sequence[torch.dtype]) -> bool:
     """Whether casts from one dtype to the next lose more than a cast of the first to the last does.
 
-    fp32, bf16, fp32 do; fp32, bf16 and bf16, fp32, fp16 do not.
+    fp32, bf16, fp32 do; fp32, bf16 and bf16, fp32, fp16 do not, nor does one dtype alone.
     """
-    first, *between, last = dtypes
-    return any(not holds_all(dtype, first) and not holds_all(dtype, last) for dtype in between)
+    return any(not holds_all(dtype, dtypes[0]) and not holds_all(dtype, dtypes[-1]) for dtype in dtypes[1:-1])
 
 
 def _is_inside(inner: torch.iinfo, outer: torch.iinfo) -> bool:

@@ -67,7 +67,7 @@ def _between(view: GraphView, root: fx.Node, read: set[fx.Node], buffer: set[fx.
     while unread:
         ends |= unread
         nodes = own_dependencies(view, ends, read, without=view.inputs)
-        unread = set(_writes_to(view, frozenset(nodes - buffer), root)) - nodes - ends
+        unread = set(_writes_to(view, nodes - buffer, root)) - nodes - ends
     return ends, nodes
 
 

@@ -132,7 +132,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
             _assert_ids(edits, layers, views)
         if edits.mark():
             gm.graph.lint()
-        dead = _dead(gm.graph, layers, proven)
+        dead = _dead(gm.graph, layers, proven if layers else set())
     except Exception as error:
         edits.undo()
         detail = tolerate(error)
@@ -288,7 +288,6 @@ def _read_size(insert: Inserter, match: MoEMatch, size: torch.SymInt) -> fx.Node
 def _dead(graph: fx.Graph, replaced: list[MoEMatch], proven: set[fx.Node]) -> list[fx.Node]:
     """The regions as far as nobody else uses them, and assertions that are ``proven``, of numbers that nobody else uses."""
     own = set().union(*(match.region.nodes for match in replaced))
-    proven = proven if replaced else set()
     dead = own | proven
     read = {operand for node in proven for operand in node.all_input_nodes}
     for node in reversed(graph.nodes):

@@ -58,7 +58,6 @@ from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
 from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
 from moeblaze_ops.lowering.tracing.same_state import is_same, known_of_sizes, realized, says_more, world
 
-Translator = symbolic_convert.InstructionTranslatorBase
 Variable = VariableTracker
 
 

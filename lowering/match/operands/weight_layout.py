@@ -129,7 +129,7 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
     prove(leaf.kind == "leaf", Reason.PROJECTION_WEIGHTS, f"'{leaf.kind}' of tensors")
     value, indices = leaf.args
     dtypes = (value.dtype, *casts)
-    prove(len(dtypes) == 1 or not rounds_between(dtypes), Reason.DTYPE_PATH, "weights that are rounded on the way", value.node)
+    prove(not rounds_between(dtypes), Reason.DTYPE_PATH, "weights that are rounded on the way", value.node)
     prove(all(isinstance(s, int) for s in value.shape), Reason.WEIGHT_LAYOUT, "a symbolic weight shape")
     strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
     position = algebra.linear(0, list(zip(strides, indices, strict=True)))
