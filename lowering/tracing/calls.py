@@ -22,6 +22,9 @@ from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
 _IDENTIFY = {"hash_impl", "get_python_hash", "is_python_equal"}
 """What Dynamo asks of a tensor that is a key; 2.11 has no ``hash_impl``."""
 
+_GET_ATTRIBUTE = {"var_getattr", "tp_getattro_impl", "call_obj_hasattr"}
+"""What Dynamo calls to read an attribute of a tensor; the first up to 2.13, the second from 2.14 on."""
+
 _ASK_NAMES = (locals, vars, dir)
 
 _OF_PYTHON = (BuiltinVariable, PolyfilledFunctionVariable)
@@ -55,7 +58,7 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         return constant_method(self, tx, name, args, kwargs)
 
     TensorVariable.call_method, ConstantVariable.call_method = of_tensors, of_texts
-    for name in ("var_getattr", "call_obj_hasattr"):
+    for name in _GET_ATTRIBUTE & vars(TensorVariable).keys():
         _watch_tensors(name, attempt, lambda merged, tensor, tx, attribute: merged.refuse_history(tensor, attribute))
     for name in _IDENTIFY & vars(TensorVariable).keys():
         _watch_tensors(name, attempt, lambda merged, tensor, *args: merged.refuse(hash, [tensor]))
