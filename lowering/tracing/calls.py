@@ -18,6 +18,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
+from moeblaze_ops.lowering.tracing.replaced_methods import replace_method
 
 _IDENTIFY = {"hash_impl", "get_python_hash", "is_python_equal"}
 """What Dynamo asks of a tensor that is a key; 2.11 has no ``hash_impl``."""
@@ -69,7 +70,7 @@ def watch_calls(attempt: Callable[[], Any]) -> None:
         branches = attempt()
         return set_item(self, tx, as_key(key) if branches is not None and branches.traces else key, value)
 
-    TensorVariable.method___setitem__ = of_subscripts
+    replace_method(TensorVariable, "method___setitem__", of_subscripts)
     contains = utils.iter_contains
 
     @functools.wraps(contains)
@@ -92,7 +93,7 @@ def _watch_tensors(name: str, attempt: Callable[[], Any], look: Callable[..., No
             look(branches.merged, self, *args)
         return original(self, *args, **kwargs)
 
-    setattr(TensorVariable, name, method)
+    replace_method(TensorVariable, name, method)
 
 
 def _watch_functions(cls: type, function_of: Callable[[Any], Any], attempt: Callable[[], Any]) -> None:

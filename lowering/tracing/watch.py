@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from moeblaze_ops.lowering.torch_internals import dynamo_config
 from moeblaze_ops.lowering.tracing.branches import Branches
 from moeblaze_ops.lowering.tracing.calls import watch_calls
+from moeblaze_ops.lowering.tracing.replaced_methods import replace_method
 
 Translator = symbolic_convert.InstructionTranslatorBase
 
@@ -58,7 +59,7 @@ def _before(cls: type, name: str, notice: Callable[..., None]) -> None:
             notice(branches, self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
-    setattr(cls, name, method)
+    replace_method(cls, name, method)
 
 
 @functools.cache
