@@ -329,8 +329,9 @@ def read_from_another_place(self, x, probabilities):
 
 
 @pytest.mark.parametrize(
-    "spelling", [too_few_places, no_place_for_the_last, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
+    "spelling",
+    [too_few_places, no_place_for_the_last, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
     ids=lambda f: f.__name__,
-)  # fmt: skip
+)
 def test_buffers_that_stay(spelling):
     assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
