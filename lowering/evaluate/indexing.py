@@ -5,7 +5,7 @@ the rows come from a sort or from a boolean mask that sum is turned around into 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
@@ -178,19 +178,23 @@ class IndexingRules:
         unique = keys[0] if len(keys) == 1 else None
         # Where a row lands on a token, what is read at its key is read at the token: [key = t] x[key] = [key = t] x[t].
         known = {key: i for key, i in zip(keys, at, strict=True) if key.kind == "leaf" and _is_token(i)}
-        apart = len(keys) == 2 and self._are_counted(row, keys, sizes)
+        apart = len(keys) == 2 and self.key_of_places(row, keys, sizes) is not None
         return _Landed([row] if row.kind == "var" else [], hits, self.algebra.substitute(body, known), unique, apart=apart)
 
-    def _are_counted(self, row: Expr, keys: list[Expr], sizes: tuple[Size, ...]) -> bool:
-        """Whether one of two keys counts the rows of the other up to each row, and there is a place for all of them.
+    def key_of_places(self, row: Expr, keys: Sequence[Expr], sizes: Sequence[Size]) -> int | None:
+        """Which of two keys counts the rows of the other up to each row, where there is a place for all of them.
 
-            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       but not  buffer[ids, rows % capacity] = x
+            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids] - 1] = x       the second one, of as many places as rows
+            buffer[ids, one_hot(ids, E).cumsum(0)[rows, ids]] = x           none, of so many: the last row has none
+            buffer[ids, rows % capacity] = x                                none
         """
-        for (key, _), (place, places) in permutations(zip(keys, sizes, strict=False)):
+        for (_, key), (number, place) in permutations(enumerate(keys)):
             if self.algebra.counts_own(row, key, place):
-                most = {row.args[1], self._most_of_one_key(row, key)}
-                return any(same_size(n, places) or (isinstance(n, int) and isinstance(places, int) and n < places) for n in most)
-        return False
+                before, coefficient = (place.args[0], place.args[1][0][0]) if place.kind == "linear" else (0, 1)
+                counts = [before + most for most in (row.args[1], self._most_of_one_key(row, key))]
+                there = any(_is_below(count, sizes[number]) for count in counts)
+                return number if coefficient == 1 and there and not may_be_negative(before + 1) else None
+        return None
 
     def _most_of_one_key(self, row: Expr, key: Expr) -> Size:
         """An upper bound of how many rows have the same key: one of each token, where its slots differ."""
@@ -369,6 +373,10 @@ class _Landed:
 
 def _is_token(index: Expr) -> bool:
     return index.height == 0 and bool(index.free) and all(var.args[2] == "t" for var in index.free)
+
+
+def _is_below(number: Size, size: Size) -> bool:
+    return number < size if isinstance(number, int) and isinstance(size, int) else same_size(number + 1, size)
 
 
 def _strides(shape: tuple[Size, ...]) -> list[Size]:

@@ -73,6 +73,11 @@ class Algebra:
             return args[0] + 1 if args[0] >= 0 else None
         if kind == "mod":
             return args[1]
+        if kind == "div":
+            bound = None if args[1] == 0 else self.extent(args[0])
+            if isinstance(bound, int) and isinstance(args[1], int):
+                return -(-bound // args[1])
+            return None if bound is None else _exact_quotient(bound, args[1])
         if kind == "nonzero":
             return args[3]
         if kind == "inverse":
@@ -145,13 +150,11 @@ class Algebra:
         whole: list[tuple[Size, Expr]] = []
         rest: list[tuple[Size, Expr]] = []
         for coefficient, atom in terms:
-            if isinstance(coefficient, int) and isinstance(size, int):
-                divides, quotient = coefficient % size == 0, coefficient // size
+            quotient = _exact_quotient(coefficient, size)
+            if quotient is None:
+                rest.append((coefficient, atom))
             else:
-                ratio = sympy.cancel(sympy.sympify(coefficient) / sympy.sympify(size))
-                divides = sympy.denom(ratio) == 1
-                quotient = int(ratio) if ratio.is_Integer else ratio
-            (whole if divides else rest).append((quotient if divides else coefficient, atom))
+                whole.append((quotient, atom))
         base = constant // size if isinstance(constant, int) and isinstance(size, int) else 0
         remainder = self.linear(constant - base * size, rest)
         return (self.linear(base, whole), remainder) if (whole or base) and self.fits(remainder, size) else None
@@ -392,6 +395,16 @@ class Algebra:
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:
     if sum(len(e.args) if e.kind == kind else 1 for e in operands) > MAX_OPERANDS:
         raise TooLarge
+
+
+def _exact_quotient(number: Size, size: Size) -> Size | None:
+    """``number / size`` where that is known to be whole."""
+    if isinstance(number, int) and isinstance(size, int):
+        return number // size if number % size == 0 else None
+    ratio = sympy.cancel(sympy.sympify(number) / sympy.sympify(size))
+    if sympy.denom(ratio) != 1:
+        return None
+    return int(ratio) if ratio.is_Integer else ratio
 
 
 def may_be_negative(number: Size) -> bool:

@@ -2,6 +2,7 @@
 
     F.one_hot(ids, E), scores.scatter_add(1, ids, weights)      asserted of ids that a caller gives
     torch.bincount(ids, minlength=E).cumsum(0), as offs         asserted: more counts are no offsets of E groups
+    F.one_hot(scores.topk(2).indices + 1, E)                    asserted, since the last one may be E
     F.one_hot(scores.topk(2).indices, E)                        not: a place among E scores is below E
     ids == e                                                    nor here: it says of any number that it is another
 """
@@ -51,12 +52,14 @@ def checked_ids(view: GraphView, nodes: Iterable[fx.Node]) -> list[CheckedIds]:
     groups = _numbers_of_groups(nodes)
     for node in nodes:
         name = inplace_name(node) or target_name(node)
-        for index, end in _read(node, name, groups):
-            if not isinstance(index, fx.Node) or not isinstance(end, int | None) or not _is_of_ids(index):
+        read = [(index, end) for index, end in _read(node, name, groups) if isinstance(index, fx.Node)]
+        values = [view.value_at(index, view.position[node]) for index, _ in read]
+        elements = [evaluator.try_element(value) if isinstance(value, Value) else None for value in values]
+        places = _number_of_places(evaluator, values, elements, [end for _, end in read])
+        for number, ((index, end), value, element) in enumerate(zip(read, values, elements, strict=True)):
+            if not isinstance(end, int | None) or not _is_of_ids(index) or not isinstance(value, Value):
                 continue
-            value = view.value_at(index, view.position[node])
-            element = evaluator.try_element(value) if isinstance(value, Value) else None
-            if element is None or not _may_be_any(element) or _is_known(evaluator, element, end):
+            if number == places or (element is not None and _is_known(evaluator, element, end)):
                 continue
             made = _source(value)
             ids = made.node if view.value_at(made.node, view.position[node]) is made else index
@@ -124,19 +127,17 @@ def _argument(node: fx.Node, position: int, *names: str) -> Any:
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)
 
 
-def _may_be_any(e: Expr) -> bool:
-    """Whether numbers are in an index that somebody gives, or that an operator gives of which nothing is known."""
-    if e.kind == "leaf":
-        return e.args[0].bound is None and not e.args[0].is_permutation
-    if e.kind == "linear":
-        return any(_may_be_any(atom) for _, atom in e.args[1])
-    return e.kind in ("cast", "add", "mul") and any(isinstance(arg, Expr) and _may_be_any(arg) for arg in e.args)
-
-
 def _is_known(evaluator: Evaluator, element: Expr, end: int | None) -> bool:
     if evaluator.algebra.extent(element) is None or not never_negative(element):
         return False
     return end is None or evaluator.algebra.fits(element, end)
+
+
+def _number_of_places(evaluator: Evaluator, keys: list[Any], elements: list[Expr | None], sizes: list[Any]) -> int | None:
+    """Which of two keys of rows gives each row a place of its own among those of the other key, and is never out of range."""
+    if len(keys) != 2 or None in elements or any(len(key.shape) != 1 for key in keys):
+        return None
+    return evaluator.key_of_places(evaluator.variables(keys[0])[0], elements, list(map(size_of, sizes)))
 
 
 def _source(value: Value) -> Value:

@@ -132,6 +132,41 @@ def test_more_offsets_than_groups(name):
     assert rewritten_in(records)
 
 
+COMPUTED = {
+    "as_they_are": lambda ids, weights: ids,
+    "turned_round": lambda ids, weights: (ids + 1) % E,
+    "next": lambda ids, weights: ids + 1,
+    "before": lambda ids, weights: ids - 1,
+    "doubled": lambda ids, weights: ids * 2,
+    "one_more_than_there_are": lambda ids, weights: torch.where(weights > weights.mean(), ids, E),
+    "minus_one": lambda ids, weights: ids.masked_fill(weights < weights.mean(), -1),
+    "up_to_the_end": lambda ids, weights: (ids + 1) % (E + 1),
+    "powers": lambda ids, weights: ids * ids,
+    "rounded": lambda ids, weights: (ids.float() * 1.5).long(),
+}
+
+
+@pytest.mark.parametrize("combine", [by_one_hot, by_scatter_add, where_hits_are_one_hot], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_error_for_ids_that_a_router_computes(combine, compute):
+    torch.manual_seed(0)
+    layer, router, x = Layer(combine), nn.Linear(zoo.D, E), torch.randn(32, zoo.D)
+
+    def routed(x):
+        weights, ids = router(x).softmax(-1).topk(K, -1)
+        return layer(x, weights, compute(ids, weights))
+
+    with rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        actual = _outcome(torch.compile(routed, backend=backend), x)
+    torch.testing.assert_close(actual, _outcome(routed, x))
+    assert rewritten_in(records) or combine is not by_one_hot
+
+
+def test_nothing_is_asserted_of_sorted_rows():
+    backend = rewrite_of(zoo.stacked("sorted_index_add"), torch.randn(T, zoo.D))
+    assert backend.rewritten and "_assert_async" not in backend.operators()
+
+
 def test_nothing_is_asserted_of_a_routers_ids():
     layer = Layer(by_one_hot)
     router = nn.Linear(zoo.D, E)

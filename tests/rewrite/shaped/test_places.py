@@ -304,6 +304,12 @@ def too_few_places(self, x, probabilities):
     return _read(self, x, weights, ids, _count(ids), x.shape[0] - 1)
 
 
+def no_place_for_the_last(self, x, probabilities):
+    """An error, as soon as all tokens choose the same expert."""
+    weights, ids = probabilities.topk(1)
+    return _read(self, x, weights, ids, _count(ids) + 1, ids.numel())
+
+
 def places_of_all_experts(self, x, probabilities):
     """Counted over all slots, modulo: rows overwrite each other."""
     weights, ids = probabilities.topk(2)
@@ -323,8 +329,9 @@ def read_from_another_place(self, x, probabilities):
 
 
 @pytest.mark.parametrize(
-    "spelling", [too_few_places, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
+    "spelling",
+    [too_few_places, no_place_for_the_last, places_of_all_experts, places_of_the_next_expert, read_from_another_place],
     ids=lambda f: f.__name__,
-)  # fmt: skip
+)
 def test_buffers_that_stay(spelling):
     assert not check_against_eager(Layer(spelling), torch.randn(20, zoo.D)).rewritten
