@@ -9,6 +9,9 @@ EXIT = -1
 
 _NOTHING = frozenset(("NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "POP_TOP", "COPY", "SWAP"))
 _JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP")
+_SETUPS = ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH")
+"""What begins a block in Python 3.10, with its handler as the target; later versions have a table of blocks."""
+
 _NAMES = ("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_CLOSURE", "STORE_FAST", "LOAD_GLOBAL", "LOAD_SMALL_INT")
 
 
@@ -38,7 +41,8 @@ class ControlFlow:
             return [EXIT]
         if _raises(instruction):
             return []
-        target = [] if instruction.target is None else [self.index_of[instruction.target]]
+        is_way = instruction.target is not None and instruction.opname not in _SETUPS
+        target = [self.index_of[instruction.target]] if is_way else []
         if instruction.opname in _JUMPS:
             return target
         return [at + 1, *target] if at + 1 < len(self.instructions) else target
@@ -112,17 +116,28 @@ class ControlFlow:
             changed = False
             for at in reversed(range(count)):
                 after = frozenset().union(*(found[i] for i in self.successors(at) if i != EXIT))
-                handler = self.instructions[at].exn_tab_entry
-                live = reads[at] | (after - writes[at])
-                live |= found[self.index_of[handler.target]] if handler and not self._ends_with(handler) else frozenset()
+                live = (reads[at] | (after - writes[at])).union(*(found[handler] for handler in self._handlers[at]))
                 if live != found[at]:
                     found[at], changed = live, True
         return found
 
-    def _ends_with(self, handler: Any) -> bool:
+    @cached_property
+    def _handlers(self) -> list[list[int]]:
+        """Where an error in each instruction may lead, but for the end of a ``with``."""
+        found: list[list[int]] = [[] for _ in self.instructions]
+        for at, instruction in enumerate(self.instructions):
+            if instruction.exn_tab_entry is not None:
+                found[at].append(self.index_of[instruction.exn_tab_entry.target])
+            elif instruction.opname in _SETUPS:
+                handler = self.index_of[instruction.target]
+                for inside in found[at + 1 : handler]:
+                    inside.append(handler)
+        return [[handler for handler in handlers if not self._ends_with(handler)] for handlers in found]
+
+    def _ends_with(self, handler: int) -> bool:
         """Whether an error in a block is only told to its ``with``; one that this drops while tracing gives the attempt up."""
-        at = self.index_of[handler.target]
-        return [i.opname for i in self.instructions[at : at + 2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
+        first, second = (instruction.opname for instruction in self.instructions[handler : handler + 2])
+        return first == "WITH_EXCEPT_START" or (first, second) == ("PUSH_EXC_INFO", "WITH_EXCEPT_START")
 
 
 def _names(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:

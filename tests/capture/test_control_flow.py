@@ -1,0 +1,65 @@
+"""Ways and names of blocks: of Python 3.10, where instructions begin them, as of the running version, which has a table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch._dynamo.bytecode_transformation import cleaned_instructions
+
+from moeblaze_ops.lowering.tracing.control_flow import ControlFlow
+
+
+@dataclass(eq=False)
+class Instruction:
+    opname: str
+    argval: Any = None
+    target: "Instruction | None" = None
+    exn_tab_entry: None = None
+
+
+def in_a_loop(setup: str, *handler: Instruction) -> ControlFlow:
+    """``for e in hits: <block>: token = ...``, whose handler goes on to ``use(token)`` as the block does, in Python 3.10."""
+    end, use = Instruction("RETURN_VALUE"), Instruction("LOAD_FAST", "token")
+    head = Instruction("FOR_ITER", target=end)
+    instructions = [
+        head, Instruction("STORE_FAST", "e"), Instruction(setup, target=handler[0]), Instruction("LOAD_FAST", "e"),
+        Instruction("STORE_FAST", "token"), Instruction("POP_BLOCK"), Instruction("JUMP_FORWARD", target=use), *handler,
+        use, Instruction("JUMP_ABSOLUTE", target=head), end,
+    ]  # fmt: skip
+    return ControlFlow(instructions, {instruction: at for at, instruction in enumerate(instructions)})
+
+
+def test_what_a_with_sets_is_not_read_before():
+    flow = in_a_loop("SETUP_WITH", Instruction("WITH_EXCEPT_START"), Instruction("POP_EXCEPT"))
+    assert flow.live_at(0) == frozenset()
+    assert flow.successors(2) == [3]
+
+
+def test_what_a_handler_reads_is_read_after_each_instruction_of_its_block():
+    flow = in_a_loop("SETUP_FINALLY", Instruction("POP_TOP"), Instruction("LOAD_FAST", "kept"))
+    assert {"token", "kept"} <= flow.live_at(3)
+    assert flow.successors(2) == [3]
+
+
+def with_a_with(hits, mode, use):
+    for e in hits:
+        with mode():
+            token = use(e)
+        use(token)
+
+
+def with_a_handler(hits, kept, use):
+    for e in hits:
+        try:
+            token = use(e)
+        except ValueError:
+            token = kept
+        use(token)
+
+
+@pytest.mark.parametrize("function, read", [(with_a_with, set()), (with_a_handler, {"kept"})])
+def test_names_of_this_version(function, read):
+    instructions = cleaned_instructions(function.__code__)
+    flow = ControlFlow(instructions, {instruction: at for at, instruction in enumerate(instructions)})
+    head = next(at for at, instruction in enumerate(instructions) if instruction.opname == "FOR_ITER")
+    assert flow.live_at(head) - {"hits", "mode", "use"} == read
