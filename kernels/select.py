@@ -107,5 +107,7 @@ def _missing_gluon() -> str | None:
     try:
         import moeblaze_ops.kernels.hopper.gluon_api  # noqa: F401
     except (ImportError, AttributeError) as error:
-        return f"this Triton has no usable Gluon dialect ({error})"
+        reason = f"this Triton has no usable Gluon dialect ({error})"
+        log.warning("the kernels for Hopper do not run, since %s; the portable ones that run instead take longer", reason)
+        return reason
     return None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+pytest.importorskip("moeblaze_ops.kernels.hopper.gluon_api", exc_type=ImportError)
 
 from moeblaze_ops import config
 from moeblaze_ops.kernels import launch, repeated
