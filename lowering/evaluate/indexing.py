@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
+from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
@@ -42,19 +43,21 @@ class IndexingRules:
     def _may_count_from_end(self, index: Expr) -> bool:
         """Whether a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
 
-            w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T]
+            w[2:][ids + 1], w[E - 1 - ids]      but not  w[2:][ids - 2], rows[T:][token - T], w[torch.where(kept, ids, -1)]
         """
-        least, terms = index.args if index.kind == "linear" else (0, ())
+        least, terms = index.args if index.kind == "linear" else (0, ((1, index),))
         if index.kind == "const":
-            least = index.args[0]
+            least, terms = index.args[0], ()
         for coefficient, atom in terms:
-            if not may_be_negative(coefficient) and self._counts_its_own(atom):
-                least = least + coefficient
             if may_be_negative(coefficient):
                 bound = self._bound(atom)
                 if bound is None:
                     return True
                 least = least + coefficient * (bound - 1)
+            elif self._counts_its_own(atom):
+                least = least + coefficient
+            elif not (_is_permuted(atom) or never_negative(atom)):
+                return True
         return may_be_negative(least)
 
     def _counts_its_own(self, atom: Expr) -> bool:
@@ -68,8 +71,7 @@ class IndexingRules:
         return self.algebra.substitute(body, {row: atom.args[2]}) is self.algebra.one
 
     def _bound(self, atom: Expr) -> Size | None:
-        permuted = atom.kind == "leaf" and atom.args[0].is_permutation
-        return atom.args[0].shape[0] if permuted else self.algebra.extent(atom)
+        return atom.args[0].shape[0] if _is_permuted(atom) else self.algebra.extent(atom)
 
     def _element_take(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, dim, index = value.args
@@ -369,6 +371,10 @@ class _Landed:
             return None
         once = algebra.distinct(self.unique, self.free[0]) if self.free and not self.apart else algebra.one
         return algebra.add(base, self._summed(algebra, algebra.mul(self.hits, once, self.body)))
+
+
+def _is_permuted(index: Expr) -> bool:
+    return index.kind == "leaf" and index.args[0].is_permutation
 
 
 def _is_token(index: Expr) -> bool:

@@ -7,6 +7,7 @@ import math
 
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 
 _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
 _VIEWS = ("reshape", "permute", "slice", "select", "expand", "tile", "spread", "index", "cast")
@@ -21,7 +22,7 @@ def _least(e: Expr) -> float:
     """A lower bound."""
     if e.kind == "const":
         return e.args[0]
-    if e.kind in _PLACES or e.kind in IDEMPOTENT:
+    if e.kind in _PLACES or _is_flag(e):
         return 0
     if e.kind == "leaf":
         return 0 if _is_trusted(e.args[0]) else -math.inf
@@ -36,7 +37,24 @@ def _least(e: Expr) -> float:
     if e.kind == "linear":
         known = all(isinstance(c, int) and c >= 0 for c, _ in e.args[1]) and isinstance(e.args[0], int)
         return e.args[0] + sum(c * _least(atom) for c, atom in e.args[1]) if known else -math.inf
-    return -math.inf
+    return _least_call(*e.args) if e.kind == "call" else -math.inf
+
+
+def _least_call(name: str, operands: tuple[Expr, ...], params: tuple) -> float:
+    """A lower bound of a function of whole numbers."""
+    if name == "clamp":
+        lower, upper = params
+        least = _least(operands[0]) if lower is None else max(lower, _least(operands[0]))
+        return least if upper is None else min(least, upper)
+    if name == "maximum":
+        return max(map(_least, operands))
+    if name in ("minimum", "where"):
+        return min(map(_least, operands[-2:]))
+    return 0 if name == "abs" else -math.inf
+
+
+def _is_flag(e: Expr) -> bool:
+    return e.kind in IDEMPOTENT or is_indicator(e)
 
 
 def _least_product(factors: tuple[Expr, ...]) -> float:
@@ -44,7 +62,7 @@ def _least_product(factors: tuple[Expr, ...]) -> float:
     others = [f for f in factors if f.kind != "const"]
     if number >= 0:
         return 0 if all(_least(f) >= 0 for f in others) else -math.inf
-    return number if all(f.kind in IDEMPOTENT for f in others) else -math.inf
+    return number if all(map(_is_flag, others)) else -math.inf
 
 
 def _is_trusted(value: Value) -> bool:

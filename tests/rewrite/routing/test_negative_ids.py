@@ -87,7 +87,7 @@ def test_ids_count_from_the_end_of_a_part(operands, name, lowest):
     operands = stored(operands, axes)
     torch.testing.assert_close(run(*operands), of_parts(part)(*operands))
     assert all(candidate.E == E for candidate in backend.rewritten)
-    assert len(backend.rewritten) == (name not in ("by_vmap", "gathered"))
+    assert len(backend.rewritten) == (name != "by_vmap")
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -237,6 +237,11 @@ STORED = {
     "ids of a choice, from the end": (lambda ids: ids - E, 0),
     "the other way round": (lambda ids: E - 1 - ids, 1),
     "the other way round, from the end": (lambda ids: -1 - ids, 0),
+    "the last one for some": (lambda ids: torch.where(ids < 2, ids, -1), 0),
+    "the first one for some": (lambda ids: torch.where(ids < 2, ids, 0), 1),
+    "filled with the last one": (lambda ids: ids.masked_fill(ids < 2, -1), 0),
+    "with a sign": (lambda ids: ids * torch.where(ids < 2, 1, -1), 0),
+    "one less for some": (lambda ids: ids - (ids < 2).long(), 0),
 }
 
 
