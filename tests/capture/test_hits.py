@@ -1,4 +1,7 @@
-"""Elements of tensors of hits: tensors in all that a program does with them, numbers where it asks for a number."""
+"""Hits: those of the ids of the loop, however ids change before it, and what a program does with the elements of their tensor.
+
+An element is a tensor, and a number where the program asks for one.
+"""
 
 import pytest
 import torch
@@ -7,15 +10,22 @@ from moeblaze_ops import compile as moeblaze_compile
 from tests.capture import test_capture as guarded
 from tests.capture.test_capture import make_layer, scratch  # noqa: F401
 from tests.corpus.loops import hit_elements as elements
+from tests.corpus.loops import stale_hits as stale
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 
-@pytest.mark.parametrize("combine", elements.LAYERS, ids=lambda f: f.__name__)
-def test_numbers_of_elements_choose_experts(combine):
+@pytest.mark.parametrize("combine", (*stale.LAYERS, *elements.LAYERS), ids=lambda f: f.__name__)
+def test_layers_of_hits(combine):
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         guarded.check(layer, torch.compile(layer, backend=backend, fullgraph=True))
     assert len(rewritten_in(records)) == 1
+
+
+@pytest.mark.parametrize("combine", stale.STALE, ids=lambda f: f.__name__)
+def test_stale_hits_give_what_eager_gives(combine):
+    """Where hits are a list, Dynamo compiles the loop for the numbers in it: as a layer, if these are all."""
+    guarded.check_twins(lambda: make_layer(combine))
 
 
 @pytest.mark.parametrize("combine", elements.NEAR_MISSES, ids=lambda f: f.__name__)
