@@ -136,8 +136,8 @@ class ControlFlow:
 
     def _ends_with(self, handler: int) -> bool:
         """Whether an error in a block is only told to its ``with``; one that this drops while tracing gives the attempt up."""
-        first, second = (instruction.opname for instruction in self.instructions[handler : handler + 2])
-        return first == "WITH_EXCEPT_START" or (first, second) == ("PUSH_EXC_INFO", "WITH_EXCEPT_START")
+        names = [instruction.opname for instruction in self.instructions[handler : handler + 2]]
+        return names[0] == "WITH_EXCEPT_START" or names == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]
 
 
 def _names(instruction: Any) -> tuple[frozenset[str], frozenset[str]]:

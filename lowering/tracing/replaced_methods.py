@@ -6,7 +6,7 @@ from collections.abc import Callable
 def replace_method(cls: type, name: str, replacement: Callable) -> None:
     """Let Dynamo call ``replacement`` in place of the method ``name`` of a class.
 
-    x.item()        `TensorVariable.method_item`, or what `TensorVariable.tp_methods["item"]` holds
+        x.item()        `TensorVariable.method_item`, or what `TensorVariable.tp_methods["item"]` holds
     """
     original = getattr(cls, name)
     setattr(cls, name, replacement)

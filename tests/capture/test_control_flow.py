@@ -41,6 +41,15 @@ def test_what_a_handler_reads_is_read_after_each_instruction_of_its_block():
     assert flow.successors(2) == [3]
 
 
+def test_a_handler_that_does_nothing_is_the_last_instruction():
+    """``try: return x`` and ``finally: pass``."""
+    handler = Instruction("RERAISE")
+    setup = Instruction("SETUP_FINALLY", target=handler)
+    instructions = [setup, Instruction("LOAD_FAST", "x"), Instruction("RETURN_VALUE"), handler]
+    flow = ControlFlow(instructions, {instruction: at for at, instruction in enumerate(instructions)})
+    assert flow.live_at(0) == {"x"}
+
+
 def with_a_with(hits, mode, use):
     for e in hits:
         with mode():

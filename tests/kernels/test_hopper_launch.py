@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-pytest.importorskip("triton")
 pytest.importorskip("moeblaze_ops.kernels.hopper.gluon_api", exc_type=ImportError)
 
 from moeblaze_ops.kernels.hopper import launch as hopper_launch

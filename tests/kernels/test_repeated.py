@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-pytest.importorskip("triton")
 pytest.importorskip("moeblaze_ops.kernels.hopper.gluon_api", exc_type=ImportError)
 
 from moeblaze_ops import config
