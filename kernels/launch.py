@@ -46,6 +46,9 @@ def launch(kernel: Any, num_programs: int, *args: Any, **keywords: Any) -> None:
         launch_compiled(kernel, num_programs, args, keywords)
 
 
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+"""What all kernels are compiled with: Triton 3.10 will fuse a product and a sum only where that is asked for."""
+
 _compiled_kernels: dict[Hashable, tuple[Any, tuple]] = {}
 """Compiled kernels with their compile-time arguments: to find one takes a ``JITFunction`` longer than to launch it."""
 
@@ -60,7 +63,7 @@ def launch_compiled(kernel: Any, num_programs: int, args: tuple, keywords: dict[
         compiled, rest = _compiled_kernels[key]
         (show or run_compiled)(compiled, num_programs, (*args, *rest))
         return
-    compiled = kernel[(num_programs,)](*args, **keywords)
+    compiled = kernel[(num_programs,)](*args, **keywords, **COMPILE_OPTIONS)
     parameters, others = kernel.params[: len(args)], kernel.params[len(args) :]
     # The key has the value of what comes by name alone.
     is_whole = all(parameter.name in keywords for parameter in others)

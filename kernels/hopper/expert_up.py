@@ -17,7 +17,7 @@ from moeblaze_ops.kernels.hopper.activations import activate, load_parameters
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, reads_more_than_cached, up_tile
 from moeblaze_ops.kernels.hopper.expert_order import spread_blocks
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
-from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
     describe,
@@ -27,20 +27,18 @@ from moeblaze_ops.kernels.hopper.launch import (
     needs_wide_offsets,
     part_views,
 )
-from moeblaze_ops.kernels.hopper.tiles import allocate_ring, begin, read_tile_order
+from moeblaze_ops.kernels.hopper.tiles import allocate_ring, begin, box_of, read_tile_order
 
 STRIP_ROWS = gl.constexpr(16)
 """Rows of a half tile that the epilogue works on at a time."""
 
 
 @gluon.jit
-def _store_h(half, h_desc, row, column, PLAN: gl.constexpr):
+def _store_h(tiles, half, h_desc, row, column, PLAN: gl.constexpr):
     """Starts the TMA stores of a half tile whose rows all belong to its expert; columns past F are not written."""
     parts: gl.constexpr = PLAN.parts
     for part in gl.static_range(parts):
-        source = half.slice(part * PLAN.part_n, PLAN.part_n, 1)
-        source = reinterpret(source, h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
-        tma_store(h_desc, [part, row, column], source)
+        tma_store(h_desc, [part, row, column], box_of(tiles, half * parts + part, h_desc))
 
 
 @gluon.jit
@@ -88,7 +86,7 @@ def _finish(handoff, order, h_desc, h_ptr, a_ptr, learned, PLAN: gl.constexpr):
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             if PLAN.store_h:
                 if is_whole:
-                    _store_h(handoff.tiles.index(half), h_desc, row, column, PLAN)
+                    _store_h(handoff.tiles, half, h_desc, row, column, PLAN)
             num_strips = half_m // STRIP_ROWS
             if PLAN.activation == IDENTITY:
                 # There is nothing but h, which TMA has written.

@@ -80,7 +80,7 @@ def _load_step_weights(ring, step, weight_descs, expert, k, column, PLAN: gl.con
     parts: gl.constexpr = PLAN.parts
     mbarrier.expect(ring.ready.index(step % ring.STAGES), PLAN.tile.b_bytes)
     for part in gl.static_range(parts):
-        load_weight(ring, step, part, weight_descs[part], expert, k, column, PLAN)
+        load_weight(ring, step, ring.b_stage(step) * parts + part, weight_descs[part], expert, k, column, PLAN)
 
 
 @gluon.jit

@@ -1,10 +1,9 @@
-"""The names of Triton's Gluon dialect that the Hopper kernels use, the same for Triton 3.6, 3.7 and 3.9.
+"""The names of Triton's Gluon dialect that the Hopper kernels use, the same for Triton 3.6 to 3.9.
 
 Gluon is experimental and renames things: this is the only file that touches a name which drifts. Importing it
 raises ImportError or AttributeError where Gluon is missing or too different; ``kernels/select.py`` turns that into a reason.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
@@ -43,9 +42,6 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
-
-if triton.__version__.startswith("3.8."):
-    raise ImportError("Triton 3.8 cannot reinterpret a part of a buffer in shared memory")
 
 
 def _newest(owner, *names):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.hopper.configs import REGISTERS, LowRank
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
-from moeblaze_ops.kernels.launch import shown, specialization
+from moeblaze_ops.kernels.launch import COMPILE_OPTIONS, shown, specialization
 from moeblaze_ops.kernels.multiprocessors import left_free
 
 _ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -112,7 +112,7 @@ def launch_compiled(kernel: Any, programs: int, device: torch.device, args: tupl
     compiled = _compiled_kernels.get(key)
     show = shown()
     if compiled is None:
-        _compiled_kernels[key] = kernel[(programs,)](*args, **options)
+        _compiled_kernels[key] = kernel[(programs,)](*args, **options, **COMPILE_OPTIONS)
     if show is not None:
         show(compiled, programs, args)
     elif compiled is not None:

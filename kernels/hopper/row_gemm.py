@@ -58,8 +58,8 @@ def _produce(ring, order, rows_desc, weight_descs, low_rank, PLAN: gl.constexpr)
                 stage = step % ring.STAGES
                 ready = ring.ready.index(stage)
                 mbarrier.expect(ready, tile.a_bytes + tile.b_bytes)
-                load_matrix(rows_desc, part, first, k, ready, ring.a.index(stage))
-                load_weight(ring, step, 0, weight_descs[part], expert, k, column, PLAN)
+                load_matrix(rows_desc, part, first, k, ready, ring.a, stage)
+                load_weight(ring, step, ring.b_stage(step), weight_descs[part], expert, k, column, PLAN)
                 step += 1
         if PLAN.low.rank > 0:
             for k in range(0, PLAN.low.rank, PLAN.low.block_k):

@@ -5,6 +5,8 @@ shared-memory stages, two consumers of four warps multiply them into a 64-row ha
 epilogue warps, where a kernel has them, finish a tile while the next one is multiplied.
 """
 
+import math
+
 from moeblaze_ops.kernels.hopper.gluon_api import (
     aggregate,
     fence_async_shared,
@@ -103,8 +105,12 @@ class Ring:
         self.LEAD = gl.constexpr(LEAD)
 
     @gluon.jit
+    def b_stage(self, step):
+        return step % (self.STAGES - self.LEAD)
+
+    @gluon.jit
     def b_tile(self, step):
-        return self.b.index(step % (self.STAGES - self.LEAD))
+        return self.b.index(self.b_stage(step))
 
     @gluon.jit
     def wait_empty(self, step):
@@ -135,6 +141,33 @@ def allocate_matrices(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr
     return gl.allocate_shared_memory(dtype, [NUM, ROWS, COLUMNS], layout)
 
 
+@gluon.constexpr_function
+def _num_pieces(buffer, size, dtype):
+    """How many pieces of ``size`` elements of a type a buffer is."""
+    num_bits = math.prod(buffer.shape) * buffer.dtype.primitive_bitwidth
+    return num_bits // (size * dtype.primitive_bitwidth)
+
+
+@gluon.jit
+def matrix_of(buffer, index, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
+    """One of the matrices of that shape and type that a buffer is, one behind the other, as TMA writes and wgmma reads it.
+
+    The buffer is a whole allocation: Triton 3.8 sees no part of one in another shape.
+    """
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+    num: gl.constexpr = _num_pieces(buffer, ROWS * COLUMNS, DTYPE)
+    return reinterpret(buffer, DTYPE, [num, ROWS, COLUMNS], layout).index(index)
+
+
+@gluon.jit
+def box_of(buffer, index, descriptor):
+    """One of the boxes ``[1, rows, columns]`` that a buffer, a whole allocation, is to the descriptor that moves them."""
+    rows: gl.constexpr = descriptor.block_type.shape[1]
+    columns: gl.constexpr = descriptor.block_type.shape[2]
+    num: gl.constexpr = _num_pieces(buffer, rows * columns, descriptor.dtype)
+    return reinterpret(buffer, descriptor.dtype, [num, 1, rows, columns], descriptor.layout).index(index)
+
+
 @gluon.jit
 def strip_of(tiles, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
     """ROWS rows, from ``row`` on, of a block of CHUNK columns of one of two half tiles, seen as COLUMNS of another type.
@@ -143,9 +176,7 @@ def strip_of(tiles, half, row, chunk: gl.constexpr, ROWS: gl.constexpr, COLUMNS:
     """
     half_m: gl.constexpr = tiles.shape[1]
     num_chunks: gl.constexpr = tiles.shape[2] // CHUNK
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
-    strips = reinterpret(tiles, DTYPE, [2 * num_chunks * half_m // ROWS, ROWS, COLUMNS], shared)
-    return strips.index(((half * num_chunks + chunk) * half_m + row) // ROWS)
+    return matrix_of(tiles, ((half * num_chunks + chunk) * half_m + row) // ROWS, ROWS, COLUMNS, DTYPE)
 
 
 @gluon.constexpr_function
@@ -174,42 +205,29 @@ def allocate_ring(dtype: gl.constexpr, READY_ARRIVALS: gl.constexpr, PLAN: gl.co
 
 
 @gluon.jit
-def load_matrix(descriptor, plane, row, column, barrier, buffer):
+def load_matrix(descriptor, plane, row, column, barrier, buffer, index):
     """Starts the TMA load of a matrix of a 3-d tensor; what lies outside the tensor arrives as zeros."""
-    target = reinterpret(buffer, descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
-    tma_load(descriptor, [plane, row, column], barrier, target)
+    tma_load(descriptor, [plane, row, column], barrier, box_of(buffer, index, descriptor))
 
 
 @gluon.jit
-def load_weight(ring, step, part: gl.constexpr, descriptor, expert, k, column, PLAN: gl.constexpr):
-    """Starts the load of one part's block of columns into its place in the b tile."""
+def load_weight(ring, step, box, descriptor, expert, k, column, PLAN: gl.constexpr):
+    """Starts the load of one part's block of columns into its place in the b tile, a ``box`` of all stages of b."""
     ready = ring.ready.index(step % ring.STAGES)
-    load_part(ring.b_tile(step), part, ready, descriptor, expert, k, column, PLAN.b_k_inner)
-
-
-@gluon.jit
-def load_part(buffer, part: gl.constexpr, ready, descriptor, expert, k, column, K_INNER: gl.constexpr):
-    """Starts the load of one part's block of columns into its place in a matrix of all parts."""
-    if K_INNER:
-        part_n: gl.constexpr = descriptor.block_type.shape[1]
-        load_matrix(descriptor, expert, column, k, ready, buffer.slice(part * part_n, part_n, 0))
+    if PLAN.b_k_inner:
+        load_matrix(descriptor, expert, column, k, ready, ring.b, box)
     else:
-        part_n: gl.constexpr = descriptor.block_type.shape[2]
-        load_matrix(descriptor, expert, k, column, ready, buffer.slice(part * part_n, part_n, 1))
-
-
-@gluon.jit
-def _view(matrix, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The beginning of a matrix in shared memory as a smaller one, as TMA writes and wgmma reads it."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], matrix.dtype)
-    return reinterpret(matrix, matrix.dtype, [ROWS, COLUMNS], layout)
+        load_matrix(descriptor, expert, k, column, ready, ring.b, box)
 
 
 @gluon.jit
 def low_rank_views(ring, step, PLAN: gl.constexpr):
-    """A stage as low-rank rows ``[block_m, ranks]`` and as a block of their factor, ``[ranks, block_n]``."""
-    rows = _view(ring.a.index(step % ring.STAGES), PLAN.tile.block_m, PLAN.low.block_k)
-    return rows, _view(ring.b_tile(step), PLAN.low.block_k, PLAN.tile.block_n)
+    """The beginning of a stage as low-rank rows ``[block_m, ranks]`` and as a block of their factor, ``[ranks, block_n]``."""
+    tile: gl.constexpr = PLAN.tile
+    low_k: gl.constexpr = PLAN.low.block_k
+    shorter: gl.constexpr = tile.block_k // low_k
+    rows = matrix_of(ring.a, step % ring.STAGES * shorter, tile.block_m, low_k, ring.a.dtype)
+    return rows, matrix_of(ring.b, ring.b_stage(step) * shorter, low_k, tile.block_n, ring.b.dtype)
 
 
 @gluon.jit
@@ -220,12 +238,13 @@ def load_low_rank(ring, step, low_rank, expert, row, k, column, PLAN: gl.constex
     """
     tile: gl.constexpr = PLAN.tile
     parts: gl.constexpr = len(low_rank) - 1
-    ready = ring.ready.index(step % ring.STAGES)
-    mbarrier.expect(ready, (tile.a_bytes + tile.b_bytes) // tile.block_k * PLAN.low.block_k)
-    rows, factor = low_rank_views(ring, step, PLAN)
-    load_matrix(low_rank[0], 0, row, k, ready, rows)
+    shorter: gl.constexpr = tile.block_k // PLAN.low.block_k
+    stage = step % ring.STAGES
+    ready = ring.ready.index(stage)
+    mbarrier.expect(ready, (tile.a_bytes + tile.b_bytes) // shorter)
+    load_matrix(low_rank[0], 0, row, k, ready, ring.a, stage * shorter)
     for part in gl.static_range(parts):
-        load_part(factor, part, ready, low_rank[1 + part], expert, k, column, False)
+        load_matrix(low_rank[1 + part], expert, k, column, ready, ring.b, ring.b_stage(step) * shorter * parts + part)
 
 
 @gluon.constexpr_function

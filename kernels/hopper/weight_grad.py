@@ -88,11 +88,11 @@ def _gathered_buffer(ring, stage, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _grouped_buffer(ring, stage, PLAN: gl.constexpr):
+def _grouped_ring(ring, PLAN: gl.constexpr):
     if PLAN.gathered_is_a:
-        return ring.b.index(stage)
+        return ring.b
     else:
-        return ring.a.index(stage)
+        return ring.a
 
 
 @gluon.jit
@@ -115,7 +115,7 @@ def _produce_grouped(ring, tiles, grouped_desc, PLAN: gl.constexpr):
             ready = ring.ready.index(stage)
             if row + block_k <= end:
                 mbarrier.expect(ready, PLAN.grouped_bytes)
-                load_matrix(grouped_desc, part, row, column, ready, _grouped_buffer(ring, stage, PLAN))
+                load_matrix(grouped_desc, part, row, column, ready, _grouped_ring(ring, PLAN), stage)
             else:
                 mbarrier.arrive(ready)
             step += 1
@@ -152,7 +152,7 @@ def _produce_gathered(ring, tiles, x_ptr, stride_x8, slots_ptr, grouped_ptr, PLA
             _copy_matrix(x_buffer, x_ptr, x_offsets, x_column, rows_inside, gathered_width, layout)
             if row + block_k > end:
                 offsets = (row + ks).to(gl.int64) * (PLAN.parts * grouped_width) + part * grouped_width
-                grouped_buffer = _grouped_buffer(ring, stage, PLAN)
+                grouped_buffer = _grouped_ring(ring, PLAN).index(stage)
                 _copy_matrix(grouped_buffer, grouped_ptr, offsets, grouped_column, rows_inside, grouped_width, layout)
             copy_rows_arrive(ring.ready.index(stage), increment_count=False)
             step += 1
@@ -183,7 +183,7 @@ def _consume(
             is_added = exists & (gl.load(fresh_ptr + expert) == 0)
         if PLAN.fetches:
             if is_added:
-                fetch_tile(staging.index(HALF), arrived, dw_descs, part, expert, row, column, PLAN)
+                fetch_tile(staging, HALF, arrived, dw_descs, part, expert, row, column, PLAN)
         sums = gl.zeros([half_m, block_n], gl.float32, layout)
         sums, step = multiply(ring, step, num_steps, sums, HALF, PLAN)
         if exists:
@@ -194,7 +194,7 @@ def _consume(
             elif PLAN.accumulate:
                 add_tile(sums, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN)
             else:
-                write_tile(staging.index(HALF), sums, dw_descs, part, expert, row, column, PLAN)
+                write_tile(staging, HALF, sums, dw_descs, part, expert, row, column, PLAN)
     if not PLAN.is_wider:
         tma_store_wait(0)
 

@@ -6,8 +6,8 @@ adds and writes its half tile straight from the layout of its accumulator, eight
 four threads. Either rounds once.
 """
 
-from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait
-from moeblaze_ops.kernels.hopper.tiles import CHUNK, accumulator_layout, load_matrix, strip_of
+from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gl, gluon, mbarrier, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper.tiles import CHUNK, accumulator_layout, box_of, load_matrix, strip_of
 
 ADD_COLUMNS = gl.constexpr(32)
 """Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
@@ -22,11 +22,11 @@ def _halves(matrix):
 
 
 @gluon.jit
-def _send(staged, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
-    """Has TMA write a staged matrix; what lies outside dW is not written."""
+def _send(staging, half, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+    """Has TMA write the staged matrix of a half tile; what lies outside dW is not written."""
     desc = dw_descs[0]
     fence_async_shared()
-    source = reinterpret(staged, desc.dtype, desc.block_type.shape, desc.layout)
+    source = box_of(staging, half, desc)
     if PLAN.parts == 2:
         if part == 0:
             tma_store(desc, [expert, row, column], source)
@@ -37,37 +37,37 @@ def _send(staged, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _store(staged, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+def _store(staging, half, values, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     """Hands a matrix to TMA once the buffer's last one has been read."""
     tma_store_wait(0)
-    staged.store(values.to(dw_descs[0].dtype))
-    _send(staged, dw_descs, part, expert, row, column, PLAN)
+    staging.index(half).store(values.to(dw_descs[0].dtype))
+    _send(staging, half, dw_descs, part, expert, row, column, PLAN)
 
 
 @gluon.jit
-def write_tile(staged, sums, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+def write_tile(staging, half, sums, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     """Hands a half tile to TMA, in one piece or two."""
     store_n: gl.constexpr = PLAN.store_n
     if store_n == PLAN.tile.block_n:
-        _store(staged, sums, dw_descs, part, expert, row, column, PLAN)
+        _store(staging, half, sums, dw_descs, part, expert, row, column, PLAN)
     else:
         left, right = _halves(sums)
-        _store(staged, left, dw_descs, part, expert, row, column, PLAN)
-        _store(staged, right, dw_descs, part, expert, row, column + store_n, PLAN)
+        _store(staging, half, left, dw_descs, part, expert, row, column, PLAN)
+        _store(staging, half, right, dw_descs, part, expert, row, column + store_n, PLAN)
 
 
 @gluon.jit
-def fetch_tile(staged, arrived, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
+def fetch_tile(staging, half, arrived, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     """Has TMA bring what dW holds of a half tile once the buffer's last one has been read; zeros outside of dW."""
     tma_store_wait(0)
     mbarrier.expect(arrived, PLAN.store_bytes)
     if PLAN.parts == 2:
         if part == 0:
-            load_matrix(dw_descs[0], expert, row, column, arrived, staged)
+            load_matrix(dw_descs[0], expert, row, column, arrived, staging, half)
         else:
-            load_matrix(dw_descs[1], expert, row, column, arrived, staged)
+            load_matrix(dw_descs[1], expert, row, column, arrived, staging, half)
     else:
-        load_matrix(dw_descs[0], expert, row, column, arrived, staged)
+        load_matrix(dw_descs[0], expert, row, column, arrived, staging, half)
 
 
 @gluon.jit
@@ -94,7 +94,7 @@ def write_fetched_tile(
     if is_added == 0:
         tma_store_wait(0)
     _stage(staging, HALF, sums, 0, is_added)
-    _send(staging.index(HALF), dw_descs, part, expert, row, column, PLAN)
+    _send(staging, HALF, dw_descs, part, expert, row, column, PLAN)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ pytest.importorskip("moeblaze_ops.kernels.hopper.gluon_api", exc_type=ImportErro
 
 from moeblaze_ops.kernels.hopper import launch as hopper_launch
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor
+from moeblaze_ops.kernels.launch import COMPILE_OPTIONS
 
 DEVICE = torch.device("cuda", 0)
 
@@ -50,7 +51,7 @@ def test_a_second_launch_runs_what_the_first_one_compiled():
     first, second = torch.empty(64), torch.empty(128)
     launch(kernel, first, 48, Plan(128), (first, None), num_warps=4)
     launch(kernel, second, 64, Plan(128), (second, None), programs=78, num_warps=4)
-    assert kernel.compiled == [((132,), (first, 48, Plan(128), (first, None)), {"num_warps": 4})]
+    assert kernel.compiled == [((132,), (first, 48, Plan(128), (first, None)), {"num_warps": 4, **COMPILE_OPTIONS})]
     assert kernel.ran == [((78, 1, 1), (second, 64, Plan(128), (second, None)))]
 
 

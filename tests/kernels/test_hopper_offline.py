@@ -30,8 +30,8 @@ from tests.tools.offline import resources_of  # noqa: E402
 SHARED_MEMORY_BYTES = 232448
 """What one program may use on compute capability 9.0."""
 
-SPILL_BYTES = 48
-"""Stack bytes allowed: a few values spilled outside the inner loops cost nothing that can be measured."""
+SPILL_BYTES = 48 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 152
+"""Stack bytes allowed: a few values spilled outside the inner loops cost nothing that can be measured. Triton 3.9 spills more."""
 
 T, K, E, D, F = 64, 2, 4, 512, 768
 N = T * K
