@@ -8,15 +8,18 @@ Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in 
     nccl      the same through collectives, where ``ours`` moves tokens by copy engines
     alltoall  the same with an all-to-all: a token goes to the ranks of its experts alone (for fewer ``--choices`` than ranks)
     bound     the same as ours with room for all rows and a promised number of tokens: no host sync, and no question between hosts
+    graphs    the same as bound, compiled with ``mode="reduce-overhead"``: a step is two CUDA graphs
+    captured  the same as bound, of which a whole step is captured in one CUDA graph
     weights   the same layer with weights that move
     titan     torchtitan's flow, written plainly and compiled: argsort, 2 all-to-all, 3 ``grouped_mm``, scatter_add
     local     no communication: E / EP experts with the same number of routed rows
+    local-graphs, local-captured    the same in CUDA graphs
 
 Times are medians of CUDA events, after a barrier; TFLOP/s count the expert products of this GPU's tokens. kept: bytes allocated
 after forward beyond what was allocated before it and beyond the output. peak: highest allocation over forward and backward beyond
-what was allocated before. exposed: milliseconds beyond ``local``. The file is written after every step. ``--trace`` writes what
-the GPU of rank 0 did in two steps of each side: when each kernel and copy began, how long it took, and how long before it was
-launched.
+what was allocated before; both 0 for graphs, whose memory is a pool. exposed: milliseconds beyond ``local``. The file is written
+after every step. ``--trace`` writes what the GPU of rank 0 did in two steps of each side: when each kernel and copy began, how
+long it took, and how long before it was launched.
 """
 
 import argparse
@@ -154,14 +157,15 @@ class Bench:
         return Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype, a.shared)
 
     def side(self, name: str) -> tuple[nn.Module, Callable]:
-        compiled = {"backend": "moeblaze", "dynamic": False}
+        compiled = {"backend": "moeblaze", "dynamic": False} | ({"mode": "reduce-overhead"} if name.endswith("graphs") else {})
+        is_bound = name in ("bound", "graphs", "captured")
         torch._dynamo.reset()
-        config.arrived_rows = "bound" if name == "bound" else "exact"
-        config.tokens_per_rank = self.T if name == "bound" else None
+        config.arrived_rows = "bound" if is_bound else "exact"
+        config.tokens_per_rank = self.T if is_bound else None
         config.transport = "nccl" if name == "nccl" else "auto"
         config.exchange = "all_to_all" if name == "alltoall" else "all_gather"
         config.experts_move = "weights" if name == "weights" else "tokens"
-        if name == "local":
+        if name.startswith("local"):
             model = self.layer(self.arguments.experts // self.ep)
             return model, torch.compile(model, **compiled)
         model = self.layer()
@@ -217,20 +221,21 @@ class Bench:
         start = time.perf_counter()
         with switch.recording() as records:
             for _ in range(3):
-                out = self.step(model, run)
+                out = self.step(model, run).clone()
         reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
         became = [candidate.became or candidate.reason for report in reports for candidate in report.candidates]
         results = {"output": out, "gradient of x": self.x.grad.clone(), "router": model.router.grad.clone()}
         compile_s = time.perf_counter() - start
-        kept, peak = self.memory(model, run)
+        kept, peak = (0.0, 0.0) if name.endswith("graphs") else self.memory(model, run)
         variants = self.arguments.free if name == "ours" else [0]
         for free in variants:
             config.collective_multiprocessors = free or None
+            as_run = captured if name.endswith("captured") else lambda function: function
             self.step(model, run)
-            both = self.time(lambda: self.step(model, run))
+            both = self.time(as_run(lambda: self.step(model, run)))
             with torch.no_grad():
                 run(self.x)
-                forward = self.time(lambda: run(self.x))
+                forward = self.time(as_run(lambda: run(self.x)))
             self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became})
         config.collective_multiprocessors = None
         if self.arguments.trace:
@@ -270,6 +275,14 @@ class Bench:
             print(json.dumps(row), flush=True)
             if self.arguments.json:
                 write(self.arguments.json, self.rows)
+
+
+def captured(function: Callable) -> Callable:
+    """What replays a call of a function that it captured in a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def timeline(profiler: torch.profiler.profile) -> list[str]:
@@ -334,7 +347,7 @@ def main() -> None:
             for name in arguments.sides:
                 try:
                     results = bench.measure(name)
-                    if name != "local":
+                    if not name.startswith("local"):
                         if reference is not None:
                             compare(bench, f"{name} with {reference[0]}", results, reference[1])
                         reference = reference or (name, results)

@@ -158,6 +158,40 @@ def check_steps_by_copies() -> None:
         assert same
 
 
+def check_cuda_graphs() -> None:
+    """Graphs of forward and backward, and of a whole step, give the same bits, also after the window of the ranks has grown."""
+    from moeblaze_ops import config
+
+    config.experts_move, config.arrived_rows, config.keep, config.exchange = "tokens", "bound", "preactivation", "all_gather"
+    config.transport, config.tokens_per_rank = "copies", T
+    model, x = sharded(), tokens(dist.get_rank()).requires_grad_()
+
+    def step(run) -> list[Tensor]:
+        model.zero_grad()
+        x.grad = None
+        out = run(x)
+        out.float().square().sum().backward()
+        return [out.detach(), x.grad, *(getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters())]
+
+    run = compiled(model)
+    expected = [each.clone() for each in (step(run), step(run))[1]]
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = step(run)
+    torch._dynamo.reset()
+    in_two = torch.compile(model, mode="reduce-overhead")
+    for _ in range(4):
+        assert all(map(torch.equal, step(in_two), expected))
+    for count in (T, 8 * T):
+        config.tokens_per_rank = count
+        compiled(model)(tokens(dist.get_rank(), count))
+        for each in results:
+            each.fill_(float("nan"))
+        captured.replay()
+        assert all(map(torch.equal, results, expected))
+    config.tokens_per_rank = None
+
+
 def check_memory(transport: str = "nccl") -> None:
     """Kept: x, h of the rows that arrived, and indices."""
     from moeblaze_ops import config
@@ -204,6 +238,7 @@ CHECKS = {
     "memory, by copies": functools.partial(check_memory, transport="copies"),
     "uneven tokens, by copies": functools.partial(check_uneven_tokens, transport="copies"),
     "many steps by copies": check_steps_by_copies,
+    "CUDA graphs, by copies": check_cuda_graphs,
     "tokens move by all-to-all": functools.partial(check_numbers, exchange="all_to_all"),
     "keeps the input, by all-to-all": functools.partial(check_numbers, keep="input", exchange="all_to_all"),
     "all tokens to one rank, by all-to-all": functools.partial(check_numbers, 16.0, E // 4, exchange="all_to_all"),

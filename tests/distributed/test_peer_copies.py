@@ -103,6 +103,39 @@ def test_what_arrived_is_taken_once():
             arrived(started)
 
 
+def test_no_event_is_waited_for_across_a_capture():
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows, sum_parts
+    from tests.tools.slow_copies import captures, run_ranks
+
+    def run(rank):
+        found = []
+        for step, captures.number in enumerate((0, 5, 5, 0, 6)):
+            started = [*gather_rows([tokens(rank, step, 2)], 2, 2, "", False), *sum_parts([tokens(rank, step, 4)], 2, "")]
+            found.append([arrived(each).clone() for each in started])
+        return found
+
+    for rank, found in enumerate(run_ranks(2, run)):
+        for step, (gathered, sums) in enumerate(found):
+            assert torch.equal(gathered, torch.cat([tokens(each, step, 2) for each in range(2)]))
+            part = slice(2 * rank, 2 * rank + 2)
+            assert torch.equal(sums, tokens(rank, step, 4)[part] + tokens(1 - rank, step, 4)[part])
+
+
+def test_memory_of_a_cuda_graph_stays():
+    from moeblaze_ops.ops.sharded import peer_copies
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows
+    from tests.tools.slow_copies import captures, rank_of
+
+    with rank_of(2):
+        kept = []
+        for rows, captures.number in ((2, 0), (2, 1), (500, 0), (500, 0), (2, 2)):
+            arrived(gather_rows([tokens(0, 0, rows)], rows, 2, "", False)[0])
+            kept.append(list(peer_copies._window("", "tokens")._captured))
+        captures.number = 0
+    first, second = kept[-1]
+    assert kept == [[], [first], [first], [first], [first, second]] and first is not second
+
+
 def test_more_rows_than_a_rank_may_have():
     from moeblaze_ops.ops.sharded.collectives import gather_rows
 

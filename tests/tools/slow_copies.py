@@ -10,6 +10,13 @@ from moeblaze_ops.ops.sharded import peer_copies
 
 _CALLER, _FETCHING = 1, 2
 
+captures = threading.local()
+"""``captures.number``: the capture of a CUDA graph that a rank's streams take part in, 0 or nothing for none."""
+
+
+def _capture() -> int:
+    return getattr(captures, "number", 0)
+
 
 class _Stream:
     """Runs at once, or as late as an event is waited for."""
@@ -27,9 +34,11 @@ class _Stream:
 
 class _Event:
     def record(self, stream: _Stream) -> None:
-        self._stream, self._until = stream, len(stream.pending)
+        self._stream, self._until, self._capture = stream, len(stream.pending), _capture()
 
     def wait(self, stream: _Stream) -> None:
+        if self._capture != _capture():
+            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
         self._stream.run(self._until)
 
 
@@ -50,7 +59,7 @@ class _SlowWindow(peer_copies._Window):
         self._handle = _Handle(host.barrier)
         self._main, self._stream = _Stream(_CALLER), _Stream(_FETCHING)
         self._shown, self._events, self._fetched = _Event(), iter(_Event, None), None
-        self._memcpy, self._memset = self._copy_bytes, self._fill_bytes
+        self._memcpy, self._memset, self._captured = self._copy_bytes, self._fill_bytes, []
         self.under_way = set()
 
     def _grow(self, size: int) -> None:
@@ -76,6 +85,9 @@ class _SlowWindow(peer_copies._Window):
 
     def _raw_stream(self) -> int:
         return _CALLER
+
+    def _capture(self) -> int:
+        return _capture()
 
     def _caller(self) -> _Stream:
         return self._main

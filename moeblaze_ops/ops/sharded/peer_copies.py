@@ -167,6 +167,7 @@ class _Window:
         self._group = group
         self._device = torch.cuda.current_device()
         self._memory: Tensor | None = None
+        self._captured: list[Tensor] = []  # memory that CUDA graphs read and write
         self._room = 0
         self._handle: Any = None
         self._begins: list[int] = []  # of the windows of all ranks
@@ -174,9 +175,9 @@ class _Window:
         self._shown = torch.cuda.Event()
         # A transfer that waits for an event of a later one, on the same stream, waits for its own as well.
         self._events = itertools.cycle([torch.cuda.Event() for _ in range(4)])
-        self._fetched: torch.cuda.Event | None = None
+        self._fetched: tuple[int, torch.cuda.Event] | None = None  # and the capture that it belongs to
         self._callers: dict[int, torch.cuda.Stream] = {}
-        self._memcpy, self._memset = _driver()
+        self._memcpy, self._memset, self._capture_info = _driver()
         self.under_way: set[_Transfer] = set()
         """Results that the fetching stream may still write to."""
 
@@ -188,8 +189,9 @@ class _Window:
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._room < end or self._memory is None:
             self._grow(end)
-        if self._fetched is not None:
-            self.wait(self._fetched)
+        # Streams are joined where the capture of a CUDA graph begins and ends: no event is waited for across that.
+        if self._fetched is not None and self._fetched[0] == self._capture():
+            self.wait(self._fetched[1])
             self.under_way.clear()
         self._handle.barrier(0, _TIMEOUT_MS)
         return places
@@ -219,13 +221,17 @@ class _Window:
         """Copy to an address, from a rank's window, a place there, so many bytes; the event says when all are there."""
         self._shown.record(self._caller())
         self._shown.wait(self._stream)
+        capture = self._capture()
+        if capture and not any(memory is self._memory for memory in self._captured):
+            self._captured.append(self._memory)
         raw = self._stream.cuda_stream
         for into, rank, place, size in copies:
             if size:
                 _check(self._memcpy(into, self._begins[rank] + place, size, raw))
-        self._fetched = next(self._events)
-        self._fetched.record(self._stream)
-        return self._fetched
+        event = next(self._events)
+        event.record(self._stream)
+        self._fetched = capture, event
+        return event
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Let the current stream wait."""
@@ -233,6 +239,12 @@ class _Window:
 
     def _raw_stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self._device)
+
+    def _capture(self) -> int:
+        """The number of the capture of a CUDA graph that the current stream takes part in, 0 for none."""
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        _check(self._capture_info(self._raw_stream(), ctypes.byref(status), ctypes.byref(number), None, None, None))
+        return number.value if status.value else 0
 
     def _caller(self) -> torch.cuda.Stream:
         raw = self._raw_stream()
@@ -263,17 +275,21 @@ def _window(group: str, name: str) -> _Window:
     return _Window(group)
 
 
-_Call = Callable[[int, int, int, int], int]
+_Call = Callable[..., int]
 
 
 @functools.cache
-def _driver() -> tuple[_Call, _Call]:
-    """What copies and what fills bytes on a stream: address, address or byte, size, stream; 0 if it did."""
+def _driver() -> tuple[_Call, _Call, _Call]:
+    """What copies and what fills bytes on a stream (address, address or byte, size, stream), and what knows of a capture.
+
+    All return 0 if they did.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
-    memcpy, memset = driver.cuMemcpyAsync, driver.cuMemsetD8Async
+    memcpy, memset, capture_info = driver.cuMemcpyAsync, driver.cuMemsetD8Async, driver.cuStreamGetCaptureInfo_v2
     memcpy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     memset.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p]
-    return memcpy, memset
+    capture_info.argtypes = [ctypes.c_void_p] * 6
+    return memcpy, memset, capture_info
 
 
 def _check(failed: int) -> None:
