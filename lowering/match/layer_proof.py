@@ -46,7 +46,7 @@ from moeblaze_ops.lowering.match.terms.expert_coverage import (
     prove_shared_weights,
     weight_index,
 )
-from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, read_expert
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, read_expert
 from moeblaze_ops.lowering.match.terms.padding import without_padding
 from moeblaze_ops.lowering.match.terms.routing_term import (
     Routing,
@@ -59,6 +59,23 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
+
+
+def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
+    """Refuses an expert that reads what is computed of the rows that it selects.
+
+        expert(norm(x)[token])        but not        expert(norm(x[token]))
+    """
+    rows = [binder for binder in expert.binders if binder is not index]
+    if expert.x.kind == "leaf" and any(at in rows for at in expert.x.args[1]) and _keeps_shape(expert.x.args[0].node):
+        computed = f"{made_by(expert.x, expert.feature_in)} of the rows that it selects"
+        raise Declined(Reason.DIFFERENT_INPUTS, f"an expert reads {computed}; compute it of all tokens first")
+
+
+def _keeps_shape(node: fx.Node) -> bool:
+    """Whether a value has the shape of what it is computed of first."""
+    shapes = [fake_of(each).shape for each in (node, *node.all_input_nodes[:1]) if isinstance(fake_of(each), torch.Tensor)]
+    return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
 @dataclass(frozen=True)
@@ -243,7 +260,11 @@ class _Proof:
     def _routing(self, expert: ExpertTerm) -> Routing:
         index = expert_index(self.algebra, expert, self.feature)
         if index is None or index in expert.binders:
-            return read_compared(self.algebra, index, expert.binders, expert.routing, expert.scale)
+            try:
+                return read_compared(self.algebra, index, expert.binders, expert.routing, expert.scale)
+            except Declined:
+                _prove_reads_tokens(expert, index)
+                raise
         factors = (*expert.routing, *expert.scale)
         prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))

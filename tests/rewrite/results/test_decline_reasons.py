@@ -25,6 +25,29 @@ def test_width_that_is_split():
     assert "expert 0 adds two products to the sum" in layer.detail and "width F is split" in layer.detail
 
 
+def _of_rows(function):
+    def spelling(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            rows = function(x[token])
+            y = (F.silu(rows @ self.w1[e]) * (rows @ self.w3[e])) @ self.w2[e]
+            out = out.index_add(0, token, y * weights[token, slot, None])
+        return out
+
+    return zoo.StackedMoE(spelling, "split")
+
+
+@pytest.mark.parametrize("name, function", {
+    "tanh": torch.tanh,
+    "layer_norm": lambda rows: F.layer_norm(rows, rows.shape[1:]),
+}.items())
+def test_a_function_of_selected_rows(name, function):
+    (layer,) = rewrite_of(_of_rows(function), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "DIFFERENT_INPUTS"
+    assert f"an expert reads '{name}' of the rows that it selects; compute it of all tokens first" in layer.detail
+
+
 def _by_routing_map(self, x, weights, ids):
     chosen = torch.zeros(x.shape[0], self.E).scatter(1, ids, 1.0).bool()
     ends = chosen.sum(0).cumsum(0).flip(0).int()
