@@ -345,8 +345,12 @@ def refuse_misread(function: Any, args: list[VariableTracker]) -> None:
 
 
 def refuse(function: Any, args: list[VariableTracker]) -> None:
-    """Give the attempt up where a function of Python is called that is not known for numbers which only the data tell."""
-    if any(isinstance(arg, Numbers) for arg in args) or (function in _MAKE_TEXT and not args[0].is_python_constant()):
+    """Give the attempt up where a function of Python is called that is not known for numbers which only the data tell.
+
+    To read an attribute, as Dynamo 2.11 does by ``getattr`` for each method, asks nothing.
+    """
+    asked = function is not getattr and any(isinstance(arg, Numbers) for arg in args)
+    if asked or (function in _MAKE_TEXT and not args[0].is_python_constant()):
         raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
     refuse_comparison(function, args)
 
