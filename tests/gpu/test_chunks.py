@@ -10,9 +10,13 @@ from moeblaze_ops.memory.range_plan import Planner
 from moeblaze_ops.memory.token_chunks import transient_bytes
 from tests.corpus.layers import make_layer
 
+triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SUMS_ALIKE = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+"""Whether the routing weights' gradient has the same bits wherever a row stands in its tile."""
+
 ops = torch.ops.moeblaze
 
 # T, D, F, E, K
@@ -49,7 +53,7 @@ def test_chunks_change_the_order_of_weight_gradient_sums_only(shape, options, ho
     names = ["out", "x", *(name for name, _ in module.named_parameters())]
     for name, one, other in zip(names, whole, chunked, strict=True):
         # Compiled, the router's part of the gradient of x is rounded with the experts' where they are one op.
-        if ON_HOPPER and (name == "out" or (name == "x" and not compiled)):
+        if ON_HOPPER and (name == "out" or (name == "x" and not compiled and SUMS_ALIKE)):
             assert torch.equal(one, other), name
         else:
             # Sums that agree to many more bits, rounded once.
