@@ -57,7 +57,8 @@ class Layer(nn.Module):
         return self.router(x).softmax(-1).topk(K, dim=-1)
 
     def through_moe(self, x):
-        lora = {"lora_up": (*self.up, 0.5), "lora_down": (*self.down, 0.5)} if self.up else {}
+        # Dynamo 2.11 does not unpack a list of parameters into a tuple.
+        lora = {"lora_up": (self.up[0], self.up[1], 0.5), "lora_down": (self.down[0], self.down[1], 0.5)} if self.up else {}
         return moeblaze_ops.moe(x, *self.routed(x), *(self.codecs or self.stored), **lora)
 
     def forward(self, x):
