@@ -59,7 +59,8 @@ class Layer(nn.Module):
     def through_moe(self, x):
         # Dynamo 2.11 does not unpack a list of parameters into a tuple.
         lora = {"lora_up": (self.up[0], self.up[1], 0.5), "lora_down": (self.down[0], self.down[1], 0.5)} if self.up else {}
-        return moeblaze_ops.moe(x, *self.routed(x), *(self.codecs or self.stored), **lora)
+        w_up, w_down = self.codecs or self.stored
+        return moeblaze_ops.moe(x, *self.routed(x), w_up, w_down, **lora)
 
     def forward(self, x):
         weights, chosen = self.routed(x)
