@@ -1,13 +1,19 @@
 """The derivative of a formula by one of its symbols, as another formula.
 
-It is that of torch's autograd where a function has none: zero of ``relu`` and ``abs`` at 0, one of a clamp at its bounds, half
-for each side of a maximum of equals. A branch that is not taken counts for nothing, whatever its derivative would be.
+It is that of torch's autograd where a function has none: zero of ``relu`` and ``abs`` at 0, half for each side of a maximum of
+equals, and of a clamp at its bounds one up to torch 2.13, zero from 2.14 on. A branch that is not taken counts for nothing,
+whatever its derivative would be.
 """
 
 import math
 from collections.abc import Callable
 
+import torch
+
 from moeblaze_ops.kernels.formulas.expression import ONE, ZERO, Node, apply, below, number
+
+CLAMPS_MOVE_AT_BOUNDS = torch.__version__ < "2.14"
+"""Whether the gradient of torch's clamp is one at its bounds."""
 
 
 def derivative(root: Node, by: Node) -> Node:
@@ -75,10 +81,12 @@ _RELATIVE: dict[str, Callable[[Node], Node]] = {
 """The derivative of functions over their value."""
 
 
-def _outside(x: Node, low: float, high: float) -> Node:
+def _stands_still(x: Node, low: float, high: float) -> Node:
+    """Whether a clamp of ``x`` has no derivative there."""
+    greater, less = ("gt", "lt") if CLAMPS_MOVE_AT_BOUNDS else ("ge", "le")
     if low == -high:
-        return apply("gt", apply("abs", x), number(high))
-    below_low, above_high = apply("lt", x, number(low)), apply("gt", x, number(high))
+        return apply(greater, apply("abs", x), number(high))
+    below_low, above_high = apply(less, x, number(low)), apply(greater, x, number(high))
     if math.isinf(low):
         return above_high
     return below_low if math.isinf(high) else apply("or", below_low, above_high)
@@ -108,7 +116,7 @@ _CHAINED: dict[str, Callable[..., Node]] = {
     "sin": lambda y, x: apply("cos", x),
     "cos": lambda y, x: apply("neg", apply("sin", x)),
     "relu": lambda y, x: apply("where", apply("le", x, ZERO), ZERO, ONE),
-    "clamp": lambda y, x, low, high: apply("where", _outside(x, low.number, high.number), ZERO, ONE),
+    "clamp": lambda y, x, low, high: apply("where", _stands_still(x, low.number, high.number), ZERO, ONE),
     "pow": lambda y, x, exponent: _power(x, exponent),
 }
 """``f'(x)`` from ``y = f(x)`` and what f is applied to."""
