@@ -131,6 +131,14 @@ for _name in _OF_NUMBERS:
     _with_numbers(_name)
 
 
+@form("bitwise_xor", "logical_xor", "__xor__", "xor")
+def _xor(view: GraphView, a: Any, b: Any) -> Value:
+    """Zero where two integers are equal, false where two truth values are."""
+    of_truths = all(isinstance(x, bool) or (isinstance(x, Value) and x.dtype == torch.bool) for x in (a, b))
+    require(of_truths or output_dtype(view) != torch.bool, "numbers as truth values")
+    return pointwise(view, "ne" if of_truths else "xor", a, b)
+
+
 @form("prelu")
 def _prelu(view: GraphView, x: Any, slope: Any) -> Value:
     require(tensor(slope).shape in ((), (1,)), "one slope")
