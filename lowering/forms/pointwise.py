@@ -32,7 +32,8 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
 _OF_NUMBERS: dict[str, dict[str, float | None]] = {
     "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
-    "hardshrink": {"lambd": 0.5}, "softshrink": {"lambd": 0.5}, "celu": {"alpha": 1.0}, "hardtanh": {"min_val": -1.0, "max_val": 1.0}, "threshold": {"threshold": None, "value": None},
+    "hardshrink": {"lambd": 0.5}, "softshrink": {"lambd": 0.5},
+    "celu": {"alpha": 1.0}, "hardtanh": {"min_val": -1.0, "max_val": 1.0}, "threshold": {"threshold": None, "value": None},
     **{name: {} for name in ("mish", "selu", "relu6", "hardswish", "hardsigmoid", "logsigmoid", "softsign")},
 }  # fmt: skip
 """Pointwise functions of one tensor, and the names of the numbers that may stand beside it, with what they are if not given."""
