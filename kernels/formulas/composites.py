@@ -9,6 +9,7 @@ _GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715
 _SELU_ALPHA = 1.6732632423543772
 _SELU_SCALE = 1.0507009873554805
+_HALF = number(0.5)
 
 
 def square(x: Node) -> Node:
@@ -107,9 +108,23 @@ def threshold(x: Node, bound: Node, value: Node) -> Node:
     return apply("where", apply("le", x, bound), value, x)
 
 
+def hardshrink(x: Node, bound: Node = _HALF) -> Node:
+    """Its gradient is zero at both bounds."""
+    return apply("where", apply("le", apply("abs", x), bound), ZERO, x)
+
+
+def softshrink(x: Node, bound: Node = _HALF) -> Node:
+    """Its gradient is zero at both bounds."""
+    if bound.number < 0:
+        raise ValueError("softshrink of a bound below zero")
+    shrunk = apply("where", apply("gt", x, ZERO), apply("sub", x, bound), apply("add", x, bound))
+    return apply("where", apply("le", apply("abs", x), bound), ZERO, shrunk)
+
+
 COMPOSITES: dict[str, Callable[..., Node]] = {
     "square": square, "reciprocal": reciprocal, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "mish": mish,
     "leaky_relu": leaky_relu, "prelu": prelu, "elu": elu, "celu": celu, "selu": selu, "relu6": relu6, "hardsigmoid": hardsigmoid,
     "hardswish": hardswish, "hardtanh": hardtanh, "logsigmoid": logsigmoid, "softsign": softsign, "threshold": threshold,
+    "hardshrink": hardshrink, "softshrink": softshrink,
 }  # fmt: skip
 """By name, as in a text; ``softplus`` of one argument is a function that formulas are made of."""

@@ -23,6 +23,7 @@ from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
+from moeblaze_ops.lowering.index_notation.intervals import is_integral
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
@@ -285,11 +286,23 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             mask = self._above_zero(args[0]) if name == "gt" else self._not_zero(args[0])
             if mask is not None:
                 return mask
+        if value.dtype == torch.bool and len(args) == 2:
+            args = [self._compared(e, *pair) for e, pair in zip(args, (xs, xs[::-1]), strict=True)]
         if (mask := threshold(self.algebra, name, args)) is not None:
             return mask
         e = apply_pointwise(self.algebra, name, args, params, integers=not value.dtype.is_floating_point)
         wraps = not value.dtype.is_floating_point and not holds(self.algebra, value.dtype, e)
         return self.algebra.leaf(value, indices) if wraps else e
+
+    def _compared(self, e: Expr, own: Value, other: Value) -> Expr:
+        """What a number is where it is compared with elements of ``other``, in their dtype: of bytes, 300 is 44."""
+        is_float = own.dtype.is_floating_point or (own.op == "full" and type(own.args[0]) is float)
+        by_tensor = own.shape == () and (own.dtype == torch.bool or other.shape != ())
+        dtype = other.dtype
+        whole = e.kind == "const" and type(e.args[0]) is int
+        if is_float or not by_tensor or not whole or not is_integral(dtype):
+            return e
+        return self.algebra.const(stored_number(e.args[0], dtype))
 
     # Reductions.
 

@@ -414,7 +414,9 @@ def _grouped_mm(view: GraphView, rows: Any, weights: Any, offs: Any = None, *, b
 def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Some values, or all, and where they are along the axis; nothing else is known of either."""
     if isinstance(fake_of(view._node), torch.Tensor):
-        require(not args and not kwargs, "the largest of one tensor")  # not torch.max(a, b)
+        if len(args) == 1 and isinstance(args[0], Value) and not kwargs:
+            return view.make("pointwise", "maximum", (tensor(x), args[0]), ())
+        require(not args and not kwargs, "the largest of one tensor, or the larger of two")
         return _largest_flag(view, x)
     at = 1 if target_name(view._node) == "topk" else 0
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)
@@ -422,6 +424,12 @@ def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     indices.bound = tensor(x).shape[axis(x, dim)]
     values.fades = is_fading(x)
     return values, indices
+
+
+@form("min")
+def _smaller(view: GraphView, x: Any, other: Any) -> Value:
+    require(isinstance(other, Value), "the smaller of two tensors")
+    return view.make("pointwise", "minimum", (tensor(x), other), ())
 
 
 def _largest_flag(view: GraphView, x: Any) -> Value:

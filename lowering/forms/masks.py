@@ -35,18 +35,29 @@ def _unique(view: GraphView, ids: Any, *args: Any, **kwargs: Any) -> Value:
     return view.make("nonzero", mask, 0, shape=output_shape(view), dtype=torch.int64)
 
 
-def hit_mask(hits: Value) -> Value | None:
-    """The mask of which ``hits`` has the places of the true elements, one axis of it at most; None where it has other numbers."""
-    while hits.op in ("reshape", "cast") or (hits.op == "stack" and len(hits.args[0]) == 1):
-        hits = hits.args[0][0] if hits.op == "stack" else hits.args[0]
-    return hits.args[0] if hits.op == "nonzero" and len(hits.args[0].shape) == 1 else None
+def hits_in(hits: Value) -> tuple[Value, bool] | None:
+    """The mask of which ``hits`` has the places of the true elements, one axis of it at most, and whether they fall.
+
+    None where it has other numbers. ``hit.flip(0)`` has them in falling order.
+    """
+    falls = False
+    while True:
+        if hits.op == "slice" and hits.args[1] == 0 and hits.args[3] == -1 and same_size(hits.shape[0], hits.args[0].shape[0]):
+            falls = not falls
+        elif hits.op == "stack" and len(hits.args[0]) == 1:
+            hits = hits.args[0][0]
+            continue
+        elif hits.op not in ("reshape", "cast"):
+            break
+        hits = hits.args[0]
+    return (hits.args[0], falls) if hits.op == "nonzero" and len(hits.args[0].shape) == 1 else None
 
 
 @form("is_hit")
 def _is_hit(view: GraphView, hits: Any, expert: int) -> Value:
-    mask = hit_mask(tensor(hits))
-    require(mask is not None and 0 <= expert < mask.shape[0], "an expert of a mask")
-    return selected(view, mask, 0, expert)
+    found = hits_in(tensor(hits))
+    require(found is not None and 0 <= expert < found[0].shape[0], "an expert of a mask")
+    return selected(view, found[0], 0, expert)
 
 
 def _chosen(view: GraphView, mask: Any, kept: Any, other: Any) -> Value:

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
 _OF_NUMBERS: dict[str, dict[str, float | None]] = {
     "softplus": {"beta": 1.0, "threshold": 20.0}, "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1.0},
+    "hardshrink": {"lambd": 0.5}, "softshrink": {"lambd": 0.5},
     "celu": {"alpha": 1.0}, "hardtanh": {"min_val": -1.0, "max_val": 1.0}, "threshold": {"threshold": None, "value": None},
     **{name: {} for name in ("mish", "selu", "relu6", "hardswish", "hardsigmoid", "logsigmoid", "softsign")},
 }  # fmt: skip
@@ -62,10 +64,10 @@ def _pointwise_form(name: str, arity: int, *names: str) -> None:
     def apply(view: GraphView, *args: Any, **kwargs: Any) -> Value:
         kwargs.pop("inplace", None)
         alpha = kwargs.pop("alpha", 1)
-        require((alpha == 1 or name in ("add", "sub")) and not kwargs, "keywords")
+        require((alpha == 1 or name in ("add", "sub", "rsub")) and not kwargs, "keywords")
         if arity == 2:
             first, second = args
-            args = first, times(view, alpha, second)
+            args = (times(view, alpha, first), second) if name == "rsub" else (first, times(view, alpha, second))
         if name in ("and", "or", "not"):
             require(output_dtype(view) == torch.bool, "bits of integers")
             args = tuple(cast(view, a, torch.bool) if isinstance(a, Value) else a for a in args)  # logical_not(2.5) is False
@@ -86,18 +88,18 @@ for _name, _arity, _names in [
     ("relu", 1, ("relu",)),
     ("silu", 1, ("silu",)),
     ("tanh", 1, ("tanh",)),
-    ("erf", 1, ("erf",)),
+    ("erf", 1, ("erf", "special_erf")),
     ("exp", 1, ("exp",)),
     ("log", 1, ("log",)),
-    ("log1p", 1, ("log1p",)),
-    ("expm1", 1, ("expm1",)),
+    ("log1p", 1, ("log1p", "special_log1p")),
+    ("expm1", 1, ("expm1", "special_expm1")),
     ("sin", 1, ("sin",)),
     ("cos", 1, ("cos",)),
     ("square", 1, ("square",)),
     ("sqrt", 1, ("sqrt",)),
     ("rsqrt", 1, ("rsqrt",)),
     ("reciprocal", 1, ("reciprocal",)),
-    ("abs", 1, ("abs",)),
+    ("abs", 1, ("abs", "absolute")),
     ("maximum", 2, ("maximum",)),
     ("minimum", 2, ("minimum",)),
     ("eq", 2, ("eq", "__eq__")),
@@ -131,13 +133,21 @@ for _name in _OF_NUMBERS:
     _with_numbers(_name)
 
 
+@form("bitwise_xor", "logical_xor", "__xor__", "xor")
+def _xor(view: GraphView, a: Any, b: Any) -> Value:
+    """Zero where two integers are equal, false where two truth values are."""
+    of_truths = all(isinstance(x, bool) or (isinstance(x, Value) and x.dtype == torch.bool) for x in (a, b))
+    require(of_truths or output_dtype(view) != torch.bool, "numbers as truth values")
+    return pointwise(view, "ne" if of_truths else "xor", a, b)
+
+
 @form("prelu")
 def _prelu(view: GraphView, x: Any, slope: Any) -> Value:
     require(tensor(slope).shape in ((), (1,)), "one slope")
     return pointwise(view, "prelu", x, slope)
 
 
-@form("sigmoid")
+@form("sigmoid", "special_expit")
 def _sigmoid(view: GraphView, x: Any) -> Value:
     if turns_scattered(tensor(x)):
         return permuted(view, _sigmoid(view, x.args[0]), x.args[1])
@@ -176,6 +186,9 @@ def _addcmul(view: GraphView, x: Any, a: Any, b: Any, *, value: Any = 1) -> Valu
 
 @form("pow")
 def _pow(view: GraphView, x: Any, exponent: Any) -> Value:
+    if isinstance(x, (int, float)):
+        require(x > 0, "a base above zero")
+        return pointwise(view, "exp", times(view, math.log(x), tensor(exponent)))
     require(isinstance(exponent, (int, float)), "a number as exponent")
     return pointwise(view, "square", x) if exponent == 2 else pointwise(view, "pow", x, params=(exponent,))
 
@@ -189,22 +202,58 @@ def _glu(view: GraphView, x: Any, dim: int = -1) -> Value:
 
 @form("clamp", "clip")
 def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
+    if isinstance(min, Value) or isinstance(max, Value):
+        require(None in (min, max), "one bound as a tensor")
+        return _bounded(view, x, "lt" if max is None else "gt", min if max is None else max)
     # A guard, as Inductor's own: it generates code for a bound that is known.
     lower, upper = (float(bound) if isinstance(bound, torch.SymFloat) else bound for bound in (min, max))
     require(all(isinstance(bound, (int, float, type(None))) for bound in (lower, upper)), "bounds as numbers")
     return pointwise(view, "clamp", x, params=(lower, upper))
 
 
+def _bounded(view: GraphView, x: Any, comparison: str, bound: Any) -> Value:
+    """``bound`` where ``x`` lies on its other side: the gradient of a tie is that of ``x``."""
+    x, bound = tensor(x), tensor(bound)
+    require(x.dtype == bound.dtype == output_dtype(view), "numbers of one dtype")
+    outside = view.make("pointwise", comparison, (x, bound), (), shape=output_shape(view), dtype=torch.bool)
+    return pointwise(view, "where", outside, bound, x)
+
+
 @form("clamp_min", "clamp_max")
-def _clamp_one(view: GraphView, x: Any, bound: float) -> Value:
-    require(isinstance(bound, (int, float)), "a bound as a number")
+def _clamp_one(view: GraphView, x: Any, bound: Any) -> Value:
     upper = "max" in str(view._node.target)
-    return pointwise(view, "clamp", x, params=(None, bound) if upper else (bound, None))
+    return _clamp(view, x, *((None, bound) if upper else (bound, None)))
+
+
+@form("lerp")
+def _lerp(view: GraphView, x: Any, end: Any, weight: Any) -> Value:
+    require(isinstance(weight, (Value, int, float)), "a number")
+    return pointwise(view, "add", x, pointwise(view, "mul", pointwise(view, "sub", end, x), weight))
+
+
+@form("rrelu")
+def _rrelu(
+    view: GraphView, x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Value:
+    require(not training and lower <= upper, "a slope that is drawn")
+    return pointwise(view, "leaky_relu", x, params=((lower + upper) / 2,))
+
+
+def _scaled(name: str, inside: float, outside: float) -> Callable:
+    """``outside * function(inside * x)``."""
+    return lambda view, x: times(view, outside, pointwise(view, name, times(view, inside, tensor(x))))
 
 
 short_forms({
     # What Dynamo makes of `addcmul_` with a number.
     ("fma",): lambda view, a, b, x: pointwise(view, "add", x, pointwise(view, "mul", a, b)),
     ("gelu",): lambda view, x, approximate="none": pointwise(view, "gelu_tanh" if approximate == "tanh" else "gelu", x),
+    ("exp2", "special_exp2"): _scaled("exp", math.log(2), 1),
+    ("log2",): _scaled("log", 1, 1 / math.log(2)),
+    ("log10",): _scaled("log", 1, 1 / math.log(10)),
+    ("logaddexp",): lambda view, a, b: pointwise(view, "add", a, pointwise(view, "softplus", pointwise(view, "sub", b, a))),
+    ("tanhshrink",): lambda view, x: pointwise(view, "sub", x, pointwise(view, "tanh", x)),
+    ("addcdiv",): lambda view, x, a, b, *, value=1: pointwise(view, "add", x, times(view, value, pointwise(view, "div", a, b))),
+    ("positive", "pos", "__pos__"): lambda view, x: tensor(x),
     ("log_sigmoid",): lambda view, x: pointwise(view, "logsigmoid", x),
 })  # fmt: skip

@@ -108,6 +108,14 @@ def _detach(view: GraphView, x: Any) -> Value:
     return tensor(x)
 
 
+@form("flip")
+def _flip(view: GraphView, x: Any, *places: Any, dims: Any = ()) -> Value:
+    """Of what has as many elements as only the data tell, as hits have; others are tensors of their own in another order."""
+    given = {axis(tensor(x), d) for own in (*places, dims) for d in (own if isinstance(own, (list, tuple)) else [own])}
+    require(given == {0} and bool(free_unbacked_symbols(x.shape[0])), "a size that only the data tell")
+    return view.make("slice", x, 0, x.shape[0] - 1, -1, shape=x.shape, dtype=x.dtype)
+
+
 @form("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
     require(p == 0 or kwargs.get("train", training) is False, "nothing that is dropped")

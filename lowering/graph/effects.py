@@ -4,6 +4,7 @@
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.graph.arguments import argument_of
 from moeblaze_ops.lowering.graph.functional_view import written_nodes
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
 
@@ -38,4 +39,5 @@ def acts_beside_tensors(node: fx.Node) -> bool:
     if overloads := overloads_of(node):
         return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads)
     name = operator_name(node)
-    return not name or name.removesuffix("_") in _RANDOM or name in _UPDATES_STATISTICS
+    draws = name.removesuffix("_") in _RANDOM and argument_of(node, "training") is not False
+    return not name or draws or name in _UPDATES_STATISTICS

@@ -20,6 +20,7 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moeblaze_ops.lowering.graph.arguments import argument_of, written_arguments
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.model_state import nodes_of_state
@@ -77,6 +78,8 @@ _INPLACE_OPERATORS = {
     operator.ifloordiv: "floordiv", operator.imod: "mod", operator.ipow: "pow", operator.iand: "and_",
     operator.ior: "or_", operator.ixor: "xor", operator.imatmul: "matmul", operator.setitem: "setitem",
 }  # fmt: skip
+_INPLACE_METHODS = {f"__{operator.__name__}__": name for operator, name in _INPLACE_OPERATORS.items()}
+
 
 def inplace_name(node: fx.Node) -> str | None:
     """The functional name of an operator of torch that writes its first argument, or None for one that does not."""
@@ -85,15 +88,9 @@ def inplace_name(node: fx.Node) -> str | None:
     name = operator_name(node)
     if name.endswith("_") and not name.endswith("__"):
         return None if name in ("and_", "or_", "not_", "is_") else name[:-1]
-    inplace = node.kwargs.get("inplace")
-    if node.op == "call_function" and inplace is None and name in _INPLACE_POSITION:
-        position = _INPLACE_POSITION[name]
-        inplace = node.args[position] if len(node.args) > position else False
-    return name if inplace else None
-
-
-_INPLACE_POSITION = {"relu": 1, "silu": 1, "mish": 1, "relu6": 1, "hardswish": 1, "selu": 1, "leaky_relu": 2,
-                     "elu": 2, "celu": 2, "hardtanh": 3, "threshold": 3, "dropout": 3}  # fmt: skip
+    if name in _INPLACE_METHODS:
+        return _INPLACE_METHODS[name]
+    return name if argument_of(node, "inplace") else None
 
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
@@ -101,7 +98,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 
     A function of the user under ``allow_in_graph`` may write to all that it is given.
     """
-    written = [node.kwargs.get("out")]
+    written = written_arguments(node, operator_name(node))
     if inplace_name(node) is not None:
         written += [node.args[0] if node.args else node.kwargs.get("input")]
     for overload in overloads_of(node):

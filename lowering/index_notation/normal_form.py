@@ -1,5 +1,6 @@
 """The constructors of canonical expressions: every way to spell a sum, a product or an index ends in the same object."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
     subexpressions,
 )
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
@@ -197,12 +199,56 @@ class Algebra:
                     flat.append(f)
         if constant == 0:
             return self.zero
+        if any(map(is_bound, flat)):
+            flat = self._intersected(flat)
+            if self.zero in flat:
+                return self.zero
         flat = [f for f in flat if not (_is_chosen(f) and Counter(factors_of(*f.args[1])) <= Counter(flat))]
         if constant != 1:
             flat.append(self.const(constant))
         if not flat:
             return self.one
         return flat[0] if len(flat) == 1 else self._intern("mul", *sorted(flat, key=lambda f: f.uid))
+
+    def _intersected(self, factors: Iterable[Expr]) -> list[Expr]:
+        """Factors of which no two say between which numbers one integer lies."""
+        others: list[Expr] = []
+        ends: dict[Expr, tuple[float, float]] = {}
+        for factor in sorted(factors, key=lambda f: f.kind == "add"):
+            hole = left_out(factor)
+            if is_bound(factor):
+                atom, first, end = interval_of(factor)
+                low, high = ends.get(atom, self._range(atom))
+                ends[atom] = max(low, first), min(high, end)
+            elif hole is not None and hole[0] in ends:
+                atom, number, _ = hole
+                low, high = ends[atom]
+                ends[atom] = low + (low == number), high - (high == number + 1)
+                others += [] if number in (low, high - 1) else [factor]
+            else:
+                others.append(factor)
+        marks = [mark for atom, own in ends.items() for mark in self._marks((atom, *own))]
+        return others + [mark for mark in marks if mark not in others]
+
+    def _range(self, atom: Expr) -> tuple[float, float]:
+        extent = self.extent(atom)
+        return (0, extent) if isinstance(extent, int) else (-math.inf, math.inf)
+
+    def _marks(self, interval: Interval) -> tuple[Expr, ...]:
+        """Factors that are 1 where an integer is in an interval: a comparison for each end that its range does not have."""
+        atom, first, end = interval
+        least, most = self._range(atom)
+        first, end = max(first, least), min(end, most)
+        if first >= end:
+            return (self.zero,)
+        if end == first + 1:
+            return (self.eq(atom, self.const(first)),)
+        ends = ("ge", first, first > least), ("lt", end, end < most)
+        return tuple(self.call(name, (atom, self.const(number))) for name, number, is_told in ends if is_told)
+
+    def between(self, interval: Interval) -> Expr:
+        """1 where an integer is in an interval."""
+        return self.mul(*self._marks(interval))
 
     def sum(self, var: Expr, body: Expr) -> Expr:
         """The sum over ``var``; factors free of ``var`` stand outside."""
@@ -307,11 +353,31 @@ class Algebra:
             return self.one
         if a.kind == "const" and b.kind == "const":
             return self.one if a.args[0] == b.args[0] else self.zero
+        if "linear" in (a.kind, b.kind) and (solved := self._solved(a, b)) is not None:
+            return solved
         for number, index in ((a, b), (b, a)):
+            if number is self.zero and index.kind == "call" and index.args[0] in ("xor", "abs"):
+                return self.eq(*index.args[1], *([number] if index.args[0] == "abs" else []))
             below = self.extent(index) if number.kind == "const" else None
             if isinstance(below, int) and not 0 <= number.args[0] < below:
                 return self.zero  # ids of a topk over E scores are not E
         return self._intern("eq", *sorted((a, b), key=lambda e: e.uid))
+
+    def _solved(self, a: Expr, b: Expr) -> Expr | None:
+        """``a = b`` without what both sides have, if one integer or two are left: ``ids - 2 = 0`` is ``ids = 2``."""
+        if not (is_integer(a) and is_integer(b)):
+            return None
+        difference = self.linear(0, [(1, a), (-1, b)])
+        if difference.kind != "linear":
+            return self.eq(difference, self.zero)
+        constant, ((scale, atom), *others) = difference.args
+        if type(scale) is not int or type(constant) is not int:
+            return None
+        if not others:
+            return self.zero if constant % scale else self.eq(atom, self.const(-constant // scale))
+        if constant == 0 and len(others) == 1 and others[0][0] == -scale:
+            return self.eq(atom, others[0][1])
+        return None
 
     def call(self, name: str, args: tuple[Expr, ...], *params: Any) -> Expr:
         return self._intern("call", name, args, params)
@@ -384,7 +450,8 @@ class Algebra:
             case "leaf":
                 return self.leaf(args[0], tuple(map(visit, args[1])))
             case "call":
-                return self.call(args[0], tuple(map(visit, args[1])), *args[2])
+                made = self.call(args[0], tuple(map(visit, args[1])), *args[2])
+                return self.mul(made) if is_bound(made) else made
             case "add" | "mul" | "eq":
                 return getattr(self, kind)(*map(visit, args))
             case "sum" | "any" | "prefix" | "group":

@@ -1,9 +1,13 @@
 """Pointwise functions of expressions: all that sums and products can say is said by them."""
 
+import math
 import operator
 from collections import Counter
 
+import torch
+
 from moeblaze_ops.lowering.index_notation.expr import Expr, differ, factors_of
+from moeblaze_ops.lowering.index_notation.intervals import interval_of, is_bound, is_integer, solved
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 
@@ -40,6 +44,16 @@ def apply_pointwise(algebra: Algebra, name: str, args: list[Expr], params: tuple
             return a
         case "lt" | "le" | "gt" | "ge" if integers and (known := _compared(algebra, name, a, b)) is not None:
             return algebra.const(int(known))
+        case "lt" | "le" | "gt" | "ge" if is_integer(a) and is_integer(b):
+            difference = algebra.linear(0, [(1, a), (-1, b)])
+            if difference.kind == "const":
+                return algebra.const(int(getattr(operator, name)(difference.args[0], 0)))
+            interval = solved(name, difference)
+            return algebra.call(name, (a, b)) if interval is None else algebra.between(interval)
+        case "or" if algebra.zero in (a, b):
+            return b if a is algebra.zero else a
+        case "or" if (is_bound(a) or is_bound(b)) and interval_of(a) and interval_of(b):
+            return _not(algebra, algebra.mul(_not(algebra, a), _not(algebra, b)))
         case "eq":
             return algebra.eq(a, b)
         case "ne":
@@ -88,6 +102,11 @@ def _where(algebra: Algebra, mask: Expr, kept: Expr, other: Expr) -> Expr:
 
 
 def _not(algebra: Algebra, mask: Expr) -> Expr:
+    if is_bound(mask):
+        atom, first, end = interval_of(mask)
+        return algebra.between((atom, -math.inf, first) if end == math.inf else (atom, end, math.inf))
+    if mask.kind == "cast" and mask.args[0] == torch.bool and is_integer(mask.args[1]):
+        return algebra.eq(mask.args[1], algebra.zero)
     negated = algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))
     if mask.kind == "add" and len(mask.args) == 2 and algebra.one in mask.args:
         other = mask.args[0] if mask.args[1] is algebra.one else mask.args[1]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
-from moeblaze_ops.lowering.forms.masks import hit_mask
+from moeblaze_ops.lowering.forms.masks import hits_in
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name, written_nodes
@@ -35,7 +35,7 @@ _MOST_EXPERTS = 512
 
 
 def experts_among(hits: fx.Node) -> list[int] | None:
-    """The experts that may be among ``hits``, the places of a mask's true elements; None where they are not known to be.
+    """The experts that may be among ``hits``, the places of a mask's true elements, in their order; None if it is not known.
 
     Of a mask with more rows than ids have numbers, those rows are never hit.
     """
@@ -45,11 +45,12 @@ def experts_among(hits: fx.Node) -> list[int] | None:
         value = view.value_at(hits, len(view.position))
     else:
         value = _value(hits, steps)
-    mask = hit_mask(value)
+    mask, falls = hits_in(value) or (None, False)
     if mask is None or not isinstance(mask.shape[0], int) or mask.shape[0] > _MOST_EXPERTS:
         return None
     hit = (evaluator.try_element(mask, (evaluator.algebra.const(e),)) for e in range(mask.shape[0]))
-    return [e for e, element in enumerate(hit) if element is not evaluator.algebra.zero]
+    experts = [e for e, element in enumerate(hit) if element is not evaluator.algebra.zero]
+    return experts[::-1] if falls else experts
 
 
 _LONGEST_CHAIN = 16

@@ -267,6 +267,8 @@ def _ids(match: MoEMatch) -> Operand:
     dtype = match.experts.dtype
     if dtype in (torch.int32, torch.int64):
         return match.experts
+    is_integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    prove(is_integral, Reason.OPERANDS, f"expert ids are {dtype}, and no integers", match.experts.node)
     fits = torch.iinfo(dtype).max >= match.E - 1
     prove(fits, Reason.OPERANDS, f"expert ids are {dtype}, which has no number {match.E - 1}", match.experts.node)
     return replace(match.experts, dtype=torch.int64)

@@ -54,7 +54,7 @@ class Numbers(VariableTracker):
 
 
 class Hits(Numbers):
-    """A list or a set of the numbers of those of ``experts`` that have tokens; ``tensor`` holds them, in rising order."""
+    """A list or a set of the numbers of those of ``experts`` that have tokens; ``tensor`` holds them, in their order."""
 
     def __init__(self, tensor: VariableTracker, experts: list[int], *, is_set: bool = False, **kwargs: Any) -> None:
         super().__init__(tensor, **kwargs)
@@ -247,6 +247,8 @@ def contains(tx: Any, numbers: VariableTracker, number: VariableTracker) -> Tens
 def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTracker | None:
     """What a function of Python gives for numbers of experts, where it is other than Dynamo's."""
     if function in (list, tuple, sorted, set, frozenset) and len(args) == 1 and isinstance(args[0], Hits):
+        if function is sorted and args[0].experts != sorted(args[0].experts):
+            return None  # the tensor has another order
         is_set = function in (set, frozenset) or (args[0].is_set and function is not sorted)
         return Hits(args[0].tensor, args[0].experts, is_set=is_set)
     if isinstance(args[0], Counts) and function is operator.getitem:

@@ -182,7 +182,7 @@ def _constant(value: float) -> Callable[..., Node]:
 _FUNCTIONS = ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "log1p", "expm1", "sin", "cos", "relu",
               "mul", "maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne", "where", "pow")  # fmt: skip
 _COMPOSITES = ("silu", "mish", "softplus", "leaky_relu", "elu", "celu", "hardsigmoid", "hardswish", "hardtanh",
-               "reciprocal", "threshold")  # fmt: skip
+               "reciprocal", "threshold", "hardshrink", "softshrink")  # fmt: skip
 
 _MEANINGS: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name): _function(name) for name in _FUNCTIONS},
@@ -196,6 +196,7 @@ _MEANINGS: dict[Any, Callable[..., Any]] = {
     _aten.clamp_min: lambda x, min: _clamp(x, min),
     _aten.clamp_max: _clamp_max,
     _aten.square: _composite(composites.square),
+    _aten.lerp: lambda a, b, weight: apply("add", *_nodes(a), apply("mul", apply("sub", *_nodes(b, a)), *_nodes(weight))),
     _aten.exp2: lambda x: apply("exp", _scaled(x, math.log(2))),
     _aten.log2: lambda x: _scaled(apply("log", x), 1 / math.log(2)),
     _aten.log_sigmoid_forward: _composite(composites.logsigmoid),

@@ -30,7 +30,7 @@ _FUNCTIONS: dict[str, Callable] = {
     )},
     **{name: getattr(F, name) for name in (
         "softplus", "leaky_relu", "elu", "celu", "hardtanh", "threshold", "mish", "selu", "relu6", "hardswish", "hardsigmoid",
-        "logsigmoid", "softsign", "gelu",
+        "logsigmoid", "softsign", "gelu", "hardshrink", "softshrink",
     )},
     "mod": torch.remainder, "floordiv": torch.floor_divide, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "prelu": lambda x, slope: torch.where(x >= 0, x, x * slope), "where": lambda mask, a, b: torch.where(mask != 0, a, b),

@@ -25,7 +25,13 @@ torch.zeros(T, E).double().scatter(1, chosen, x[:, :K])    torch.ones(T, E).scat
 torch.zeros_like(x).index_add(0, ids[:, 0], x, alpha=2)    torch.ones_like(x).index_copy(0, torch.tensor([3, 1]), y[:2])
 torch.zeros(T, E).double().index_put((torch.arange(T)[:, None], chosen), x[:, :K], accumulate=True)
 x.clamp(0.5, -0.5)    torch.clamp_max(x, 0.2)    x.clamp_min(0.2)    F.hardtanh(x, max_val=0.3)    F.glu(x)
-F.leaky_relu(x, 0.3)
+F.leaky_relu(x, 0.3)    F.hardshrink(x, 0.3)    F.softshrink(x, lambd=0.3)    F.tanhshrink(x)    F.rrelu(x)
+torch.lerp(x, y, 0.3)
+torch.lerp(x, y, weight=y)    torch.rsub(x, y, alpha=2)    torch.addcdiv(x, y, x, value=2)    torch.min(x, y)    x.max(y)
+x.min()
+torch.clamp(x, max=y)    torch.clamp_min(x, y)    2**x    torch.exp2(x)    torch.log2(x.abs())    torch.logaddexp(x, y)    +x
+ids ^ 1    m ^ m2    torch.logical_xor(ids, ids.flip(0))    (ids ^ 1) == 0    ids - 1 == 0    2 * ids == 3    (ids - 1).abs() == 0
+(ids >= 1) & (ids < 2)    ~((ids < 1) | (ids > 1))    (ids > 1) & ~(ids > 2)    ids.to(torch.uint8) == 258    ids.int() < 2**31
 F.elu(x, 2.0)    F.softplus(x, 2, 1)    F.threshold(x, 0.1, 20.0)    F.prelu(x, torch.tensor([0.3]).double())
 torch.rsub(x, y)    torch.sub(x, y, alpha=2)    torch.addcmul(x, y, y, value=2)    torch.addmm(x[:, :5], x, y.T, alpha=2)
 x ** -1

@@ -17,14 +17,18 @@ from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 def find_parameters(
     algebra: Algebra, finder: Finder, numbers: Sequence[Expr | None], experts: Sequence[ExpertTerm]
 ) -> tuple[Operand, ...]:
-    """One operand for each parameter, of one element or of one for each expert; ``numbers`` are those of the experts."""
+    """One operand for each parameter, of one element or of one for each expert, in the order of the experts.
+
+    ``numbers`` are those that ids are compared with, which need not rise.
+    """
     found: list[Operand] = []
+    places = [algebra.const(i) if own is not None and own.kind == "const" else own for i, own in enumerate(numbers)]
     for values in zip(*(expert.parameters for expert in experts), strict=True):
         if len(set(values)) == 1 and not values[0].free:
             operand = finder.find_of_experts((values[0],), (algebra.zero,), 1)
         else:
-            of_number = {number: value for number, value in zip(numbers, values, strict=True) if number is not None}
-            operand = held_of_experts(algebra, finder, of_number) if len(of_number) == len(values) else None
+            of_place = {place: value for place, value in zip(places, values, strict=True) if place is not None}
+            operand = held_of_experts(algebra, finder, of_place) if len(of_place) == len(values) else None
         if operand is None:
             raise Declined(Reason.ACTIVATION, "a parameter that is neither one number nor one for each expert")
         prove(operand.dtype.is_floating_point and not operand.is_rounded, Reason.DTYPE_PATH, "a rounded parameter")

@@ -34,7 +34,7 @@ from tests.tools.kernel_helpers import mend_interpreter  # noqa: E402
 UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.sigmoid, torch.tanh, torch.relu, torch.erf, torch.abs, torch.neg, torch.sin, torch.cos, torch.square, F.silu, F.gelu,
     F.softplus, F.mish, F.elu, F.selu, F.celu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.logsigmoid, F.softsign, F.relu6,
-    F.hardtanh,
+    F.hardtanh, F.hardshrink, F.softshrink, F.tanhshrink,
     lambda x: F.gelu(x, approximate="tanh"),
     lambda x: torch.exp(-x.abs()),
     lambda x: torch.exp(torch.clamp(x, max=2.0)),

@@ -71,7 +71,14 @@ def unpacked(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, number, number)
 
 
+def _falling(self, ids):
+    return ids.unique().flip(0)
+
+
 LAYERS = (
+    _looped(as_number, _falling, "from_the_last_one"),
+    _looped(first_of_a_row, lambda self, ids: _rows_of_hits(self, ids).flip(dims=[0]), "rows_from_the_last_one"),
+    _looped(as_index, lambda self, ids: _falling(self, ids).flip(-1), "turned_twice"),
     *map(_looped, (as_number, as_index, in_a_list, text_of_the_number, branch_on_the_element, computed)),
     *(_looped(use, _rows_of_hits) for use in (first_of_a_row, unpacked)),
 )
@@ -307,7 +314,16 @@ _BACKWARDS = {
 BACKWARDS = tuple(_asked(question, name, backwards=True) for name, question in _BACKWARDS.items())
 
 
+def halved_before(self, out, x, weights, ids, e, seen):
+    """What comes first counts less."""
+    out.mul_(0.5)
+    _add(self, out, x, weights, ids, e, int(e))
+
+
 NEAR_MISSES = (
+    _looped(halved_before, _falling, "halved_before_from_the_last_one"),
+    _looped(as_number, lambda self, ids: _falling(self, ids)[1:], "all_but_the_last_one"),
+    _looped(as_number, lambda self, ids: sorted(_falling(self, ids).tolist()), "sorted_from_the_last_one"),
     *(_asked(question, name) for name, question in QUESTIONS.items()),
     *map(_looped, (
         among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_percent, text_by_str,

@@ -87,6 +87,18 @@ _WITH_BOUNDS = {
     "hardsigmoid at minus three": lambda g: F.hardsigmoid(g - 3),
     "threshold": lambda g: F.threshold(g, 0, 0),
     "where": lambda g: torch.where(g >= 0, g, 0),
+    "filled below": lambda g: g.masked_fill(g < 0, 0.5),
+    "hardshrink at the bound": lambda g: F.hardshrink(g + 0.5),
+    "hardshrink at the lower bound": lambda g: F.hardshrink(g - 0.5),
+    "softshrink": lambda g: F.softshrink(g, 0),
+    "softshrink at the bound": lambda g: F.softshrink(g + 0.5),
+    "softshrink at the lower bound": lambda g: F.softshrink(g - 0.25, 0.25),
+    "rrelu": F.rrelu,
+    "larger of a tensor and itself": lambda g: torch.max(g, torch.zeros(1)),
+    "smaller": lambda g: torch.min(g, torch.zeros(())),
+    "lower bound as a tensor": lambda g: g.clamp(min=torch.zeros(())),
+    "upper bound as a tensor": lambda g: g.clamp_max(torch.zeros(1)),
+    "bound of the same": lambda g: torch.clamp(g, max=2 * g),
 }
 
 
@@ -125,7 +137,33 @@ def test_numbers_that_are_given_by_name(name):
     assert len(formulas) == 1
 
 
+_OF_OTHERS = {
+    "lerp": lambda g, u: torch.lerp(g, u, 0.3),
+    "lerp by a gate": lambda g, u: torch.lerp(g, u, torch.sigmoid(g)),
+    "rsub": lambda g, u: torch.rsub(g, u, alpha=2) * u,
+    "sub": lambda g, u: g.sub(u, alpha=2) * u,
+    "addcdiv": lambda g, u: torch.addcdiv(u, g, 1 + torch.exp(-g)),
+    "tanhshrink": lambda g, u: F.tanhshrink(g) * u,
+    "logaddexp": lambda g, u: torch.logaddexp(g, u),
+    "powers of two": lambda g, u: torch.exp2(g) * 2**u + torch.pow(0.5, g),
+    "logarithms": lambda g, u: torch.log2(1 + g * g) * torch.log10(2 + u * u),
+    "special": lambda g, u: torch.special.expit(g) * torch.special.erf(u) + torch.special.expm1(g).absolute(),
+    "larger": lambda g, u: torch.max(g, u) * torch.min(g, u),
+    "bounds of each other": lambda g, u: torch.clamp(g, min=u) * u.clamp(max=g),
+    "random slope that is none": lambda g, u: nn.RReLU(0.1, 0.3).eval()(g) * (+u),
+    "shrunk": lambda g, u: F.hardshrink(g, 0.2) * nn.Softshrink(0.3)(u),
+}
+
+
+@pytest.mark.parametrize("name", _OF_OTHERS)
+def test_functions_that_are_made_of_others(name):
+    layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: _Expert(_OF_OTHERS[name]), E=2)
+    assert len(check_against_eager(layer, torch.randn(7, zoo.D) * 2).rewritten) == 1
+
+
 _REASONS = {
+    "a slope that is drawn": (lambda g, u: F.rrelu(g, training=True) * u, "it reads what 'rrelu' gives"),
+    "two bounds as tensors": (lambda g, u: torch.clamp(g, -torch.ones(()), torch.ones(())) * u, "it reads what 'clamp' gives"),
     "sinh": (lambda g, u: torch.sinh(g) * u, "it reads what 'sinh' gives, which is no function of formulas"),
     "cast": (lambda g, u: torch.tanh(g) * u.int(), "it casts to torch.int32"),
     "arange": (lambda g, u: torch.tanh(g) * u * torch.arange(zoo.FF), "it depends on which expert or which feature it is"),

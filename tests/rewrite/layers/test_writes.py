@@ -478,3 +478,49 @@ def test_writes_that_somebody_reads_do_not():
         run, backend = compiled(zoo.StackedMoE(hidden_written_afterwards_and_read))
         run(torch.randn(10, zoo.D))
     assert backend.reasons == ["EXTRA_USER"]
+
+
+WEIGHTS_ARE_WRITTEN = {
+    "in place by position": lambda weights: F.hardsigmoid(weights, True),
+    "alpha dropout of all": lambda weights: F.alpha_dropout(weights, 1.0, True, True),
+    "feature dropout of all": lambda weights: F.feature_alpha_dropout(weights[None], 1.0, True, True),
+    "dropout of all rows": lambda weights: F.dropout1d(weights, 1.0, True, True),
+    "operator as a method": lambda weights: torch.Tensor.__imul__(weights, 2),
+    "result by position": lambda weights: F.normalize(weights.detach() + 1, 2.0, 1, 1e-12, weights.detach()),
+    "embedding of bounded norm": lambda weights: F.embedding(torch.tensor([0, 1, 2]), weights.detach(), None, 0.1),
+    "statistics": lambda weights: F.batch_norm(weights + 1, *weights.detach()[:2], None, None, True),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS_ARE_WRITTEN)
+def test_weights_that_are_written_between_two_experts(name):
+    def combine(self, x, weights, ids):
+        weights, out = weights * 1, torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if e == 1:
+                WEIGHTS_ARE_WRITTEN[name](weights)
+            out = out + expert(x) * _share(weights, ids, e)
+        return out
+
+    backend = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(9, zoo.D), aot=True)
+    assert not backend.rewritten
+
+
+NOTHING_IS_WRITTEN = {
+    "a new result": lambda weights: F.hardsigmoid(weights, False),
+    "embedding": lambda weights: F.embedding(torch.tensor([0, 1, 2]), weights.detach(), None),
+    "given statistics": lambda weights: F.batch_norm(weights + 1, *weights.detach()[:2], None, None, False),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_IS_WRITTEN)
+def test_weights_that_are_read_between_two_experts(name):
+    def combine(self, x, weights, ids):
+        weights, out = weights * 1, torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if e == 1:
+                self.seen = NOTHING_IS_WRITTEN[name](weights)
+            out = out + expert(x) * _share(weights, ids, e)
+        return out
+
+    assert len(check_against_eager(zoo.ModuleListMoE(combine), torch.randn(9, zoo.D)).rewritten) == 1

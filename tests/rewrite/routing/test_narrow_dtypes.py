@@ -257,3 +257,13 @@ def test_rows_that_are_rounded_to_eight_bits(of):
 
     backend = check_against_eager(zoo.ModuleListMoE(rounded), torch.randn(10, zoo.D), tolerance=1e-5)
     assert not backend.rewritten
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ids_that_are_no_integers(dtype):
+    def combine(self, x, weights, ids):
+        ids = ids.to(dtype)
+        return sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+    (declined,) = check_against_eager(zoo.ModuleListMoE(combine), torch.randn(10, zoo.D), tolerance=1e-5).candidates
+    assert declined.reason == "OPERANDS" and declined.detail == f"expert ids are {dtype}, and no integers"

@@ -1,0 +1,79 @@
+"""Comparisons of an integer with numbers: which ones it may be, from a first one to one that it is below.
+
+    (ids >= 2) & (ids < 3), ids - 2 == 0, ~((ids < 2) | (ids > 2))          all say  ids = 2
+"""
+
+import math
+
+import torch
+
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
+
+Interval = tuple[Expr, float, float]
+"""An integer, the first number that it may be, and one that it is below."""
+
+_INTEGERS = frozenset(("div", "mod", "nonzero", "inverse"))
+
+
+def is_integer(e: Expr) -> bool:
+    """Whether an expression is an index, or an integer that a tensor holds; a variable of no extent stands for any number."""
+    if e.kind == "var":
+        return e.args[1] != 0
+    if e.kind in ("leaf", "const"):
+        whole = e.kind == "const" and type(e.args[0]) is int
+        return whole or (e.kind == "leaf" and is_integral(e.args[0].dtype))
+    return e.kind in _INTEGERS or (e.kind == "linear" and all(is_integer(atom) for _, atom in e.args[1]))
+
+
+def is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def is_bound(e: Expr) -> bool:
+    """Whether an integer is no less than a number, or below one."""
+    if e.kind != "call" or e.args[0] not in ("ge", "lt"):
+        return False
+    atom, number = e.args[1]
+    return number.kind == "const" and type(number.args[0]) is int and _has_bounds(atom)
+
+
+def _has_bounds(e: Expr) -> bool:
+    """Whether comparisons with numbers are intervals: of an integer, but not of a place among tokens or slots."""
+    return e.kind in ("leaf", "div", "mod") and is_integer(e)
+
+
+def interval_of(e: Expr) -> Interval | None:
+    """What a comparison with a number says of an integer."""
+    if e.kind == "eq":
+        (atom, number) = e.args if e.args[1].kind == "const" else e.args[::-1]
+        single = number.kind == "const" and type(number.args[0]) is int and _has_bounds(atom)
+        return (atom, number.args[0], number.args[0] + 1) if single else None
+    if not is_bound(e):
+        return None
+    atom, number = e.args[1]
+    return (atom, number.args[0], math.inf) if e.args[0] == "ge" else (atom, -math.inf, number.args[0])
+
+
+def left_out(e: Expr) -> Interval | None:
+    """The one number that a factor ``1 - [integer = number]`` leaves out."""
+    if e.kind != "add" or len(e.args) != 2:
+        return None
+    one, other = sorted(e.args, key=lambda part: part.kind != "const")
+    masks = [part for part in factors_of(other) if part.args != (-1,)]
+    is_complement = one.args == (1,) and len(masks) == 1 and len(factors_of(other)) == 2
+    return interval_of(masks[0]) if is_complement and masks[0].kind == "eq" else None
+
+
+def solved(name: str, difference: Expr) -> Interval | None:
+    """Which numbers an integer may be, of which a multiple and a constant are less (or greater) than zero."""
+    constant, terms = difference.args if difference.kind == "linear" else (0, ((1, difference),))
+    ((scale, atom), *others) = terms
+    if others or type(scale) is not int or type(constant) is not int or not _has_bounds(atom):
+        return None
+    if scale < 0:
+        name = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}[name]
+        scale, constant = -scale, -constant
+    least = -(constant // scale)  # of which the multiple is no less than -constant
+    above = -constant // scale + 1  # of which it is greater
+    end = least if name in ("ge", "lt") else above
+    return (atom, end, math.inf) if name in ("ge", "gt") else (atom, -math.inf, end)
