@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moeblaze_ops.kernels.formulas.derivative import CLAMPS_MOVE_AT_BOUNDS
 from moeblaze_ops.lowering.forms.low_rank import low_rank_sum
 from moeblaze_ops.lowering.forms.symbolic_floats import changing
 from moeblaze_ops.lowering.forms.views import (
@@ -212,9 +213,14 @@ def _clamp(view: GraphView, x: Any, min: Any = None, max: Any = None) -> Value:
 
 
 def _bounded(view: GraphView, x: Any, comparison: str, bound: Any) -> Value:
-    """``bound`` where ``x`` lies on its other side: the gradient of a tie is that of ``x``."""
+    """``bound`` where ``x`` lies on its other side.
+
+    The gradient of a tie is that of ``x`` where a bound that is a number has one for it, else they share it.
+    """
     x, bound = tensor(x), tensor(bound)
     require(x.dtype == bound.dtype == output_dtype(view), "numbers of one dtype")
+    if not CLAMPS_MOVE_AT_BOUNDS:
+        return pointwise(view, "maximum" if comparison == "lt" else "minimum", x, bound)
     outside = view.make("pointwise", comparison, (x, bound), (), shape=output_shape(view), dtype=torch.bool)
     return pointwise(view, "where", outside, bound, x)
 
