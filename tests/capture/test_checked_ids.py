@@ -146,20 +146,24 @@ COMPUTED = {
 }
 
 
+LINEAR = ("next", "before", "doubled", "up_to_the_end")
+"""Computed ids that some expert never has, whatever the router chooses: what is left is no layer of all experts."""
+
+
 @pytest.mark.parametrize("combine", [by_one_hot, by_scatter_add, where_hits_are_one_hot], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
-def test_error_for_ids_that_a_router_computes(combine, compute):
+@pytest.mark.parametrize("name", COMPUTED)
+def test_error_for_ids_that_a_router_computes(combine, name):
     torch.manual_seed(0)
     layer, router, x = Layer(combine), nn.Linear(zoo.D, E), torch.randn(32, zoo.D)
 
     def routed(x):
         weights, ids = router(x).softmax(-1).topk(K, -1)
-        return layer(x, weights, compute(ids, weights))
+        return layer(x, weights, COMPUTED[name](ids, weights))
 
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:
         actual = _outcome(torch.compile(routed, backend=backend), x)
     torch.testing.assert_close(actual, _outcome(routed, x))
-    assert rewritten_in(records) or combine is not by_one_hot
+    assert rewritten_in(records) or combine is not by_one_hot or name in LINEAR
 
 
 def test_nothing_is_asserted_of_sorted_rows():
