@@ -32,7 +32,8 @@ class TopkOfTies(TorchDispatchMode):
 class Kinked(TorchDispatchMode):
     """Sees activations whose gradient jumps, so that a rounding decides about it."""
 
-    KINKED = frozenset((torch.ops.aten.relu.default, torch.ops.aten.clamp.default, torch.ops.aten.clamp_min.default))
+    _aten = torch.ops.aten
+    KINKED = frozenset((_aten.relu.default, _aten.abs.default, _aten.clamp.default, _aten.clamp_min.default))
     found = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
