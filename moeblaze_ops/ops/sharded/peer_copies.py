@@ -242,9 +242,11 @@ class _Window:
 
     def _capture(self) -> int:
         """The number of the capture of a CUDA graph that the current stream takes part in, 0 for none."""
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
         status, number = ctypes.c_int(), ctypes.c_uint64()
         _check(self._capture_info(self._raw_stream(), ctypes.byref(status), ctypes.byref(number), None, None, None))
-        return number.value if status.value else 0
+        return number.value
 
     def _caller(self) -> torch.cuda.Stream:
         raw = self._raw_stream()
