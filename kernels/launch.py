@@ -26,6 +26,9 @@ _ALIGNMENT = 16
 IS_INTERPRETED = not isinstance(_nothing, JITFunction)
 """Whether kernels run in Triton's interpreter, which is settled when they are decorated."""
 
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+"""What all kernels are compiled with: Triton 3.10 will fuse a product and a sum only where that is asked for."""
+
 
 def launch(kernel: Any, num_programs: int, *args: Any, **keywords: Any) -> None:
     """Launches ``num_programs`` programs of a ``@triton.jit`` kernel, eagerly or into the graph being traced.
@@ -45,9 +48,6 @@ def launch(kernel: Any, num_programs: int, *args: Any, **keywords: Any) -> None:
     else:
         launch_compiled(kernel, num_programs, args, keywords)
 
-
-COMPILE_OPTIONS = {"enable_fp_fusion": True}
-"""What all kernels are compiled with: Triton 3.10 will fuse a product and a sum only where that is asked for."""
 
 _compiled_kernels: dict[Hashable, tuple[Any, tuple]] = {}
 """Compiled kernels with their compile-time arguments: to find one takes a ``JITFunction`` longer than to launch it."""

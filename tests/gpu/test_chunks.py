@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import moeblaze_ops
 from moeblaze_ops import config
@@ -14,7 +15,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-SUMS_ALIKE = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+SUMS_ALIKE = TorchVersion(triton.__version__) < "3.9"
 """Whether the routing weights' gradient has the same bits wherever a row stands in its tile."""
 
 ops = torch.ops.moeblaze
