@@ -19,11 +19,10 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.graph.stored_numbers import stored_number
+from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
 from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
-from moeblaze_ops.lowering.index_notation.intervals import is_integral
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds
 from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise

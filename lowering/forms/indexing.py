@@ -38,7 +38,7 @@ from moeblaze_ops.lowering.forms.views import (
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
-from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 
 
 def coordinates(view: GraphView, mask: Value, rows: Size) -> tuple[Value, ...]:
@@ -153,7 +153,7 @@ def _index(view: GraphView, x: Any, indices: Any) -> Any:
 
 @form("masked_select")
 def _masked_select(view: GraphView, x: Any, mask: Any) -> Any:
-    require(all(map(same_size, tensor(x).shape, tensor(mask).shape)) and len(x.shape) == len(mask.shape), "one shape")
+    require(same_shape(tensor(x).shape, tensor(mask).shape), "one shape")
     return _getitem(view, x, mask)
 
 

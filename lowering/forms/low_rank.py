@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from moeblaze_ops.lowering.graph.computed_weights import VIEWS, is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.graph.sizes import same_size
+from moeblaze_ops.lowering.graph.sizes import same_shape, same_size
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -21,7 +21,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def low_rank_sum(view: GraphView, a: Value, b: Value) -> Value | None:
     """What ``a + b`` is where one is a weight, or a product with one, and the other one its low-rank addition."""
     for left, right in ((a, b), (b, a)):
-        if len(left.shape) != len(right.shape) or not all(map(same_size, left.shape, right.shape)):
+        if not same_shape(left.shape, right.shape):
             continue
         if _is_given(left) and _is_low_rank(right) and not _is_low_rank(left):
             _look_into(right)

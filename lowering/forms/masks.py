@@ -10,7 +10,7 @@ from moeblaze_ops.lowering.forms.pointwise import pointwise
 from moeblaze_ops.lowering.forms.views import form, full, output_dtype, output_shape, require, selected, short_forms, tensor
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.graph.sizes import same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import same_shape, same_size, size_of
 
 
 @form("where")
@@ -66,7 +66,7 @@ def _chosen(view: GraphView, mask: Any, kept: Any, other: Any) -> Value:
         if not isinstance(numbers, Value) or _number(rest) != -math.inf or numbers.dtype != output_dtype(view):
             continue
         scattered = _scatter_that_stores(tensor(mask), value)
-        if scattered is not None and len(numbers.shape) == len(mask.shape) and all(map(same_size, numbers.shape, mask.shape)):
+        if scattered is not None and same_shape(numbers.shape, mask.shape):
             _, dim, index, *_ = scattered.args
             source = view.make("take", numbers, dim, index, shape=index.shape)
             return view.make("scatter", full(view, -math.inf, numbers.shape, numbers.dtype), dim, index, source, False)

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, NotCanonical, Value
-from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 from moeblaze_ops.lowering.graph.stored_numbers import stored_number
 
 TABLE: dict[str, Callable] = {}
@@ -89,7 +89,7 @@ def reshaped(view: GraphView, x: Value, shape: tuple[Size, ...]) -> Value:
     shape = tuple(shape)
     if x.op == "reshape":
         x = x.args[0]
-    if len(shape) == len(x.shape) and all(map(same_size, shape, x.shape)):
+    if same_shape(shape, x.shape):
         return x
     return view.make("reshape", x, shape=shape, dtype=x.dtype)
 

@@ -25,7 +25,7 @@ from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.model_state import nodes_of_state
 from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
-from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 
 
 class NotCanonical(Exception):
@@ -369,7 +369,7 @@ class GraphView:
     def _is_same_place(self, a: fx.Node, b: fx.Node) -> bool:
         """Both are the same part of their storage: two rows of a buffer that hold zeros are not."""
         one, other = self._place(a), self._place(b)
-        return one == other or (len(one) == len(other) and all(map(same_size, one, other)))
+        return one == other or same_shape(one, other)
 
     def _place(self, node: fx.Node) -> tuple[Size, ...]:
         place = self._places.get(node)

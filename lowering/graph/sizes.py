@@ -1,6 +1,6 @@
 """Sizes of axes: numbers, or expressions of symbols that Dynamo has for what only a call tells."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -34,3 +34,7 @@ def same_size(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))

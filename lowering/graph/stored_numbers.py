@@ -9,6 +9,10 @@ import torch
 _LETTERS = {torch.float64: "d", torch.float32: "f", torch.float16: "e"}
 
 
+def is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def stored_number(number: float, dtype: torch.dtype) -> float | None:
     """The number that an element of ``dtype`` holds after ``number`` was stored there; None where that is not defined.
 

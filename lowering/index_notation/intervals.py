@@ -5,8 +5,7 @@
 
 import math
 
-import torch
-
+from moeblaze_ops.lowering.graph.stored_numbers import is_integral
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 
 Interval = tuple[Expr, float, float]
@@ -19,21 +18,22 @@ def is_integer(e: Expr) -> bool:
     """Whether an expression is an index, or an integer that a tensor holds; a variable of no extent stands for any number."""
     if e.kind == "var":
         return e.args[1] != 0
-    if e.kind in ("leaf", "const"):
-        whole = e.kind == "const" and type(e.args[0]) is int
-        return whole or (e.kind == "leaf" and is_integral(e.args[0].dtype))
+    if e.kind == "const":
+        return type(e.args[0]) is int
+    if e.kind == "leaf":
+        return is_integral(e.args[0].dtype)
     return e.kind in _INTEGERS or (e.kind == "linear" and all(is_integer(atom) for _, atom in e.args[1]))
-
-
-def is_integral(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def is_bound(e: Expr) -> bool:
     """Whether an integer is no less than a number, or below one."""
     if e.kind != "call" or e.args[0] not in ("ge", "lt"):
         return False
-    atom, number = e.args[1]
+    return _is_told(*e.args[1])
+
+
+def _is_told(atom: Expr, number: Expr) -> bool:
+    """Whether a comparison of the two says between which numbers an integer lies."""
     return number.kind == "const" and type(number.args[0]) is int and _has_bounds(atom)
 
 
@@ -45,9 +45,8 @@ def _has_bounds(e: Expr) -> bool:
 def interval_of(e: Expr) -> Interval | None:
     """What a comparison with a number says of an integer."""
     if e.kind == "eq":
-        (atom, number) = e.args if e.args[1].kind == "const" else e.args[::-1]
-        single = number.kind == "const" and type(number.args[0]) is int and _has_bounds(atom)
-        return (atom, number.args[0], number.args[0] + 1) if single else None
+        atom, number = e.args if e.args[1].kind == "const" else e.args[::-1]
+        return (atom, number.args[0], number.args[0] + 1) if _is_told(atom, number) else None
     if not is_bound(e):
         return None
     atom, number = e.args[1]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from moeblaze_ops.lowering.graph.sizes import same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import same_shape, size_of
 from moeblaze_ops.lowering.inductor.graph_writer import Writer
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ def _argument(columns: Sequence[fx.Node], given: tuple[Any, ...], write: Writer,
         return given[0]
     # Of the shape of the result: a row beside a column would be broadcast.
     shapes = [(value.shape, column.meta["val"].shape) for value, column in zip(values, columns, strict=True)]
-    fits = all(len(of) == len(to) and all(map(same_size, map(size_of, of), map(size_of, to))) for of, to in shapes)
+    fits = all(same_shape([*map(size_of, of)], [*map(size_of, to)]) for of, to in shapes)
     return _whole(given, write, depth - 1) if fits and all(map(_is_column, given)) else None
 
 

@@ -20,7 +20,7 @@ from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_least_fp32, target_name
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
-from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
@@ -76,7 +76,7 @@ def _keeps_shape(node: fx.Node) -> bool:
     """Whether a value has the shape of what it is computed of first."""
     values = [fake_of(each) for each in (node, *node.all_input_nodes[:1])]
     sizes = [[size_of(size) for size in value.shape] for value in values if isinstance(value, torch.Tensor)]
-    return len(sizes) == 2 and len(sizes[0]) == len(sizes[1]) and all(map(same_size, *sizes))
+    return len(sizes) == 2 and same_shape(*sizes)
 
 
 @dataclass(frozen=True)

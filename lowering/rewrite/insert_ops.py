@@ -18,6 +18,7 @@ import moeblaze_ops.ops.route_at  # noqa: F401
 from moeblaze_ops import config
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated
 from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.stored_numbers import is_integral
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
@@ -267,8 +268,7 @@ def _ids(match: MoEMatch) -> Operand:
     dtype = match.experts.dtype
     if dtype in (torch.int32, torch.int64):
         return match.experts
-    is_integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    prove(is_integral, Reason.OPERANDS, f"expert ids are {dtype}, and no integers", match.experts.node)
+    prove(is_integral(dtype), Reason.OPERANDS, f"expert ids are {dtype}, and no integers", match.experts.node)
     fits = torch.iinfo(dtype).max >= match.E - 1
     prove(fits, Reason.OPERANDS, f"expert ids are {dtype}, which has no number {match.E - 1}", match.experts.node)
     return replace(match.experts, dtype=torch.int64)

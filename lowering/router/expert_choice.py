@@ -12,7 +12,7 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, Unroll
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
-from moeblaze_ops.lowering.graph.sizes import same_size
+from moeblaze_ops.lowering.graph.sizes import same_shape, same_size
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def _masked_with_infinity(value: Value) -> tuple[Value, Value] | None:
     if value.op != "pointwise" or value.args[0] != "where":
         return None
     mask, filled, rest = value.args[1]
-    whole = len(rest.shape) == len(value.shape) and all(map(same_size, rest.shape, value.shape))
-    return (mask, rest) if whole and _is_full(filled, -math.inf) else None
+    return (mask, rest) if same_shape(rest.shape, value.shape) and _is_full(filled, -math.inf) else None
 
 
 def _read_groups(view: GraphView, left_out: Value, scores: Value) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from moeblaze_ops.lowering.facts.zero_stops_gradient import is_rectified
 from moeblaze_ops.lowering.graph.dependencies import dependencies
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
-from moeblaze_ops.lowering.graph.sizes import Size, same_size
+from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr
 
@@ -109,7 +109,7 @@ class Finder:
     def _of_shape(self, shape: tuple[Size, ...]) -> Iterable[tuple[Value, fx.Node]]:
         for node in self._nodes:
             value = self._view.value_at(node, self._position)
-            if isinstance(value, Value) and len(value.shape) == len(shape) and all(map(same_size, value.shape, shape)):
+            if isinstance(value, Value) and same_shape(value.shape, shape):
                 yield value, node
 
     def order_of(self, targets: Sequence[Expr]) -> list[int] | None:
