@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 from triton.runtime.jit import JITFunction
 
+from moeblaze_ops.kernels import devices
 from moeblaze_ops.kernels.configs import ROW_BLOCK, Operands, choose_rank_block
 from moeblaze_ops.kernels.tracing import is_traceable
 
@@ -159,7 +160,7 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
     """Compute capability of the device of ``tensor``; that of a Hopper for tensors of the interpreter."""
     if tensor.device.type != "cuda":
         return (9, 0)
-    return torch.cuda.get_device_capability(tensor.device)
+    return devices.capability(tensor.device)
 
 
 def operands(tensor: torch.Tensor) -> Operands:

@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
@@ -28,6 +28,7 @@ from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
 from torch._dynamo.utils import counters
+from torch._inductor import codecache
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -36,65 +37,42 @@ __all__ = [
     "inductor_config",
 ]
 
-FUSION_OPTIONS = "pre_grad_fusion_options"
-
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
 _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 
 
-def register_pre_grad_pass(name: str, apply: Callable[[fx.GraphModule], int]) -> None:
-    """Make ``apply`` the pass that Inductor runs on pre-grad graphs for ``pre_grad_fusion_options[name]``.
+def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
+    """Make ``stamp(devices)`` part of the keys of the FX and AOTAutograd caches of graphs with inputs on these devices.
 
-    Unlike ``pre_grad_custom_pass`` this is not a slot: a user's own pass, set globally or by ``options=``, stays.
+    AOTAutograd's details of a graph are a subclass of Inductor's, and all of their attributes are in the key. No setting of
+    torch would do: one that the user replaces by ``options=``, or that backward is compiled without in a thread of autograd,
+    is lost.
     """
-    from torch._inductor.fx_passes.split_cat import PRE_GRAD_PATTERNS
-    from torch._inductor.pattern_matcher import PatternMatcherPass
+    original = codecache.FxGraphHashDetails.__init__
 
-    class GraphPass(PatternMatcherPass):
-        def apply(self, gm: fx.Graph | fx.GraphModule) -> int:
-            return apply(gm if isinstance(gm, fx.GraphModule) else gm.owning_module)
+    @functools.wraps(original)
+    def __init__(self, gm, example_inputs, *args, **kwargs):
+        original(self, gm, example_inputs, *args, **kwargs)
+        self.moeblaze = stamp({tensor.device for tensor in example_inputs if isinstance(tensor, torch.Tensor)})
 
-    PRE_GRAD_PATTERNS[name] = GraphPass(pass_name=name)
-
-
-def set_fusion_option(name: str, option: dict | None) -> None:
-    """Set, or with None remove, ``pre_grad_fusion_options[name]``; from torch 2.13 on for the calling thread only."""
-    options = {key: value for key, value in inductor_config.pre_grad_fusion_options.items() if key != name}
-    if option is not None:
-        options[name] = option
-    if options != inductor_config.pre_grad_fusion_options:
-        inductor_config.pre_grad_fusion_options = options
+    codecache.FxGraphHashDetails.__init__ = __init__
 
 
-def stamp_cache_key(name: str, value: str) -> None:
-    """Make ``value`` part of the FX and AOTAutograd cache keys of what the calling thread compiles from now on.
+@functools.cache
+def install_graph_hook(prepare: Callable[[fx.GraphModule], None]) -> None:
+    """Call ``prepare(gm)`` for each graph that reaches Inductor, before it is looked up in a cache, from now on."""
+    from torch._inductor import compile_fx
 
-    This configuration exists to put a version of ops that Inductor knows nothing about into the key, and it is not
-    something that ``torch.compile(options=...)`` is used to replace, unlike ``pre_grad_fusion_options``.
-    """
-    stamps = inductor_config.unsafe_marked_cacheable_functions
-    if stamps.get(name) != value:
-        inductor_config.unsafe_marked_cacheable_functions = {**stamps, name: value}
+    original = compile_fx._compile_fx_main
 
+    @functools.wraps(original)
+    def compile_fx_main(model, *args, **kwargs):
+        if isinstance(model, fx.GraphModule):
+            prepare(model)
+        return original(model, *args, **kwargs)
 
-def why_passes_do_not_run(name: str, patches: Mapping[str, Any]) -> str | None:
-    """The setting that keeps the pre-grad pass ``name`` from running in a compile with these ``options``, or None."""
-    from torch._inductor.fx_passes.split_cat import PRE_GRAD_PATTERNS
-
-    def setting(key: str) -> Any:
-        return patches[key] if key in patches else getattr(inductor_config, key)
-
-    if not setting("use_pre_grad_passes"):
-        return "torch._inductor.config.use_pre_grad_passes is off (lite mode, or TORCHINDUCTOR_LITE_MODE=1)"
-    if not setting("pattern_matcher"):
-        return "torch._inductor.config.pattern_matcher is off"
-    if name not in setting(FUSION_OPTIONS):
-        return f"torch._inductor.config.{FUSION_OPTIONS} was replaced by one without {name!r}"
-    # torch 2.15 skips an unregistered name in silence, earlier versions raise.
-    if name not in PRE_GRAD_PATTERNS:
-        return f"PRE_GRAD_PATTERNS has lost its entry {name!r}"
-    return None
+    compile_fx._compile_fx_main = compile_fx_main
 
 
 @dataclass(frozen=True)
@@ -151,21 +129,6 @@ def _in_place_of(original: Callable, backend: Callable) -> Callable:
         vars(backend).update(getattr(original, "__dict__", {}))
         backend._torchdynamo_orig_backend = original
     return backend
-
-
-def install_cut_hook(prepare: Callable[[fx.GraphModule, Callable], None]) -> None:
-    """Call ``prepare(gm, backend)`` for each graph of a model in DistributedDataParallel before Dynamo cuts it.
-
-    It cuts at the buckets of gradients that are reduced together, which may be inside a layer.
-    """
-    original = DDPOptimizer.compile_fn
-
-    @functools.wraps(original)
-    def compile_fn(self, gm, *args, **kwargs):
-        prepare(gm, innermost_backend(self.backend_compile_fn))
-        return original(self, gm, *args, **kwargs)
-
-    DDPOptimizer.compile_fn = compile_fn
 
 
 def _asked_for(backend: Callable) -> Callable:
@@ -252,15 +215,13 @@ def compiler_of(backend: Callable) -> Callable:
     return getattr(backend, "compiler_fn", backend)
 
 
-def inductor_patches(backend: Callable) -> dict[str, Any] | None:
-    """The ``options`` and ``mode`` of an Inductor backend as configuration patches; None for another backend."""
-    if type(backend) is torch._TorchCompileInductorWrapper:
-        return backend.config
-    return {} if backend is registry._COMPILER_FNS.get("inductor") else None
+def is_inductor(backend: Callable) -> bool:
+    """Whether a backend is Inductor, with ``options`` and ``mode`` or without."""
+    return type(backend) is torch._TorchCompileInductorWrapper or backend is registry._COMPILER_FNS.get("inductor")
 
 
 def inductor_backend(mode: str | None, options: Mapping[str, Any] | None, **keywords: Any) -> Callable:
-    """Inductor as ``torch.compile(mode=mode, options=options)`` would make it; ``config`` holds its patches."""
+    """Inductor as ``torch.compile(mode=mode, options=options)`` would make it."""
     return torch._TorchCompileInductorWrapper(mode, options, None, **keywords)
 
 

@@ -82,7 +82,7 @@ between any two GPUs. An all-to-all (``exchange``) is a collective whatever this
 verify: Literal["off", "first"] = "off"
 """``first``: the first run of each graph with rewritten layers is compared with the graph as it was, outputs and gradients;
 results that differ raise ``comparison.VerificationError``, and what is needed to repeat it is written to disk. The graph runs
-four times then, in three dtypes at most. What PyTorch's caches on disk hold was compared when it was compiled."""
+four times then, in three dtypes at most. What comes out of PyTorch's caches on disk is compared as well."""
 
 
 def snapshot() -> dict[str, object]:

@@ -103,8 +103,8 @@ def report() -> Explanation:
     """What this process compiled with rewriting so far, in the words of ``explain``: the latest graphs, oldest first.
 
     A layer is listed once for each graph that was compiled with it, also where that graph runs for several layers of
-    equal code. What PyTorch's caches on disk held was not compiled, and is not listed. The logger ``moeblaze_ops`` says
-    the same while it happens, at info level: ``logging.basicConfig()``, ``logging.getLogger("moeblaze_ops").setLevel("INFO")``.
+    equal code, and also where PyTorch's caches on disk had its code. The logger ``moeblaze_ops`` says the same while it
+    happens, at info level: ``logging.basicConfig()``, ``logging.getLogger("moeblaze_ops").setLevel("INFO")``.
     """
     from moeblaze_ops import compile as switch
 
@@ -145,8 +145,6 @@ def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: 
 
 
 def _notes(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
-    if reason := switch.why_switch_has_no_effect():
-        yield f"torch.compile would run no pass of ours: {reason}"
     without_ops = 0
     for record in records:
         if isinstance(record, switch.CaptureRecord):

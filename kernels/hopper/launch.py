@@ -5,12 +5,13 @@ a launch remembers its kernel by what Triton specialises on, and descriptors are
 """
 
 from collections.abc import Hashable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeblaze_ops.kernels.devices import multiprocessors
 from moeblaze_ops.kernels.hopper.configs import REGISTERS, LowRank
 from moeblaze_ops.kernels.hopper.gluon_api import TensorDescriptor, gl
 from moeblaze_ops.kernels.launch import COMPILE_OPTIONS, shown, specialization
@@ -90,14 +91,9 @@ def needs_wide_offsets(tensor: Tensor) -> bool:
     return tensor.shape[0] * tensor.stride(0) >= 2**31
 
 
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def num_programs(device: torch.device) -> int:
     """One persistent program for each multiprocessor that is not left to others."""
-    return max(1, _num_multiprocessors(device) - left_free())
+    return max(1, multiprocessors(device) - left_free())
 
 
 def launch_persistent(kernel: Any, device: torch.device, *args: Any, registers: int = REGISTERS) -> None:

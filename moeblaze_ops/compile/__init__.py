@@ -14,7 +14,6 @@ from moeblaze_ops.compile.switch import (
     moeblaze_backend,
     on_trace,
     rewriting,
-    why_switch_has_no_effect,
 )
 
 __all__ = [
@@ -34,5 +33,4 @@ __all__ = [
     "recording",
     "rewrite",
     "rewriting",
-    "why_switch_has_no_effect",
 ]

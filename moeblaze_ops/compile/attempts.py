@@ -52,6 +52,8 @@ class _Attempt:
 
 
 _attempt: ContextVar[_Attempt | None] = ContextVar("moeblaze_attempt", default=None)
+_report: ContextVar[Any] = ContextVar("moeblaze_report", default=None)
+"""That of the graph which is being compiled, if it was rewritten."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,30 @@ def _without_collecting() -> Iterator[None]:
 
 @_without_collecting()
 def rewrite(gm: fx.GraphModule) -> Any:
-    """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way."""
+    """Rewrite ``gm`` in place, and return the report; raises where a frame has to be compiled in another way.
+
+    What became of a frame is known to all that see a part of its graph later: it is not rewritten again.
+    """
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
+    if (report := _report.get()) is not None:
+        return report
     attempt = _attempt.get()
     if attempt is not None:
         return _rewrite_attempted(gm, attempt)
     report = rewrite_graph(gm)
     keep(GraphRecord(report))
     return report
+
+
+@contextlib.contextmanager
+def rewritten(report: Any) -> Iterator[None]:
+    """A context in which the graph that ``report`` is of, or parts of it, are compiled."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
 
 
 def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:

@@ -28,12 +28,18 @@ def dry_run(
     """
     from moeblaze_ops.lowering.obligations.branches import always_taken
 
+    captured: list[fx.GraphModule] = []
+
+    def rewrite_copied(gm: fx.GraphModule) -> Any:
+        captured[:] = [always_taken(gm)]
+        return rewrite(gm)
+
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        captured = always_taken(gm)
-        return observe(captured, gm, rewrite(gm))
+        return observe(*captured, gm, rewrite(gm))
 
     with (
-        rewriting(backend),
+        rewriting(backend, rewrite_copied),
+        torch_internals.dynamo_config.patch(optimize_ddp=False),  # which would cut what was captured
         kept_apart() as records,
         torch_internals.forgetting_frames(),
         torch_internals.counting_breaks() as breaks,

@@ -61,7 +61,7 @@ def recent_records() -> list[Record]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Record]]:
-    """A context that collects the records of what is compiled inside; what PyTorch's caches on disk hold is not compiled."""
+    """A context that collects the records of what is compiled inside, or comes out of PyTorch's caches on disk."""
     records: list[Record] = []
     _recordings.append(records)
     try:
@@ -79,8 +79,3 @@ def kept_apart() -> Iterator[list[Record]]:
         yield records
     finally:
         _apart.reset(token)
-
-
-def are_kept_apart() -> bool:
-    """Whether a dry run goes on."""
-    return _apart.get() is not None

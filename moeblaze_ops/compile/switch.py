@@ -1,15 +1,16 @@
 """The switch: ``torch.compile`` rewrites MoE layers to the fused ops, by ``enable()`` or by ``backend="moeblaze"``.
 
-Both run one pass on the graph that Dynamo captured, before autograd. Importing this module registers the backend and a
-hook around the compilation of a frame; neither does anything until it is asked for, and ``import moeblaze_ops`` alone
-imports nothing of ``torch.compile``.
+Both rewrite the graph that Dynamo captured, whole and with the bodies in it, before anything cuts it, looks it up in a cache or
+differentiates it. So what was decided of a frame is in its graph, and with that in the keys of all caches. Importing this module
+registers the backend and hooks around the compilation of a frame and before Inductor; none does anything until it is asked for,
+and ``import moeblaze_ops`` alone imports nothing of ``torch.compile``.
 
 A frame is first compiled in ways that only rewriting justifies (``attempts``), and as it is written where they fail.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -18,13 +19,11 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config, sources
-from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite
-from moeblaze_ops.compile.records import FrameRecord, are_kept_apart, keep
+from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
+from moeblaze_ops.compile.records import FrameRecord, keep
+from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.tracing.watch import install
-
-NAME = "moeblaze"
-_STAMP = "torch.ops.moeblaze"
 
 _enabled = False
 
@@ -32,19 +31,18 @@ _enabled = False
 def enable() -> None:
     """Rewrite MoE layers in everything that ``torch.compile`` compiles with Inductor from now on, in every thread.
 
-    What is already compiled stays as it is. Needs ``torch._inductor.config.pattern_matcher``; a user's own
-    ``pre_grad_custom_pass``, ``mode`` and ``options`` keep their meaning.
+    What is already compiled stays as it is. A user's own ``mode``, ``options`` and passes keep their meaning; passes see graphs
+    in which layers are rewritten.
     """
     global _enabled
     _enabled = True
-    _follow_switch()
+    torch_internals.install_graph_hook(_rewrite_if_enabled)
 
 
 def disable() -> None:
     """Undo ``enable``: plain ``torch.compile`` leaves MoE layers alone again."""
     global _enabled
     _enabled = False
-    _follow_switch()
 
 
 @contextlib.contextmanager
@@ -67,50 +65,41 @@ def moeblaze_backend(
     Args:
         gm, example_inputs: the captured graph.
         mode, options: as for Inductor.
-
-    Raises:
-        ValueError: a setting keeps the rewriting pass from running.
     """
-    backend: Any = torch_internals.inductor_backend(mode, options, **keywords)
-    _install_pass()
-    backend.config = _with_pass(backend.config)
-    if reason := torch_internals.why_passes_do_not_run(NAME, backend.config):
-        raise ValueError(f"backend moeblaze: settings must let pre-grad passes run, got: {reason}")
-    return backend(gm, example_inputs)
+    backend = torch_internals.inductor_backend(mode, options, **keywords)
+    with rewritten(rewrite(gm)):
+        return backend(gm, example_inputs)
 
 
 def on_trace() -> None:
-    """What has to happen before a compiler caches or lowers an op; the ops' fake implementations call it.
+    """What has to happen before a compiler lowers an op; the ops' fake implementations call it.
 
-    They run while Dynamo traces, which is before any cache is looked up, and again while AOTAutograd traces, which is
-    before anything is lowered. So explicit calls of the ops need no ``enable()`` for a cache key that changes with our
-    sources, nor for the lowerings.
+    They run while Dynamo traces, which is before any cache is looked up, and again while AOTAutograd traces, which is before
+    anything is lowered. So explicit calls of the ops need no ``enable()`` for the lowerings, nor for the hooks of this module.
     """
-    torch_internals.stamp_cache_key(_STAMP, cache_key())
     if torch_internals.inductor_is_loaded():
         install_lowerings()
 
 
-def cache_key() -> str:
-    """A digest of all that decides what is compiled: our sources, the versions of torch and Triton, the knobs."""
+def cache_key(devices: Iterable[torch.device] = ()) -> str:
+    """A digest of all that decides what is compiled beside a rewritten graph.
+
+    That is our sources, the versions of torch and Triton, the knobs, and what kernels read of ``devices``.
+    """
     versions = f"{torch.__version__} {_triton_version()}"
-    return hashlib.sha256(f"{sources.DIGEST} {versions} {config.snapshot()}".encode()).hexdigest()
+    answers = sorted((str(device), *all_that_is_asked(device)) for device in devices if device.type == "cuda")
+    return hashlib.sha256(f"{sources.DIGEST} {versions} {config.snapshot()} {answers}".encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def rewriting(backend: Callable) -> Iterator[None]:
-    """A context in which frames are compiled for ``backend`` as for one that rewrites: it calls ``rewrite`` on its graphs."""
-    _rewriting_backends.append(backend)
+def rewriting(backend: Callable, rewrite: Callable[[fx.GraphModule], Any] = rewrite) -> Iterator[None]:
+    """A context in which frames are compiled for ``backend`` as for one that rewrites: it gets what ``rewrite`` makes of graphs."""
+    entry = (backend, rewrite)
+    _rewriting_backends.append(entry)
     try:
         yield
     finally:
-        _rewriting_backends.remove(backend)
-
-
-def why_switch_has_no_effect() -> str | None:
-    """The setting of torch.compile that keeps ``enable()`` from rewriting anything, or None."""
-    _install_pass()
-    return torch_internals.why_passes_do_not_run(NAME, _with_pass({}))
+        _rewriting_backends.remove(entry)
 
 
 def _triton_version() -> str:
@@ -122,11 +111,6 @@ def _triton_version() -> str:
 
 
 @cache
-def _install_pass() -> None:
-    torch_internals.register_pre_grad_pass(NAME, lambda gm: len(rewrite(gm).rewritten))
-
-
-@cache
 def install_lowerings() -> None:
     """Give Inductor the lowerings of the ops, once."""
     from moeblaze_ops.lowering.inductor.lower_ops import register_lowerings
@@ -134,44 +118,42 @@ def install_lowerings() -> None:
     register_lowerings()
 
 
-def _option() -> dict[str, str]:
-    return {"version": cache_key()}
+def _before_lookup(devices: Iterable[torch.device]) -> str:
+    """What is added to the key of a graph; what runs code from a cache finds torch as what compiled it did."""
+    install_lowerings()
+    return cache_key(devices)
 
 
-def _with_pass(patches: dict[str, Any]) -> dict[str, Any]:
-    """Inductor configuration patches with our pass among the ones they ask for."""
-    key = torch_internals.FUSION_OPTIONS
-    options = patches.get(key, getattr(torch_internals.inductor_config, key))
-    return {**patches, key: {**options, NAME: _option()}}
+def _rewriting_first(backend: Callable, asked_for: Callable) -> Callable:
+    """``backend``, or where rewriting is asked for, one that rewrites a graph first, as a whole.
 
-
-def _verifying(backend: Callable, asked_for: Callable) -> Callable:
-    """``backend``, or with ``config.verify`` one whose rewritten graphs are compared with what they were in their first run."""
-    if config.verify == "off" or are_kept_apart() or not _rewrites(asked_for):
+    With ``config.verify`` rewritten graphs are compared with what they were in their first run.
+    """
+    rewrite = _rewrite_for(asked_for)
+    if rewrite is None:
         return backend
 
     def compile_graph(gm: fx.GraphModule, example_inputs: list) -> Callable:
         from moeblaze_ops.comparison import verified_at_first
         from moeblaze_ops.lowering.obligations.branches import always_taken
 
-        captured, before = always_taken(gm), torch_internals.counters["moeblaze"]["rewritten"]
-        compiled = backend(gm, example_inputs)
-        return compiled if torch_internals.counters["moeblaze"]["rewritten"] == before else verified_at_first(captured, compiled)
+        captured = always_taken(gm) if config.verify != "off" else None
+        report = rewrite(gm)
+        with rewritten(report):
+            compiled = backend(gm, example_inputs)
+        return verified_at_first(captured, compiled) if captured is not None and report.rewritten else compiled
 
     return compile_graph
 
 
-def _follow_switch() -> None:
-    """Bring the calling thread's configuration in line with the switch."""
+def _rewrite_if_enabled(gm: fx.GraphModule) -> None:
+    """Rewrite a graph that reaches Inductor on another way than from a frame: of a backend of the user's, or exported."""
     if _enabled:
-        _install_pass()
-        torch_internals.stamp_cache_key(_STAMP, cache_key())
-    torch_internals.set_fusion_option(NAME, _option() if _enabled else None)
+        rewrite(gm)
 
 
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
-    _follow_switch()
     compiled, failure = compiled_by_attempts(compile_frame, frame) if _may_capture(frame) else (None, None)
     if compiled is not None:
         return compiled
@@ -186,24 +168,21 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
 
 
 def _may_capture(frame: torch_internals.Frame) -> bool:
-    return not frame.export and not torch_internals.captures_dynamic_shapes() and _rewrites(frame.backend)
+    if frame.export or torch_internals.captures_dynamic_shapes():
+        return False
+    return _rewrite_for(frame.backend) is not None
 
 
-def _rewrites(backend: Callable) -> bool:
+def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:
+    """What rewrites the graphs of frames that are compiled for ``backend``, None where nothing does."""
+    if _enabled and torch_internals.is_inductor(backend):
+        return rewrite
     compiler = torch_internals.compiler_of(backend)
-    if any(compiler is rewriting for rewriting in _rewriting_backends):
-        return True
-    patches = torch_internals.inductor_patches(backend) if _enabled else None
-    return patches is not None and torch_internals.why_passes_do_not_run(NAME, patches) is None
+    return next((rewrite for rewriting, rewrite in _rewriting_backends if rewriting is compiler), None)
 
 
-def _rewrite_before_cut(gm: fx.GraphModule, backend: Callable) -> None:
-    if _rewrites(backend):
-        rewrite(gm)
-
-
-_rewriting_backends: list[Callable] = [moeblaze_backend]
+_rewriting_backends: list[tuple[Callable, Callable[[fx.GraphModule], Any]]] = [(moeblaze_backend, rewrite)]
 install()
-torch_internals.install_frame_hook(_compile_frame, _verifying)
-torch_internals.install_cut_hook(_rewrite_before_cut)
-torch_internals.register_backend(moeblaze_backend, NAME)
+torch_internals.install_frame_hook(_compile_frame, _rewriting_first)
+torch_internals.install_key_hook(_before_lookup)
+torch_internals.register_backend(moeblaze_backend, "moeblaze")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from moeblaze_ops import config
+from moeblaze_ops.kernels.devices import memory_bytes
 
 CHUNK_MULTIPLE = 1024
 """Tokens by which chunks grow, and of the smallest one: fewer would leave most of a GPU idle."""
@@ -52,7 +53,7 @@ def _layer_limit(device_type: str, device_index: int | None, limit: int | None) 
         return limit
     if device_type != "cuda" or not torch.cuda.is_available():
         return _NO_LIMIT
-    return torch.cuda.get_device_properties(device_index).total_memory // _DEVICE_SHARE
+    return memory_bytes(device_index) // _DEVICE_SHARE
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler with this package.

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import py_compile
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 
 import moeblaze_ops
 from moeblaze_ops import compile as moeblaze_compile
 from moeblaze_ops import config, sources
+from moeblaze_ops.kernels import devices
 
 _FOLDERS = ("moeblaze_ops", "kernels", "lowering")
 
@@ -122,7 +125,9 @@ def trainer(root: Path, cache: Path) -> Iterator[Callable[[], list[tuple[int, fl
 
 
 def test_edited_backward_misses_the_caches(copy_of_package, tmp_path):
-    """With the switch and without, and where a custom autograd function of the user's calls the ops."""
+    """With the switch and without, which share what they compiled of a graph in which nothing is rewritten, and where a custom
+    autograd function of the user's calls the ops.
+    """
     edited = copy_of_package / "moeblaze_ops" / "ops" / "expert_up.py"
     original = edited.read_text()
     assert _BACKWARD in original
@@ -130,9 +135,9 @@ def test_edited_backward_misses_the_caches(copy_of_package, tmp_path):
         cold, warm = train(), train()
         edited.write_text(original.replace(_BACKWARD, _OTHER_BACKWARD))
         other = train()
-    assert [hits > 0 for hits, _ in cold] == [False] * 3
+    assert [hits > 0 for hits, _ in cold] == [False, False, True]
     assert [hits > 0 for hits, _ in warm] == [True] * 3
-    assert [hits > 0 for hits, _ in other] == [False] * 3
+    assert [hits > 0 for hits, _ in other] == [False, False, True]
     explicit, in_function, switched = (gradient for _, gradient in cold)
     assert [gradient for _, gradient in warm] == [explicit, in_function, switched]
     assert [gradient for _, gradient in other] == pytest.approx([2 * explicit, in_function, 2 * switched])
@@ -147,6 +152,38 @@ def test_key_holds_every_knob(monkeypatch):
             patch.setattr(config, knob, next(other for other in others if other != value))
             keys.add(moeblaze_compile.cache_key())
     assert len(keys) == 1 + len(config.snapshot())
+
+
+def test_key_holds_what_kernels_ask_of_a_gpu(monkeypatch):
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    questions = [name for name in vars(devices) if name in ("capability", "multiprocessors", "memory_bytes")]
+    for name in questions:
+        monkeypatch.setattr(devices, name, lambda device: 1)
+    keys = {moeblaze_compile.cache_key(), moeblaze_compile.cache_key(gpus[:1]), moeblaze_compile.cache_key(gpus)}
+    for name in questions:
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, name, lambda device: 2)
+            keys.add(moeblaze_compile.cache_key(gpus))
+    assert len(keys) == 6
+
+
+def test_nothing_else_is_asked_of_the_machine():
+    """What decides about code and is neither in its graph nor in the key would have a machine run the code of another."""
+    asked = re.compile(r"os\.(environ|getenv|sysconf)|get_device_(properties|capability)|mem_get_info|device_count")
+    root = Path(moeblaze_ops.__file__).parent.parent
+    found = {
+        file.relative_to(root).as_posix()
+        for folder in _FOLDERS
+        for file in (root / folder).rglob("*.py")
+        if asked.search(file.read_text())
+    }
+    assert found == {
+        "kernels/devices.py",  # in the key
+        "kernels/repeated.py",  # while a program runs
+        "moeblaze_ops/comparison.py",  # of what was compiled already
+        "moeblaze_ops/memory/estimate.py",  # which operators there are: the graph has them
+        "moeblaze_ops/ops/sharded/peer_copies.py",  # an argument of operators
+    }
 
 
 @pytest.mark.parametrize("library", ["torch", "triton"])

@@ -1,5 +1,6 @@
 """The switch and the backend, with a toy rewrite in place of the real one."""
 
+import copy
 import gc
 import subprocess
 import sys
@@ -69,13 +70,12 @@ def test_enable_and_disable():
 
 
 def test_enabled_restores():
-    options = dict(inductor_config.pre_grad_fusion_options)
     with moeblaze_compile.enabled():
-        assert run(torch.compile(tanh_layer)) == ["tanh"]
         with moeblaze_compile.enabled():
             pass
-        assert "moeblaze" in inductor_config.pre_grad_fusion_options
-    assert inductor_config.pre_grad_fusion_options == options
+        assert run(torch.compile(tanh_layer)) == ["tanh"]
+    torch._dynamo.reset()
+    assert run(torch.compile(tanh_layer)) == []
 
 
 def test_collector_of_garbage_rests_while_a_graph_is_rewritten(monkeypatch):
@@ -144,7 +144,8 @@ def test_user_pass_keeps_running(backend, where):
         {},
         {"mode": "max-autotune-no-cudagraphs"},
         {"options": {"epilogue_fusion": False}},
-        {"options": {"pre_grad_fusion_options": {"batch_linear": {}}}},
+        {"options": {"pattern_matcher": False}},
+        {"options": {"use_pre_grad_passes": False}},
         {"dynamic": True},
         {"fullgraph": True},
     ],
@@ -152,7 +153,8 @@ def test_user_pass_keeps_running(backend, where):
 )
 def test_backend(keywords):
     assert run(torch.compile(tanh_layer, backend="moeblaze", **keywords)) == ["tanh"]
-    assert "moeblaze" not in inductor_config.pre_grad_fusion_options, "the global configuration stays as it was"
+    torch._dynamo.reset()
+    assert run(torch.compile(tanh_layer)) == []
 
 
 def test_mode_and_options_with_enable():
@@ -166,11 +168,27 @@ def test_backend_as_function():
     assert run(torch.compile(tanh_layer, backend=moeblaze_compile.moeblaze_backend)) == ["tanh"]
 
 
-@pytest.mark.parametrize("setting", ["pattern_matcher", "use_pre_grad_passes"])
-def test_backend_rejects_settings_without_passes(setting):
-    compiled = torch.compile(tanh_layer, backend="moeblaze", options={setting: False})
-    with pytest.raises(Exception, match=f"settings must let pre-grad passes run, got: .*{setting} is off"):
-        compiled(*tanh_inputs())
+@pytest.mark.parametrize("times", [1, 2])
+def test_backend_of_the_user_that_calls_inductor(times):
+    """Its graphs come to Inductor on another way, and once or in parts: each is rewritten."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(gm, example_inputs):
+        for _ in range(times):
+            compiled = compile_fx(copy.deepcopy(gm), example_inputs)
+        return compiled
+
+    assert run(torch.compile(tanh_layer, backend=backend)) == []
+    torch._dynamo.reset()
+    moeblaze_compile.enable()
+    assert run(torch.compile(tanh_layer, backend=backend)) == ["tanh"] * times
+
+
+def test_backend_called_by_another():
+    def backend(gm, example_inputs):
+        return moeblaze_compile.moeblaze_backend(gm, example_inputs)
+
+    assert run(torch.compile(tanh_layer, backend=backend)) == ["tanh"]
 
 
 def test_entry_point_and_import_register_once():
