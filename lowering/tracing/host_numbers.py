@@ -12,10 +12,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
-from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.utils import np, proxy_args_kwargs  # NumPy, or None: torch does not ask for it
 from torch._dynamo.variables import (
     ConstantVariable,
     ListIteratorVariable,
@@ -38,6 +37,8 @@ from moeblaze_ops.lowering.obligations.known_elements import is_written
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, is_along_first, running_sums
+
+_RUNNING_SUMS = () if np is None else (np.cumsum,)
 
 _MOST_NUMBERS = 512
 """Elements of a list that are traced one by one, each of them a symbol."""
@@ -89,7 +90,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
             return counts
         return None
-    along_rows = (function is np.cumsum or function in _JOINS) and kwargs.keys() <= {"axis", "dim"}
+    along_rows = function in (*_RUNNING_SUMS, *_JOINS) and kwargs.keys() <= {"axis", "dim"}
     if not args or (kwargs and not (along_rows and is_along_first(list(kwargs.values())))):
         return None
     if function is operator.getitem and isinstance(args[0], HostArray) and isinstance(args[1], ConstantVariable):
@@ -101,7 +102,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
         return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
         return ConstantVariable.create(len(args[0].items))
-    if function is np.cumsum and is_along_first(args[1:]):
+    if function in _RUNNING_SUMS and is_along_first(args[1:]):
         items = args[0].items if isinstance(args[0], HostArray | ListVariable) else []
         return HostArray(running_sums(tx, items)) if any(isinstance(n, SymNodeVariable) for n in items) else None
     return None
@@ -112,7 +113,8 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         fake = fake_value(x)
         if isinstance(fake.numel(), int) and fake.numel() > _MOST_NUMBERS:
             raise ValueError(f"a list of {fake.numel()} numbers")
-        is_array = name == "numpy" and fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
+        are_integers = fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
+        is_array = np is not None and name == "numpy" and are_integers
         if is_array and not args and not kwargs and isinstance(fake.shape[0], int):
             return HostArray(_traced(tx, shared_with_host, [x]).call_method(tx, "tolist", [], {}).items)
     if name in ("tolist", "numpy") and not args and not kwargs and (counted := _counted_before(tx, x)) is not None:

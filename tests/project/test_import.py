@@ -62,6 +62,13 @@ def test_cpu_needs_no_triton():
     assert result.returncode == 0, result.stderr
 
 
+def test_switch_needs_no_numpy():
+    """Torch does not ask for it, and neither do we."""
+    program = "import sys\nsys.modules['numpy'] = None\nimport moeblaze_ops\nmoeblaze_ops.enable()\n"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 def test_switch_changes_no_compiler_setting_by_import():
     program = (
         "import torch, torch._dynamo, torch._inductor.config as inductor, torch._dynamo.config as dynamo\n"

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tools.documents import blocks
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "outputs", "*.egg-info", "shared")
 
@@ -44,6 +46,44 @@ assert kernels.IS_ANOTHER_PACKAGE, kernels
 assert Path(moeblaze_ops.__file__).parent == expected / "moeblaze_ops", moeblaze_ops.__file__
 assert moeblaze_ops.kernels.configs.ROW_BLOCK == 128
 assert importlib.util.find_spec("lowering") is None or Path.cwd() == expected
+"""
+
+# A finder that knows what the wheel asks for, and what that asks for, but nothing else that is installed.
+DECLARED_ALONE = r"""
+import importlib.machinery, importlib.metadata as metadata, re, sys
+
+def asked_for(package):
+    try:
+        lines = metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        return set()
+    return {normal(re.match("[\w.-]+", line)[0]) for line in lines if "extra ==" not in line}
+
+def normal(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+known, new = {"moeblaze"}, {"moeblaze"}
+while new:
+    new = set().union(*map(asked_for, new)) - known
+    known |= new
+
+installed = metadata.packages_distributions()
+undeclared = {module for module, packages in installed.items() if not known & set(map(normal, packages))}
+assert "numpy" in undeclared and "torch" not in undeclared, undeclared
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, *args):
+        return None if name in undeclared else super().find_spec(name, *args)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+"""
+
+RUN_PAGE = """
+names = {"__name__": "__main__"}
+for file in sys.argv[1:]:
+    exec(compile(open(file).read(), file, "exec"), names)
+assert "numpy" not in sys.modules
 """
 
 
@@ -87,10 +127,11 @@ def pip_install(*arguments):
 
 
 def run(*command, cwd=None):
-    """Runs a command that finds what is installed, and not what PYTHONPATH adds to that."""
+    """Runs a command that finds what is installed, and not what PYTHONPATH adds to that; returns what it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def check_import(expected, other_kernels, *, install_folder=None, cwd):
@@ -124,6 +165,20 @@ def test_wheel_imports_beside_another_kernels(wheel, other_kernels, tmp_path):
     elsewhere.mkdir()
     pip_install("--target", str(target), str(wheel))
     check_import(target, other_kernels, install_folder=target, cwd=elsewhere)
+
+
+@pytest.mark.parametrize("missing", ["", "triton"])
+def test_readme_runs_with_what_the_wheel_asks_for(wheel, tmp_path, missing):
+    """Nothing that tests or other packages brought along; and without Triton, which a CPU does not need."""
+    pip_install("--target", str(tmp_path / "target"), str(wheel))
+    files = []
+    for number, block in enumerate(block for block in blocks(ROOT / "README.md") if block.language == "python"):
+        files.append(tmp_path / (block.title or f"step_{number}.py"))
+        files[-1].write_text(block.content)
+    setup = f"import sys; sys.path += [{str(tmp_path / 'target')!r}, {str(Path(torch.__file__).parent.parent)!r}]\n"
+    setup += DECLARED_ALONE + (f"sys.modules[{missing!r}] = None\n" if missing else "")
+    printed = run(sys.executable, "-S", "-c", setup + RUN_PAGE, *map(str, files), cwd=tmp_path)
+    assert "1 of 1 MoE layers rewritten" in printed
 
 
 def test_editable_install_imports_beside_another_kernels(checkout, other_kernels, tmp_path):
