@@ -5,6 +5,7 @@ itself takes seconds to import, so functions here import it when they are called
 has not paid for it yet.
 """
 
+import builtins
 import contextlib
 import copy
 import functools
@@ -28,8 +29,9 @@ from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
 from torch._dynamo.utils import counters
-from torch._inductor import codecache
 from torch.utils.checkpoint import CheckpointPolicy
+
+from moeblaze_ops.lowering import patches
 
 __all__ = [
     "counters",
@@ -49,30 +51,34 @@ def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
     torch would do: one that the user replaces by ``options=``, or that backward is compiled without in a thread of autograd,
     is lost.
     """
-    original = codecache.FxGraphHashDetails.__init__
 
-    @functools.wraps(original)
-    def __init__(self, gm, example_inputs, *args, **kwargs):
-        original(self, gm, example_inputs, *args, **kwargs)
-        self.moeblaze = stamp({tensor.device for tensor in example_inputs if isinstance(tensor, torch.Tensor)})
+    def replacement(original):
+        @functools.wraps(original)
+        def __init__(self, gm, example_inputs, *args, **kwargs):
+            original(self, gm, example_inputs, *args, **kwargs)
+            self.moeblaze = stamp({tensor.device for tensor in example_inputs if isinstance(tensor, torch.Tensor)})
 
-    codecache.FxGraphHashDetails.__init__ = __init__
+        return __init__
+
+    patches.install("keys", {"FxGraphHashDetails.__init__": replacement})
+    if patches.why_off("keys"):
+        torch.compiler.config._config["force_disable_caches"].env_value_force = True  # as its environment variable, in all threads
 
 
 @functools.cache
 def install_graph_hook(prepare: Callable[[fx.GraphModule], None]) -> None:
     """Call ``prepare(gm)`` for each graph that reaches Inductor, before it is looked up in a cache, from now on."""
-    from torch._inductor import compile_fx
 
-    original = compile_fx._compile_fx_main
+    def replacement(original):
+        @functools.wraps(original)
+        def compile_fx_main(model, *args, **kwargs):
+            if isinstance(model, fx.GraphModule):
+                prepare(model)
+            return original(model, *args, **kwargs)
 
-    @functools.wraps(original)
-    def compile_fx_main(model, *args, **kwargs):
-        if isinstance(model, fx.GraphModule):
-            prepare(model)
-        return original(model, *args, **kwargs)
+        return compile_fx_main
 
-    compile_fx._compile_fx_main = compile_fx_main
+    patches.install("graphs", {"compile_fx._compile_fx_main": replacement})
 
 
 @dataclass(frozen=True)
@@ -100,27 +106,43 @@ def install_frame_hook(
     with finished graphs, attributes of a backend given by name are not looked at, and ``torch._dynamo.reset`` clears
     the compile callbacks. ``compile_frame`` has kept its signature from torch 2.11 to 2.15.
     """
-    original = convert_frame.compile_frame
-    signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def compile_frame(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)
-        arguments = bound.arguments
-        backend = _asked_for(arguments["compiler_fn"])
-        arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
-        code = arguments["code"]
-        seen = _seen_frames.get()
-        if seen is not None and not _debug_get_cache_entry_list(code):
-            seen.append(code)
+    def replacement(original):
+        signature = inspect.signature(original)
 
-        def compile_code(code: CodeType) -> Any:
-            arguments["code"] = code
-            return original(*bound.args, **bound.kwargs)
+        @functools.wraps(original)
+        def compile_frame(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            arguments = bound.arguments
+            backend = _asked_for(arguments["compiler_fn"])
+            arguments["compiler_fn"] = _in_place_of(arguments["compiler_fn"], around(arguments["compiler_fn"], backend))
+            code = arguments["code"]
+            seen = _seen_frames.get()
+            if seen is not None and not _debug_get_cache_entry_list(code):
+                seen.append(code)
 
-        return hook(compile_code, Frame(code, backend, arguments.get("export", False)))
+            def compile_code(code: CodeType) -> Any:
+                arguments["code"] = code
+                return original(*bound.args, **bound.kwargs)
 
-    convert_frame.compile_frame = compile_frame
+            return hook(compile_code, Frame(code, backend, arguments.get("export", False)))
+
+        return compile_frame
+
+    patches.install("frames", {"convert_frame.compile_frame": replacement})
+
+
+def trace_alone(function: Callable, backend: Callable) -> None:
+    """Let Dynamo trace a function without arguments while it compiles a frame, and give the graph to ``backend``.
+
+    The frame keeps its place in logs, counters and records; modes that the program is in do not hold for the function.
+    """
+    compile_frame = inspect.unwrap(convert_frame.compile_frame)
+    names = dict(function.__globals__)
+    with counting_breaks(), contextlib.ExitStack() as modes:
+        for _ in range(torch._C._len_torch_function_stack()):
+            modes.enter_context(torch.overrides._pop_mode_temporarily())
+        compile_frame(function.__code__, names, {}, vars(builtins), (), backend, True, set())
 
 
 def _in_place_of(original: Callable, backend: Callable) -> Callable:
@@ -268,20 +290,20 @@ def launch_nothing_for_no_rows() -> None:
 
     Inductor of torch 2.11 divides by it; a rank that sends no token to any expert would raise.
     """
-    from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
-    original = Grid2DWithYZOverflow.generate
+    def replacement(original):
+        @functools.wraps(original)
+        def generate(self, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if "== 0" not in self.y_grid:
+                is_python = self.mode == "python"
+                self.y_grid = (
+                    f"(0 if y_grid_div_ == 0 else {self.y_grid})" if is_python else f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
+                )
 
-    @functools.wraps(original)
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if "== 0" not in self.y_grid:
-            is_python = self.mode == "python"
-            self.y_grid = (
-                f"(0 if y_grid_div_ == 0 else {self.y_grid})" if is_python else f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
-            )
+        return generate
 
-    Grid2DWithYZOverflow.generate = generate
+    patches.install("launches", {"Grid2DWithYZOverflow.generate": replacement})
 
 
 def may_be_repeated(node: fx.Node) -> bool:

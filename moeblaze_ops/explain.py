@@ -145,6 +145,8 @@ def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: 
 
 
 def _notes(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
+    if reason := switch.why_no_attempts():
+        yield reason
     without_ops = 0
     for record in records:
         if isinstance(record, switch.CaptureRecord):

@@ -3,7 +3,7 @@
 Importing it registers the backend, and hooks that do nothing until they are asked for.
 """
 
-from moeblaze_ops.compile.attempts import NotJustified, rewrite
+from moeblaze_ops.compile.attempts import NotJustified, rewrite, why_no_attempts
 from moeblaze_ops.compile.dry_runs import dry_run
 from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, GraphRecord, Record, recent_records, recording
 from moeblaze_ops.compile.switch import (
@@ -33,4 +33,5 @@ __all__ = [
     "recording",
     "rewrite",
     "rewriting",
+    "why_no_attempts",
 ]

@@ -21,9 +21,16 @@ from torch import fx
 
 from moeblaze_ops import config
 from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, keep
-from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.tracing.branches import Branches
-from moeblaze_ops.lowering.tracing.watch import tracing
+from moeblaze_ops.lowering import patches, torch_internals
+
+try:
+    from moeblaze_ops.lowering.tracing.branches import Branches
+    from moeblaze_ops.lowering.tracing.canary import why_not_watched
+    from moeblaze_ops.lowering.tracing.watch import install, tracing
+except (ImportError, AttributeError) as error:
+    patches.leave_off("attempts", str(error))
+else:
+    install()
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +45,7 @@ class NotJustified(RuntimeError):
 class _Attempt:
     """A frame being compiled with ops in its graphs that only a rewrite can justify."""
 
-    branches: Branches | None
+    branches: "Branches | None"
     reports: list = field(default_factory=list)
     assumes: bool = False  # a graph of its has work that is done unasked, or numbers: it is the only one, with a layer in it
     idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
@@ -69,13 +76,25 @@ class _Tried:
 def compiled_by_attempts(
     compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame
 ) -> tuple[Any | None, Exception | None]:
-    """What the first attempt that is justified compiled a frame to; or None, and what stopped Dynamo in the first that failed."""
+    """What the first attempt that is justified compiled a frame to; or None, and what stopped Dynamo in the first that failed.
+
+    None where this torch is another one than those that attempts know.
+    """
+    if why_no_attempts() is None and (why := why_not_watched()) is not None:
+        patches.leave_off("attempts", why)
+    if why_no_attempts() is not None:
+        return None, None
     tries = [_try(compile_frame, frame, Branches())]
     if tries[-1].compiled is None and tries[-1].differs:
         tries.append(_try(compile_frame, frame, None))
     for record in (record for tried in tries for record in tried.records):
         keep(record)
     return tries[-1].compiled, next((tried.failure for tried in tries if tried.failure is not None), None)
+
+
+def why_no_attempts() -> str | None:
+    """What of this torch keeps attempts from being made, and what is lost by that; None where they are."""
+    return patches.why_off("attempts")
 
 
 @contextlib.contextmanager
@@ -163,7 +182,7 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
     return report
 
 
-def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: Branches | None) -> _Tried:
+def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: "Branches | None") -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and with ``branches`` on data and numbers of the host, too."""
     attempt, watched = _Attempt(branches), branches or Branches(traces=False)
     token = _attempt.set(attempt)

@@ -23,7 +23,6 @@ from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritt
 from moeblaze_ops.compile.records import FrameRecord, keep
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.tracing.watch import install
 
 _enabled = False
 
@@ -182,7 +181,6 @@ def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:
 
 
 _rewriting_backends: list[tuple[Callable, Callable[[fx.GraphModule], Any]]] = [(moeblaze_backend, rewrite)]
-install()
 torch_internals.install_frame_hook(_compile_frame, _rewriting_first)
 torch_internals.install_key_hook(_before_lookup)
 torch_internals.register_backend(moeblaze_backend, "moeblaze")

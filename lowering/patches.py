@@ -1,0 +1,202 @@
+"""What of torch.compile is replaced: each function by its dotted name, why, and by which arguments it is known.
+
+A part of them is replaced as a whole or not at all. Where torch lacks a function, or calls it in another way, the part stays off,
+and a warning says what is lost. The table in DESIGN.md is made of what stands here.
+"""
+
+import functools
+import importlib
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+LOST = {
+    "attempts": "layers that select tokens by where(mask), skip experts without tokens or count on the host stay as they are "
+    "written; all others are rewritten",
+    "frames": "so they do, and explain and config.verify do nothing; all others are rewritten",
+    "graphs": "layers in graphs of a backend of one's own, or exported ones, stay as they are; all others are rewritten",
+    "keys": "compiled code is not kept in caches, as by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1",
+    "launches": "a rank that sends no token to any expert may raise",
+}
+"""What does not work without the functions of a part."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Why a function is replaced, the names of its parameters (where ``...`` stands, any), and as a member of which part."""
+
+    why: str
+    takes: str
+    part: str = "attempts"
+    in_subclasses: bool = False  # and in each subclass that has one of its own
+    until: str = ""  # the last torch that has it; later ones need no other in its place
+
+
+_JUMPS = "jumps on data are seen where Dynamo traces them, and how old a frame or an object is"
+_MOVED = "an iterator that the work of a branch moves on gives the attempt up"
+_WRITES = "a write to a Python object, or a hook, inside a branch that is traced on trust gives the attempt up"
+_CALLS = "calls give numbers and lists of experts, on the host; what asks them anything else gives the attempt up"
+_IDENTITY = "questions which tensor one is, or how it was made, behind a branch on data give the attempt up"
+_SEARCHES = "Dynamo does not find a number among those that it has no values of, where a list of numbers is an input"
+_NUMBERS = "an attempt notes that it asked for a number of an element, which is a difference to the next one"
+
+# Where a function has had several names, torch must have one of them; what it has is replaced.
+PATCHES = {
+    "torch._dynamo.convert_frame.compile_frame": Patch(
+        "a frame is first traced with data-dependent sizes in its graph and without branches on data, and again as it is written "
+        "if that is not justified; in between without branches and numbers, if these made a difference. No public hook knows a "
+        "frame before it is traced",
+        "code, globals, locals, builtins, closure, compiler_fn, one_graph, restart_reasons, export, ...",
+        part="frames",
+    ),
+    "torch._inductor.compile_fx._compile_fx_main": Patch(
+        "graphs that come to Inductor from a backend of the user's, or exported, are rewritten before they are looked up; `enable()` "
+        "replaces it",
+        "model_, example_inputs_, ...",
+        "graphs",
+    ),
+    "torch._inductor.codecache.FxGraphHashDetails.__init__": Patch(
+        "a digest of our sources and of what is asked of a GPU is in the keys of the FX and AOTAutograd caches",
+        "self, gm, example_inputs, ...",
+        "keys",
+    ),
+    "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate": Patch(
+        "a kernel over two axes is launched for 0 rows of a number that follows from data", "self, meta, ...", part="launches"
+    ),
+    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
+    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.__init__": Patch(_JUMPS, "self, ..."),
+    "torch._dynamo.symbolic_convert.InstructionTranslator.__init__": Patch(_JUMPS, "self, ..."),
+    "torch._dynamo.variables.base.MutationType.__init__": Patch(_JUMPS, "self, typ"),
+    "torch._dynamo.variables.iter.IteratorVariable.__init__": Patch(_MOVED, "self, **kwargs"),
+    "torch._dynamo.variables.iter.IteratorVariable.clone": Patch(_MOVED, "self, **kwargs"),
+    "torch._dynamo.variables.iter.IteratorVariable.next_variable|tp_iternext_impl": Patch(
+        _MOVED, "self, tx", in_subclasses=True
+    ),
+    "torch._dynamo.variables.iter.IteratorVariable.unpack_var_sequence": Patch(_MOVED, "self, tx", in_subclasses=True),
+    "torch._dynamo.variables.iter.IteratorVariable.force_unpack_var_sequence": Patch(
+        _MOVED, "self, tx", in_subclasses=True, until="2.11"
+    ),
+    "torch._dynamo.side_effects.SideEffects.mutation": Patch(_WRITES, "self, var"),
+    "torch._dynamo.side_effects.SideEffects.store_attr": Patch(_WRITES, "self, item, name, value, ..."),
+    "torch._dynamo.side_effects.SideEffects.register_hook": Patch(_WRITES, "self, ..."),
+    "torch._dynamo.side_effects.SideEffects.remove_hook": Patch(_WRITES, "self, ..."),
+    "torch._dynamo.side_effects.SideEffects.track_save_for_backward": Patch(_WRITES, "self, ..."),
+    "torch._dynamo.variables.builtin.BuiltinVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
+    "torch._dynamo.variables.functions.PolyfilledFunctionVariable.call_function": Patch(
+        _CALLS, "self, tx, args, kwargs"
+    ),
+    "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": Patch(
+        _CALLS, "self, tx, args, kwargs"
+    ),
+    "torch._dynamo.variables.misc.NumpyVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
+    "torch._dynamo.variables.constant.ConstantVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
+    "torch._dynamo.variables.tensor.TensorVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
+    "torch._dynamo.variables.tensor.TensorVariable.method___setitem__": Patch(_CALLS, "self, tx, key, value"),
+    "torch._dynamo.variables.tensor.TensorVariable.var_getattr|tp_getattro_impl": Patch(_IDENTITY, "self, tx, name"),
+    "torch._dynamo.variables.tensor.TensorVariable.call_obj_hasattr": Patch(_IDENTITY, "self, tx, name"),
+    "torch._dynamo.variables.tensor.TensorVariable.get_python_hash|hash_impl": Patch(_IDENTITY, "self, ..."),
+    "torch._dynamo.variables.tensor.TensorVariable.is_python_equal": Patch(_IDENTITY, "self, other", until="2.13"),
+    "torch._dynamo.variables.tensor.TensorVariable.method_item": Patch(_NUMBERS, "self, tx, ..."),
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.allow_scalar_outputs": Patch(_NUMBERS, "self"),
+    "torch._dynamo.utils.iter_contains": Patch(_SEARCHES, "items, search, tx, ..."),
+    "torch._dynamo.variables.lists.iter_contains": Patch(_SEARCHES, "items, search, tx, ..."),
+}
+
+
+Replacement = Callable[[Callable], Callable]
+"""What makes of a function the one that takes its place."""
+
+
+def short(name: str) -> str:
+    """The last two parts of a dotted name."""
+    return ".".join(name.split(".")[-2:])
+
+
+def install(part: str, replacements: Mapping[str, Replacement]) -> None:
+    """Replace all functions of a part, which are given by their short names, or none of them: then it is off."""
+    of_part = {name: patch for name, patch in PATCHES.items() if patch.part == part}
+    assert replacements.keys() == set(map(short, of_part)), replacements.keys() ^ set(map(short, of_part))
+    undo: list[Callable[[], None]] = []
+    try:
+        found = {name: list(_functions(name, patch)) for name, patch in of_part.items()}
+        for name, functions in found.items():
+            for owner, attribute, function in functions:
+                _replace(owner, attribute, replacements[short(name)](function), undo)
+    except (ImportError, AttributeError, TypeError) as error:
+        for step in reversed(undo):
+            step()
+        leave_off(part, str(error))
+
+
+def leave_off(part: str, why: str) -> None:
+    """Do without a part from now on, and say once what is lost."""
+    if part not in _off:
+        _off[part] = f"torch {torch.__version__} is not as it is known: {why}"
+        log.warning("moeblaze: %s", why_off(part))
+
+
+def why_off(part: str) -> str | None:
+    """What of this torch keeps a part from working, and what is lost by that; None where it works."""
+    return f"{_off[part]}: {LOST[part]}" if part in _off else None
+
+
+_off: dict[str, str] = {}
+
+
+def _functions(name: str, patch: Patch) -> Iterator[tuple[Any, str, Callable]]:
+    """Where a function is kept, under which attribute, and the function; raises where it is not as it is known."""
+    owner, attributes = _owner(name)
+    there = [attribute for attribute in attributes if hasattr(owner, attribute)]
+    if not there and not patch.until:
+        raise AttributeError(f"{name} is missing")
+    known = patch.takes.split(", ")
+    for attribute, cls in itertools.product(there, _subclasses(owner) if patch.in_subclasses else [owner]):
+        if patch.in_subclasses and attribute not in vars(cls):
+            continue
+        kept = inspect.getattr_static(cls, attribute)
+        function = kept.fget if isinstance(kept, property) else getattr(cls, attribute)
+        takes = [str(parameter).partition(":")[0].partition("=")[0].strip() for parameter in _parameters(function)]
+        if takes != known and (known[-1] != "..." or takes[: len(known) - 1] != known[:-1]):
+            raise AttributeError(f"{name} takes ({', '.join(takes)}) in {cls.__name__}, not ({patch.takes})")
+        yield cls, attribute, function
+
+
+def _parameters(function: Callable) -> Iterable[inspect.Parameter]:
+    return inspect.signature(function).parameters.values()
+
+
+def _owner(name: str) -> tuple[Any, list[str]]:
+    """The module or the class that a dotted name leads to, and what its last part may be."""
+    *path, attributes = name.split(".")
+    modules = next(end for end in range(len(path), 0, -1) if path[end - 1].islower())
+    owner: Any = importlib.import_module(".".join(path[:modules]))
+    for part in path[modules:]:
+        owner = getattr(owner, part)
+    return owner, attributes.split("|")
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for inner in cls.__subclasses__():
+        yield from _subclasses(inner)
+
+
+def _replace(owner: Any, attribute: str, replacement: Callable, undo: list[Callable[[], None]]) -> None:
+    """Put a function where torch finds it: in a module, in a class and, from torch 2.14 on, in a table of the class.
+
+        x.item()        `TensorVariable.method_item`, or what `TensorVariable.tp_methods["item"]` holds
+    """
+    kept, is_own = inspect.getattr_static(owner, attribute), attribute in vars(owner)
+    for entry in getattr(owner, "tp_methods", {}).values():
+        if entry.handler is kept:
+            undo.append(functools.partial(setattr, entry, "handler", kept))
+            entry.handler = replacement
+    undo.append(functools.partial(setattr, owner, attribute, kept) if is_own else functools.partial(delattr, owner, attribute))
+    setattr(owner, attribute, property(replacement) if isinstance(kept, property) else replacement)
