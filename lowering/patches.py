@@ -152,27 +152,26 @@ _off: dict[str, str] = {}
 
 def _functions(name: str, patch: Patch) -> Iterator[tuple[Any, str, Callable]]:
     """Where a function is kept, under which attribute, and the function; raises where it is not as it is known."""
-    owner, attributes = _owner(name)
+    owner, attributes = owner_of(name)
     there = [attribute for attribute in attributes if hasattr(owner, attribute)]
     if not there and not patch.until:
         raise AttributeError(f"{name} is missing")
     known = patch.takes.split(", ")
     for attribute, cls in itertools.product(there, _subclasses(owner) if patch.in_subclasses else [owner]):
-        if patch.in_subclasses and attribute not in vars(cls):
-            continue
         kept = inspect.getattr_static(cls, attribute)
         function = kept.fget if isinstance(kept, property) else getattr(cls, attribute)
         takes = [str(parameter).partition(":")[0].partition("=")[0].strip() for parameter in _parameters(function)]
         if takes != known and (known[-1] != "..." or takes[: len(known) - 1] != known[:-1]):
             raise AttributeError(f"{name} takes ({', '.join(takes)}) in {cls.__name__}, not ({patch.takes})")
-        yield cls, attribute, function
+        if attribute in vars(cls) or not patch.in_subclasses:
+            yield cls, attribute, function
 
 
 def _parameters(function: Callable) -> Iterable[inspect.Parameter]:
     return inspect.signature(function).parameters.values()
 
 
-def _owner(name: str) -> tuple[Any, list[str]]:
+def owner_of(name: str) -> tuple[Any, list[str]]:
     """The module or the class that a dotted name leads to, and what its last part may be."""
     *path, attributes = name.split(".")
     modules = next(end for end in range(len(path), 0, -1) if path[end - 1].islower())

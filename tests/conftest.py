@@ -31,6 +31,7 @@ TIERS = {
     "project/test_design.py": "slow",
     "project/test_docs.py": "slow",
     "project/test_packaging.py": "slow",
+    "project/test_patches.py": "slow",
     "project/test_readme.py": "slow",
     "rewrite": "rewrite",
     "rewrite/layers/test_keywords.py": "fast",

@@ -1,0 +1,128 @@
+"""With a torch that lacks a function that is replaced, or calls it in another way: that is said, and what can work works."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moeblaze_ops.lowering.patches import LOST, PATCHES
+
+# Each line is done by a fork of one process that has imported torch, but not the switch.
+PROGRAM = """
+import inspect, json, logging, os, sys
+import torch, torch._dynamo, torch._dynamo.backends.distributed, torch._inductor.runtime.triton_heuristics
+from moeblaze_ops.lowering import patches
+
+said = []
+
+class Said(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
+patches.log.addHandler(Said())
+
+def functions(name):
+    owner, attributes = patches.owner_of(name)
+    for attribute in attributes:
+        for cls in inspect.getmro(owner) if inspect.isclass(owner) else [owner]:
+            if attribute in vars(cls):
+                yield cls, attribute, inspect.getattr_static(cls, attribute)
+                break
+
+def change(name, how):
+    for owner, attribute, _ in functions(name):
+        if how == "missing":
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, lambda *arguments: None)
+
+def restore(kept):
+    for owner, attribute, function in kept:
+        setattr(owner, attribute, function)
+
+def layer_of(spelling):
+    from tests.corpus.zoo import catalogue as zoo
+    return zoo.stacked(spelling) if spelling in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, spelling))
+
+def is_rewritten(spelling):
+    from moeblaze_ops import compile as switch
+    from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
+    torch._dynamo.reset()
+    layer, x = layer_of(spelling), torch.randn(5, 16)
+    with rewriting_backend() as backend, switch.recording() as records, torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
+    return len(rewritten_in(records)) > 0
+
+def try_without(name, how, *spellings):
+    kept, before = list(functions(name)), {name: list(functions(name)) for name in patches.PATCHES}
+    change(name, how)
+    gone = not any(hasattr(patches.owner_of(name)[0], attribute) for attribute in patches.owner_of(name)[1])
+    import moeblaze_ops
+    moeblaze_ops.enable()
+    if patches.PATCHES[name].part == "launches":
+        from moeblaze_ops.lowering.torch_internals import launch_nothing_for_no_rows
+        launch_nothing_for_no_rows()
+    restore(kept)
+    replaced = [name for name in before if list(functions(name)) != before[name]]
+    rewritten = [spelling for spelling in spellings if is_rewritten(spelling)]
+    print(json.dumps({"gone": gone, "said": said, "replaced": replaced, "rewritten": rewritten}), flush=True)
+
+for line in sys.stdin:
+    if not os.fork():
+        try_without(*json.loads(line))
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+NEED_NO_ATTEMPT = ["masked_sum", "gathered_bmm", "sorted_transformers"]
+
+
+@pytest.fixture(scope="module")
+def try_without():
+    program = [sys.executable, "-c", PROGRAM]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(name: str, how: str, *spellings: str) -> dict:
+        print(json.dumps([name, how, *spellings]), file=process.stdin, flush=True)
+        return json.loads(process.stdout.readline())
+
+    yield run
+    process.stdin.close()
+    assert process.wait() == 0
+
+
+def assert_off(found: dict, name: str, what: str) -> None:
+    """Nothing of the function's part is replaced, and one warning says so."""
+    (warning,) = found["said"]
+    part = PATCHES[name].part
+    assert f"{name} {what}" in warning and warning.endswith(LOST[part])
+    assert not {other for other in PATCHES if PATCHES[other].part == part} & set(found["replaced"])
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_function_is_missing(try_without, name):
+    """Another one may have its place: that of a base class, or none from some version on."""
+    found = try_without(name, "missing", *NEED_NO_ATTEMPT)
+    assert found["rewritten"] == NEED_NO_ATTEMPT
+    if found["gone"] and not PATCHES[name].until:
+        assert_off(found, name, "is missing")
+
+
+@pytest.mark.parametrize("name", ["convert_frame.compile_frame", "side_effects.SideEffects.mutation"])
+def test_a_function_is_called_in_another_way(try_without, name):
+    name = f"torch._dynamo.{name}"
+    found = try_without(name, "called otherwise", *NEED_NO_ATTEMPT)
+    assert found["rewritten"] == NEED_NO_ATTEMPT
+    assert_off(found, name, "takes (*arguments)")
+
+
+def test_all_spellings_that_need_no_attempt(try_without):
+    """More than half of the zoo; and the others give what they give in eager mode."""
+    from tests.corpus.zoo import catalogue as zoo
+
+    spellings = [*zoo.BY_NAME, *(spelling.__name__ for spelling in zoo.SEPARATE)]
+    name = "torch._dynamo.side_effects.SideEffects.store_attr"
+    found = try_without(name, "missing", *spellings)
+    assert len(found["rewritten"]) >= 35
+    assert not set(found["rewritten"]) & {"loop_mistral", "loop_nonzero"}
