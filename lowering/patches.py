@@ -150,6 +150,7 @@ def why_off(part: str) -> str | None:
 _off: dict[str, str] = {}
 
 
+
 def _functions(name: str, patch: Patch) -> Iterator[tuple[Any, str, Callable]]:
     """Where a function is kept, under which attribute, and the function; raises where it is not as it is known."""
     owner, attributes = owner_of(name)

@@ -135,14 +135,17 @@ def install_frame_hook(
 def trace_alone(function: Callable, backend: Callable) -> None:
     """Let Dynamo trace a function without arguments while it compiles a frame, and give the graph to ``backend``.
 
-    The frame keeps its place in logs, counters and records; modes that the program is in do not hold for the function.
+    Modes of torch functions that the program is in do not hold for it, and counters stay as they are.
     """
-    compile_frame = inspect.unwrap(convert_frame.compile_frame)
-    names = dict(function.__globals__)
-    with counting_breaks(), contextlib.ExitStack() as modes:
-        for _ in range(torch._C._len_torch_function_stack()):
-            modes.enter_context(torch.overrides._pop_mode_temporarily())
-        compile_frame(function.__code__, names, {}, vars(builtins), (), backend, True, set())
+    from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr as modes
+
+    compile_frame, names, entered = inspect.unwrap(convert_frame.compile_frame), dict(function.__globals__), modes.stack
+    modes.stack = []
+    try:
+        with counting_breaks():
+            compile_frame(function.__code__, names, {}, vars(builtins), (), backend, True, set())
+    finally:
+        modes.stack = entered
 
 
 def _in_place_of(original: Callable, backend: Callable) -> Callable:

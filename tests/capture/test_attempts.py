@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+import moeblaze_ops
+from moeblaze_ops import compile as switch
 from moeblaze_ops.compile import attempts as attempts_of_frames
+from moeblaze_ops.lowering import patches
+from moeblaze_ops.lowering.tracing import canary
+from moeblaze_ops.lowering.tracing.branches import Branches
 from tests.tools.rewrite_harness import rewriting_backend
 
 
@@ -138,3 +144,54 @@ def test_a_python_number_in_the_graph_is_no_number_of_a_later_attempt(attempts):
         compiled = torch.compile(lambda x, n: rows_of_data(x) * n, backend=backend, dynamic=True)
         torch.testing.assert_close(compiled(x, 2.5), rows_of_data(x) * 2.5)
     assert attempts[:2] == [("<lambda>", True), ("<lambda>", False)]
+
+
+def skips_idle_experts(x):
+    ids, out = x[:, 0].abs().long() % 2, torch.zeros_like(x)
+    for e in range(2):
+        rows = torch.where(ids == e)[0]
+        if len(rows) == 0:
+            continue
+        out = out.index_add(0, rows, x[rows])
+    return out
+
+
+@pytest.mark.parametrize("unseen", ["moved", "step"])
+def test_no_attempt_where_dynamo_does_something_unseen(monkeypatch, unseen):
+    """As a later torch may, although it has all functions that are replaced."""
+    original = getattr(Branches, unseen)
+    passed_by = {"moved": lambda branches, iterator: None, "step": lambda branches, tx, original: original(tx)}
+    monkeypatch.setattr(Branches, unseen, passed_by[unseen])
+    monkeypatch.setattr(patches, "_off", {})
+    monkeypatch.setattr(attempts_of_frames, "why_not_watched", canary.why_not_watched.__wrapped__)
+    x = torch.randn(5, 3)
+    torch._dynamo.reset()
+    with rewriting_backend() as backend, switch.recording() as records:
+        torch.testing.assert_close(torch.compile(skips_idle_experts, backend=backend)(x), skips_idle_experts(x))
+    assert not [record for record in records if isinstance(record, switch.CaptureRecord)]
+    said = {"moved": "an iterator that a branch on data moves on is not refused", "step": "a branch on data is not traced"}
+    assert said[unseen] in switch.why_no_attempts()
+    monkeypatch.setattr(Branches, unseen, original)
+    assert said[unseen] in str(moeblaze_ops.explain(skips_idle_experts, x))
+
+
+class Refusing(TorchFunctionMode):
+    """A mode of the program's that cannot work with the tensors of another function."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.zeros, torch.where)
+        return function(*args, **(kwargs or {}))
+
+
+MODES = {"inference": torch.inference_mode, "device": lambda: torch.device("meta"), "functions": Refusing}
+
+
+@pytest.mark.parametrize("around", MODES.values(), ids=MODES)
+def test_the_first_attempt_is_looked_at_in_any_mode(monkeypatch, around):
+    monkeypatch.setattr(patches, "_off", {})
+    monkeypatch.setattr(attempts_of_frames, "why_not_watched", canary.why_not_watched.__wrapped__)
+    torch._dynamo.reset()
+    x = torch.randn(5, 3)
+    with rewriting_backend() as backend, around():
+        torch.compile(lambda x: x + 1, backend=backend)(x)
+    assert switch.why_no_attempts() is None
