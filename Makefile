@@ -1,6 +1,8 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
 #                  test-fast test-ops test-rewrite test-capture test-slow test-export test-hf test-offline test-interpreter
+# make versions    what is replaced of torch, captured branches and some rewrites, with each torch of VERSIONS in a venv of its own,
+#                  or with those that are in VENVS
 # make test-gpu    the tests that need a GPU
 # make demo        install into .venv and run the example (the GPU is used when there is one)
 # make demo-distributed  the same model with its experts spread over two processes, or over PROCESSES
@@ -18,6 +20,8 @@ VENV ?= .venv
 TOOL ?= memcheck
 ARGS ?=
 PROCESSES ?= 2
+VERSIONS ?= 2.11.0 2.13.0 2.14.1 2.15.0
+VENVS ?=
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -36,7 +40,11 @@ PARTS := test-rewrite test-slow test-capture test-offline test-hf test-interpret
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
-.PHONY: check demo demo-distributed test $(PARTS) test-gpu sanitize lint types docs clean
+# What depends on Dynamo's functions, and a little of what does not.
+OF_EACH_VERSION := tests/project/test_import.py tests/project/test_patches.py tests/project/test_design.py tests/capture/test_attempts.py \
+	tests/capture/test_branches.py tests/rewrite/results/test_rewritten_graph.py $(wildcard tests/door)
+
+.PHONY: check demo demo-distributed test $(PARTS) versions test-gpu sanitize lint types docs clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -66,6 +74,14 @@ test-hf:
 
 test-interpreter: export TRITON_INTERPRET = 1
 
+versions: export OMP_NUM_THREADS ?= 1
+versions: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+versions: $(if $(VENVS),,$(VERSIONS:%=.venv-%/.installed))
+	@for venv in $(or $(VENVS),$(VERSIONS:%=.venv-%)); do \
+		$$venv/bin/python -c "import torch; print('torch', torch.__version__)" && \
+		PYTHONPATH="$(CURDIR)" $$venv/bin/python -m pytest $(OF_EACH_VERSION) -m "not gpu" $(ARGS) || failed="$$failed $$venv"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(ARGS)
 
@@ -93,6 +109,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a few minutes the first time, 2 GB with a CPU build of torch, more with CUDA"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,demo]" mypy ruff
+	@touch $@
+
+.venv-%/.installed: pyproject.toml
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet torch==$* --editable ".[test]"
 	@touch $@
 
 $(VENV)-docs/.installed: pyproject.toml constraints.txt

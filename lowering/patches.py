@@ -57,8 +57,8 @@ PATCHES = {
         part="frames",
     ),
     "torch._inductor.compile_fx._compile_fx_main": Patch(
-        "graphs that come to Inductor from a backend of the user's, or exported, are rewritten before they are looked up; `enable()` "
-        "replaces it",
+        "graphs that come to Inductor from a backend of the user's, or exported, are rewritten before they are looked up; "
+        "`enable()` replaces it",
         "model_, example_inputs_, ...",
         "graphs",
     ),

@@ -62,7 +62,8 @@ def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
 
     patches.install("keys", {"FxGraphHashDetails.__init__": replacement})
     if patches.why_off("keys"):
-        torch.compiler.config._config["force_disable_caches"].env_value_force = True  # as its environment variable, in all threads
+        # As its environment variable does, in all threads.
+        torch.compiler.config._config["force_disable_caches"].env_value_force = True
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moeblaze_ops import compile as switch
-from tests.tools.documents import ROOT, blocks
+from tests.tools.documents import ROOT, blocks, replaced_functions
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 DESIGN = ROOT / "DESIGN.md"
@@ -33,6 +33,10 @@ class Layer(nn.Module):
 
 CODE = [block for block in blocks(DESIGN) if block.language == "python"]
 FORWARD, *LINES = CODE
+
+
+def test_what_is_replaced_is_what_is_said():
+    assert replaced_functions() in DESIGN.read_text(), "python tests/tools/documents.py DESIGN.md writes the table"
 
 
 def test_lines_come_in_pairs():

@@ -22,3 +22,16 @@ def test_the_longest_path_decides():
     assert tier_of(TESTS / "system" / "test_export.py") == "export"
     assert tier_of(TESTS / "system" / "test_compile.py") == "slow"
     assert tier_of(TESTS / "unit" / "test_normal_form.py") == "fast"
+
+
+@pytest.mark.skipif(not MAKEFILE.is_file(), reason="needs the source tree")
+def test_the_workflow_runs_each_version():
+    versions = re.search(r"^VERSIONS \?= (.*)$", MAKEFILE.read_text(), re.MULTILINE)[1].split()
+    matrix = re.search(r"torch: \[(.*)\]", (ROOT / ".github" / "workflows" / "versions.yml").read_text())[1]
+    assert re.findall(r'"([^"]+)"', matrix) == versions
+
+
+@pytest.mark.skipif(not MAKEFILE.is_file(), reason="needs the source tree")
+def test_what_runs_with_each_version_is_there():
+    named = re.search(r"^OF_EACH_VERSION := (.*?)\$", MAKEFILE.read_text(), re.MULTILINE | re.DOTALL)[1].replace("\\", "").split()
+    assert named and not [file for file in named if not (ROOT / file).is_file()]

@@ -182,8 +182,31 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
+def replaced_functions() -> str:
+    """The table of DESIGN.md: what of torch is replaced, and why."""
+    from moeblaze_ops.lowering.patches import PATCHES, short
+
+    names: dict[str, list[str]] = {}
+    for name, patch in PATCHES.items():
+        owner, attributes = short(name).split(".")
+        said = " or ".join(f"`{owner}.{attribute}`" for attribute in attributes.split("|"))
+        names.setdefault(patch.why, []).append(said + (f" (up to {patch.until})" if patch.until else ""))
+    rows = [f"| {', '.join(functions)} | {why} |" for why, functions in names.items()]
+    return "\n".join([_HEADER, "|---|---|", *rows, ""])
+
+
+_HEADER = "| replaced | why |"
+
+
+def write_replaced_functions(page: Path) -> None:
+    before, _, after = page.read_text().partition(_HEADER)
+    page.write_text(before + replaced_functions() + after[after.index("\n\n") + 1 :])
+
+
 def write_outputs(page: Path, folder: Path) -> None:
     """Replaces the outputs that a page shows by the real ones."""
+    if _HEADER in page.read_text():
+        return write_replaced_functions(page)
     pairs, text = shown_outputs(page), page.read_text()
     printed = run_page(page, folder)
     for source, shown in reversed(pairs):
