@@ -9,7 +9,7 @@ import importlib
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ PATCHES = {
         "if that is not justified; in between without branches and numbers, if these made a difference. No public hook knows a "
         "frame before it is traced",
         "code, globals, locals, builtins, closure, compiler_fn, one_graph, restart_reasons, export, ...",
-        part="frames",
+        "frames",
     ),
     "torch._inductor.compile_fx._compile_fx_main": Patch(
         "graphs that come to Inductor from a backend of the user's, or exported, are rewritten before they are looked up; "
@@ -68,7 +68,7 @@ PATCHES = {
         "keys",
     ),
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate": Patch(
-        "a kernel over two axes is launched for 0 rows of a number that follows from data", "self, meta, ...", part="launches"
+        "a kernel over two axes is launched for 0 rows of a number that follows from data", "self, meta, ...", "launches"
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.__init__": Patch(_JUMPS, "self, ..."),
@@ -109,7 +109,6 @@ PATCHES = {
     "torch._dynamo.variables.lists.iter_contains": Patch(_SEARCHES, "items, search, tx, ..."),
 }
 
-
 Replacement = Callable[[Callable], Callable]
 """What makes of a function the one that takes its place."""
 
@@ -129,7 +128,7 @@ def install(part: str, replacements: Mapping[str, Replacement]) -> None:
         for name, functions in found.items():
             for owner, attribute, function in functions:
                 _replace(owner, attribute, replacements[short(name)](function), undo)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         for step in reversed(undo):
             step()
         leave_off(part, str(error))
@@ -150,7 +149,6 @@ def why_off(part: str) -> str | None:
 _off: dict[str, str] = {}
 
 
-
 def _functions(name: str, patch: Patch) -> Iterator[tuple[Any, str, Callable]]:
     """Where a function is kept, under which attribute, and the function; raises where it is not as it is known."""
     owner, attributes = owner_of(name)
@@ -161,15 +159,12 @@ def _functions(name: str, patch: Patch) -> Iterator[tuple[Any, str, Callable]]:
     for attribute, cls in itertools.product(there, _subclasses(owner) if patch.in_subclasses else [owner]):
         kept = inspect.getattr_static(cls, attribute)
         function = kept.fget if isinstance(kept, property) else getattr(cls, attribute)
-        takes = [str(parameter).partition(":")[0].partition("=")[0].strip() for parameter in _parameters(function)]
+        parameters = inspect.signature(function).parameters.values()
+        takes = [str(parameter).partition(":")[0].partition("=")[0].strip() for parameter in parameters]
         if takes != known and (known[-1] != "..." or takes[: len(known) - 1] != known[:-1]):
             raise AttributeError(f"{name} takes ({', '.join(takes)}) in {cls.__name__}, not ({patch.takes})")
         if attribute in vars(cls) or not patch.in_subclasses:
             yield cls, attribute, function
-
-
-def _parameters(function: Callable) -> Iterable[inspect.Parameter]:
-    return inspect.signature(function).parameters.values()
 
 
 def owner_of(name: str) -> tuple[Any, list[str]]:
@@ -198,5 +193,5 @@ def _replace(owner: Any, attribute: str, replacement: Callable, undo: list[Calla
         if entry.handler is kept:
             undo.append(functools.partial(setattr, entry, "handler", kept))
             entry.handler = replacement
-    undo.append(functools.partial(setattr, owner, attribute, kept) if is_own else functools.partial(delattr, owner, attribute))
     setattr(owner, attribute, property(replacement) if isinstance(kept, property) else replacement)
+    undo.append(functools.partial(setattr, owner, attribute, kept) if is_own else functools.partial(delattr, owner, attribute))
