@@ -10,8 +10,8 @@ from moeblaze_ops.lowering.patches import LOST, PATCHES
 
 # Each line is done by a fork of one process that has imported torch, but not the switch.
 PROGRAM = """
-import inspect, json, logging, os, sys
-import torch, torch._dynamo, torch._dynamo.backends.distributed, torch._inductor.runtime.triton_heuristics
+import contextlib, inspect, json, logging, os, sys
+import torch, torch._dynamo, torch._inductor.compile_fx
 from moeblaze_ops.lowering import patches
 
 said = []
@@ -45,16 +45,17 @@ def layer_of(spelling):
     from tests.corpus.zoo import catalogue as zoo
     return zoo.stacked(spelling) if spelling in zoo.BY_NAME else zoo.ModuleListMoE(getattr(zoo, spelling))
 
-def is_rewritten(spelling):
+def is_rewritten(spelling, with_inductor):
     from moeblaze_ops import compile as switch
     from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
     torch._dynamo.reset()
     layer, x = layer_of(spelling), torch.randn(5, 16)
-    with rewriting_backend() as backend, switch.recording() as records, torch.no_grad():
+    context = contextlib.nullcontext("inductor") if with_inductor else rewriting_backend()
+    with context as backend, switch.recording() as records, torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
     return len(rewritten_in(records)) > 0
 
-def try_without(name, how, *spellings):
+def try_without(name, how, *spellings, with_inductor=False):
     kept, before = list(functions(name)), {name: list(functions(name)) for name in patches.PATCHES}
     change(name, how)
     gone = not any(hasattr(patches.owner_of(name)[0], attribute) for attribute in patches.owner_of(name)[1])
@@ -65,12 +66,14 @@ def try_without(name, how, *spellings):
         launch_nothing_for_no_rows()
     restore(kept)
     replaced = [name for name in before if list(functions(name)) != before[name]]
-    rewritten = [spelling for spelling in spellings if is_rewritten(spelling)]
-    print(json.dumps({"gone": gone, "said": said, "replaced": replaced, "rewritten": rewritten}), flush=True)
+    rewritten = [spelling for spelling in spellings if is_rewritten(spelling, with_inductor)]
+    cached = not torch.compiler.config.force_disable_caches
+    print(json.dumps({"gone": gone, "cached": cached, "said": said, "replaced": replaced, "rewritten": rewritten}), flush=True)
 
 for line in sys.stdin:
     if not os.fork():
-        try_without(*json.loads(line))
+        arguments, keywords = json.loads(line)
+        try_without(*arguments, **keywords)
         os._exit(0)
     assert os.wait()[1] == 0
 """
@@ -83,8 +86,8 @@ def try_without():
     program = [sys.executable, "-c", PROGRAM]
     process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(name: str, how: str, *spellings: str) -> dict:
-        print(json.dumps([name, how, *spellings]), file=process.stdin, flush=True)
+    def run(*arguments: str, **keywords: bool) -> dict:
+        print(json.dumps([arguments, keywords]), file=process.stdin, flush=True)
         return json.loads(process.stdout.readline())
 
     yield run
@@ -105,6 +108,7 @@ def test_a_function_is_missing(try_without, name):
     """Another one may have its place: that of a base class, or none from some version on."""
     found = try_without(name, "missing", *NEED_NO_ATTEMPT)
     assert found["rewritten"] == NEED_NO_ATTEMPT
+    assert found["cached"] is (PATCHES[name].part != "keys")
     if found["gone"] and not PATCHES[name].until:
         assert_off(found, name, "is missing")
 
@@ -115,6 +119,12 @@ def test_a_function_is_called_in_another_way(try_without, name):
     found = try_without(name, "called otherwise", *NEED_NO_ATTEMPT)
     assert found["rewritten"] == NEED_NO_ATTEMPT
     assert_off(found, name, "takes (*arguments)")
+
+
+@pytest.mark.parametrize("name", ["torch._dynamo.convert_frame.compile_frame", "torch._inductor.compile_fx._compile_fx_main"])
+def test_one_of_two_ways_is_enough(try_without, name):
+    """With Inductor itself: graphs are rewritten where a frame is compiled, and else where they reach it."""
+    assert try_without(name, "called otherwise", "masked_sum", with_inductor=True)["rewritten"] == ["masked_sum"]
 
 
 def test_all_spellings_that_need_no_attempt(try_without):
