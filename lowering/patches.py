@@ -178,6 +178,7 @@ def owner_of(name: str) -> tuple[Any, list[str]]:
 
 
 def _subclasses(cls: type) -> Iterator[type]:
+    inner: type
     yield cls
     for inner in cls.__subclasses__():
         yield from _subclasses(inner)
