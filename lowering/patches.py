@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 LOST = {
     "attempts": "layers that select tokens by where(mask), skip experts without tokens or count on the host stay as they are "
     "written; all others are rewritten",
-    "frames": "so they do, and explain and config.verify do nothing; all others are rewritten",
+    "frames": "explain and config.verify do nothing; layers that select tokens by where(mask), skip experts without tokens or "
+    "count on the host stay as they are written; all others are rewritten",
     "graphs": "layers in graphs of a backend of one's own, or exported ones, stay as they are; all others are rewritten",
     "keys": "compiled code is not kept in caches, as by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1",
     "launches": "a rank that sends no token to any expert may raise",
