@@ -143,7 +143,9 @@ def trace_alone(function: Callable, backend: Callable) -> None:
     compile_frame, names, entered = inspect.unwrap(convert_frame.compile_frame), dict(function.__globals__), modes.stack
     modes.stack = []
     try:
-        with counting_breaks():
+        with counting_breaks(), contextlib.ExitStack() as without:
+            for _ in range(torch._C._len_torch_function_stack()):  # torch 2.11 reads them here
+                without.enter_context(torch.overrides._pop_mode_temporarily())
             compile_frame(function.__code__, names, {}, vars(builtins), (), backend, True, set())
     finally:
         modes.stack = entered
