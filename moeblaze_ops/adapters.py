@@ -9,8 +9,6 @@ from torch import Tensor, nn
 class LoRAFactors(nn.Module):
     """A and B of both projections: the weights become ``W + scale * B @ A``.
 
-    A starts as the weight of an ``nn.Linear`` does, B at zero: a new adapter changes nothing.
-
     Args:
         w_up, w_down: the weights [E, outputs, inputs] that the adapter is for; device and dtype are theirs.
         rank: r of A [E, r, inputs] and B [E, outputs, r].
@@ -22,6 +20,15 @@ class LoRAFactors(nn.Module):
         self.rank, self.scale = rank, scale
         self.up_a, self.up_b = _factors(w_up, rank)
         self.down_a, self.down_b = _factors(w_down, rank)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise A as the weight of an ``nn.Linear``, and B as zeros: the adapter changes nothing then."""
+        for a, b in ((self.up_a, self.up_b), (self.down_a, self.down_b)):
+            bound = 1 / math.sqrt(a.shape[2])
+            a.uniform_(-bound, bound)
+            b.zero_()
 
     @property
     def up(self) -> tuple[Tensor, Tensor, float]:
@@ -43,6 +50,4 @@ class LoRAFactors(nn.Module):
 
 def _factors(weight: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     E, outputs, inputs = weight.shape
-    bound = 1 / math.sqrt(inputs)
-    a = torch.empty(E, rank, inputs, device=weight.device, dtype=weight.dtype).uniform_(-bound, bound)
-    return nn.Parameter(a), nn.Parameter(torch.zeros(E, outputs, rank, device=weight.device, dtype=weight.dtype))
+    return nn.Parameter(weight.new_empty(E, rank, inputs)), nn.Parameter(weight.new_empty(E, outputs, rank))

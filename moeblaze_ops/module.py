@@ -60,21 +60,28 @@ class MoE(nn.Module):
         self.b_up = nn.Parameter(torch.empty(E, outputs, **options)) if bias else None
         self.b_down = nn.Parameter(torch.empty(E, D, **options)) if bias else None
         self.activation_parameters: nn.Parameter | None = None
+        self._first_activation_parameters = tuple(activation_parameters)
         if activation_parameters:
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            self.activation_parameters = nn.Parameter(torch.tensor(activation_parameters, device=device, dtype=wide))
+            self.activation_parameters = nn.Parameter(torch.empty(len(activation_parameters), device=device, dtype=wide))
         self.adapters = nn.ModuleDict()
         self.active_adapters: list[str] = []
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise each expert as two ``nn.Linear`` would."""
+        """Initialise each expert as two ``nn.Linear`` would, what the activation learns as given, and adapters anew."""
         self.router.reset_parameters()
         for weight, bias in ((self.w_up, self.b_up), (self.w_down, self.b_down)):
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
+        if self.activation_parameters is not None:
+            with torch.no_grad():
+                first = [self.activation_parameters.new_full((), value) for value in self._first_activation_parameters]
+                self.activation_parameters.copy_(torch.stack(first))
+        for adapter in self.adapters.values():
+            cast("LoRAFactors", adapter).reset_parameters()
 
     def add_adapter(self, name: str, rank: int, *, scale: float = 1.0) -> LoRAFactors:
         """Add a low-rank adapter (LoRA) to the experts, active with those that are, and freeze all other parameters.
@@ -129,6 +136,13 @@ class MoE(nn.Module):
         )
 
     def _active(self) -> list[LoRAFactors]:
+        if unknown := [name for name in self.active_adapters if name not in self.adapters]:
+            refuse(
+                "MoE",
+                "active_adapters",
+                f"be names of adapters ({', '.join(self.adapters) or 'none was added'})",
+                repr(unknown[0]),
+            )
         return [cast("LoRAFactors", self.adapters[name]) for name in self.active_adapters]
 
     def extra_repr(self) -> str:

@@ -33,6 +33,7 @@ WEIGHT_ON = ("output", "input")
 MAX_TOP_K = 32
 """Experts per token that ``route`` chooses at most."""
 TOP_K_BOUNDS = f" (the experts, and at most {MAX_TOP_K})"
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 SCORINGS = ("softmax", "softmax_topk", "sigmoid")
 
 
@@ -112,7 +113,8 @@ def check_activation_parameters(parameters: Any, activation: str, x: Tensor, E: 
 
 def _check_factors(name: str, lora: Any, x: Tensor, E: int, inputs: int, outputs: int) -> None:
     if not isinstance(lora, tuple | list) or len(lora) != 3:
-        refuse_type("moe", name, "be a tuple (A, B, scale)", kind_of(lora))
+        parts = f"({', '.join(map(kind_of, lora))})" if isinstance(lora, tuple | list) else kind_of(lora)
+        refuse_type("moe", name, "be a tuple (A, B, scale)", parts)
     for part, tensor in zip(("A", "B"), lora, strict=False):
         check_tensor("moe", f"{part} of {name}", tensor)
         if tensor.device != x.device:
@@ -176,7 +178,7 @@ def _check_parameters(
     gated, apart = is_gated(activation), "w_gate" in up_weights
     b_up, b_gate = biases["b_up"], biases["b_gate"]
     if apart and not gated:
-        refuse("moe", "w_gate", f"be None with the ungated activation {activation!r}", "a tensor")
+        refuse("moe", "activation", f"take a gate where w_gate is given: {_with_a_gate(activation)}", repr(activation))
     if apart and interleaved:
         refuse("moe", "interleaved", "be False when w_gate is given", interleaved)
     if b_gate is not None and not apart:
@@ -201,6 +203,8 @@ def _check_parameters(
         refuse("moe", "w_gate", f"have shape {list(w_up.shape)} of w_up", f"shape {list(up_weights['w_gate'].shape)}")
     F = outputs // 2 if packed else outputs
     expected = [E, F, D] if transposed else [E, D, F]
+    if not gated and 2 * w_down.shape[1 if transposed else 2] == F:
+        refuse("moe", "activation", f"take a gate where w_up packs gate and up: {_with_a_gate(activation)}", repr(activation))
     if list(w_down.shape) != expected:
         width = f"half the outputs of w_up, for {activation!r}" if packed else "the outputs of w_up"
         form = "[E, F, D]" if transposed else "[E, D, F]"
@@ -209,6 +213,12 @@ def _check_parameters(
     for name, b in biases.items():
         if b is not None and list(b.shape) != shapes[name]:
             refuse("moe", name, f"have shape {shapes[name]}", f"shape {list(b.shape)}")
+
+
+def _with_a_gate(activation: str) -> str:
+    """What an ungated activation is called with a gate, as the end of a rule."""
+    gated = _GATED.get(activation, "a formula such as 'silu(g) * u'")
+    return f"{activation} takes one argument, with a gate use {gated}"
 
 
 def check_module(
@@ -277,6 +287,9 @@ def check_memory_estimate(
     for name, value in switches.items():
         check_switch("memory_estimate", name, value)
     check_device_name("memory_estimate", device)
+    index = None if device is None else torch.device(device).index
+    if index is not None and torch.device(device).type == "cuda" and index >= max(1, torch.cuda.device_count()):
+        refuse("memory_estimate", "device", f"be a GPU that is here (of {torch.cuda.device_count()})", repr(str(device)))
 
 
 def _check_sizes(op: str, D: int, F: int, E: int) -> None:

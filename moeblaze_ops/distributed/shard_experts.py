@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
 from moeblaze_ops.distributed.find_experts import ExpertGroup, Unclear, find_experts
 from moeblaze_ops.distributed.listed_experts import keep_names_of_entries, stacked
 from moeblaze_ops.distributed.whole_weights import (
@@ -23,7 +24,7 @@ from moeblaze_ops.distributed.whole_weights import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-log = logging.getLogger("moeblaze")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ def shard_experts(
         ValueError: the mesh has several axes, the number of ranks does not divide E, a parameter is a DTensor already, is stored
             on another type of device than the mesh, or the ranks have different models. All ranks raise the same error.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(model, nn.Module):
+        refuse_type("shard_experts", "model", "be an nn.Module", kind_of(model))
+    if not isinstance(mesh, DeviceMesh):
+        refuse_type("shard_experts", "mesh", "be a DeviceMesh of one axis, such as init_device_mesh(...)['ep']", kind_of(mesh))
     if mesh.ndim != 1:
         raise ValueError(f"shard_experts: mesh must have one axis, such as mesh['ep'], got {mesh.ndim} axes")
     groups, left = _agreed(lambda: _plan(model, mesh, parameters), mesh)

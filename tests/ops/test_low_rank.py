@@ -332,7 +332,11 @@ BAD_FACTORS = [
     ({"lora_up": (UP[0], torch.zeros(E, F, 3), 1.0)}, ValueError, r"B of lora_up must have shape \[5, 24, 3\]"),
     ({"lora_up": (DOWN[0], UP[1], 1.0)}, ValueError, r"A of lora_up must have shape \[5, r, 24\]"),
     ({"lora_down": (DOWN[0], torch.zeros(E, D, 4), 1.0)}, ValueError, r"B of lora_down must have shape \[5, 24, 3\]"),
-    ({"lora_down": DOWN[:2]}, TypeError, r"lora_down must be a tuple \(A, B, scale\)"),
+    (
+        {"lora_down": DOWN[:2]},
+        TypeError,
+        r"lora_down must be a tuple \(A, B, scale\), got \(a tensor of shape .*, a tensor of shape",
+    ),
     ({"lora_down": (*DOWN[:2], "2")}, TypeError, "scale of lora_down must be a number"),
     ({"lora_down": (*DOWN[:2], torch.ones(2))}, ValueError, "scale of lora_down must be a number or"),
     ({"lora_gate": UP}, ValueError, "lora_gate must come with w_gate"),
@@ -417,6 +421,27 @@ def test_several_adapters_are_one_with_all_their_ranks():
     )
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"activation": lambda g, b, c: torch.tanh(b * g) * c, "activation_parameters": (1.5, 2)}]
+)
+def test_module_from_the_meta_device(options):
+    """``to_empty`` leaves what memory held; ``reset_parameters`` of each module gives every parameter its first value."""
+    with torch.device("meta"):
+        layer = moeblaze_ops.MoE(D, F, E, K, **options)
+        layer.add_adapter("first", 3)
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(float("nan"))
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert not [name for name, parameter in layer.named_parameters() if parameter.isnan().any()]
+    assert not layer.adapters["first"].up_b.any() and layer.adapters["first"].up_a.any()
+    if "activation_parameters" in options:
+        assert layer.activation_parameters.tolist() == [1.5, 2.0]
+
+
 def test_adapters_of_a_module():
     torch.manual_seed(21)
     layer, x = moeblaze_ops.MoE(D, F, E, K, bias=True, dtype=torch.float64), torch.randn(30, D, dtype=torch.float64)
@@ -431,6 +456,9 @@ def test_adapters_of_a_module():
     only_second = layer(x)
     layer.active_adapters = []
     torch.testing.assert_close(layer(x), base)
+    layer.active_adapters = ["first", "typo"]
+    with pytest.raises(ValueError, match=r"MoE: active_adapters must be names of adapters \(first, second\), got 'typo'"):
+        layer(x)
     layer.active_adapters = ["first", "second"]
     both = layer(x)
     assert not torch.allclose(both, only_second)

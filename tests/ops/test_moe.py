@@ -83,7 +83,7 @@ def test_moe_takes_any_leading_shape():
         ({"b_gate": torch.zeros(E, F)}, "moe: b_gate must come with w_gate"),
         (
             {"activation": "relu", "w_gate": torch.zeros(E, F, D)},
-            "moe: w_gate must be None with the ungated activation",
+            "moe: activation must take a gate where w_gate is given: relu takes one argument, with a gate use reglu",
         ),
     ],
 )
