@@ -19,6 +19,7 @@ from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.dependencies import dependencies, reached
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
+from moeblaze_ops.lowering.graph.operators import is_foreign, overloads_of
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, prove_layer, unshaped
@@ -34,6 +35,7 @@ from moeblaze_ops.lowering.match.terms.expert_term import (
     is_chosen_bias,
     is_expert_term,
     is_scored_term,
+    made_by,
     read_expert,
 )
 from moeblaze_ops.lowering.match.zero_computation import (
@@ -64,8 +66,9 @@ def view_of(graph: fx.Graph) -> GraphView:
 class Matcher:
     """Finds the layers of one graph: those in blocks without gradients in a view of numbers only, and all others in another."""
 
-    def __init__(self, view: GraphView):
-        self.view = view
+    def __init__(self, view: GraphView, elsewhere: Sequence[MoEMatch | Decline] = ()):
+        """``elsewhere`` are the layers that were found in the other view of the graph."""
+        self.view, self._elsewhere = view, elsewhere
         self._combining = {node: number for number, node in enumerate(filter(_may_combine, view.position))}
         self._evaluate(frozenset())
 
@@ -111,7 +114,7 @@ class Matcher:
 
     def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
         """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
-        inner = [result for result in results if self._is_behind(result, outer)]
+        inner = [result for result in (*results, *self._elsewhere) if self._is_behind(result, outer)]
         inner = [result for result in inner if isinstance(result, MoEMatch) or result.has_experts or not outer.has_experts]
         if outer.rows:
             nodes = set(dependencies(self.view, *(result.root for result in inner)))
@@ -165,6 +168,10 @@ class Matcher:
             known = self._counted[value] = self._experts(self._terms(value), self._indices(value)[1])
         return known
 
+    def _experts_behind(self, node: fx.Node) -> Counter:
+        value = self._result(node)
+        return Counter() if value is None else self._experts_of(value)
+
     def _experts(self, terms: Sequence[Expr], feature: Expr) -> Counter:
         return self._chosen((t for t in terms if self._is_expert(t, feature) or is_scored_term(t, feature)), feature)
 
@@ -183,6 +190,11 @@ class Matcher:
         terms = self._terms(value)
         experts = [term for term in terms if self._is_expert(term, feature)] or self._scored(terms, feature)
         ids = frozenset(values_of(self._chosen(terms, feature)))
+        if not experts and is_foreign(root):
+            given = Counter(chosen for operand in root.all_input_nodes for chosen in self._experts_behind(operand).elements())
+            operator = overloads_of(root)[0].name()
+            detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not known"
+            return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}
             if rows:
@@ -202,7 +214,8 @@ class Matcher:
             base, own = None, experts
             if others and onto_base:
                 base, own, others = self._onto_base(root, value, terms, experts, feature)
-            prove(all(is_routed(term, feature) for term in others), Reason.OTHER_TERMS)
+            odd = next((term for term in others if not is_routed(term, feature)), None)
+            prove(odd is None, Reason.OTHER_TERMS, _added(odd, feature))
             added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
             candidate = Candidate(root, value, tokens, feature, own, self._chosen(own, feature), base, added)
             return prove_layer(self.view, self._evaluator, self._formulas, candidate)
@@ -223,8 +236,8 @@ class Matcher:
     ) -> MoEMatch | Decline | None:
         """The layer, if it is one as soon as what its experts are given is not looked into, where their sum adds that itself.
 
-            x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
-            for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
+        x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
+        for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
         """
         x = None if self._opaque else self._given(root, value, tokens, feature, experts)
         if x is None or not adds(value, x):
@@ -251,8 +264,8 @@ class Matcher:
     def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr) -> Sum:
         """What the sum of a layer starts from, which may hold layers before it, and none of its own experts; before any zeros.
 
-            out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
-            out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
+        out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
+        out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
         """
         found: Sum | None = None
         for node, base in bases(self.view, root, value):
@@ -265,7 +278,8 @@ class Matcher:
             same = found is None or found[1:] == (own, others)
             if own and apart and same and below <= Counter(terms) and all(is_routed(term, feature) for term in others):
                 found = node, own, others
-        prove(found is not None, Reason.OTHER_TERMS)
+        odd = next((term for term in terms if term not in experts and not is_routed(term, feature)), None)
+        prove(found is not None, Reason.OTHER_TERMS, _added(odd, feature))
         return found
 
     def _result(self, root: fx.Node) -> Value | None:
@@ -342,6 +356,7 @@ class Matcher:
             known = self._choices[term, feature] = chosen_by(term, feature)
         return known
 
+
 def _sums_experts(e: Expr) -> bool:
     if e.kind == "sum" and e.args[0].args[2] == "r":
         body = e.args[1]
@@ -357,7 +372,11 @@ def _adds_choices(e: Expr) -> bool:
 def _may_combine(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    return (inplace_name(node) or target_name(node)) in _COMBINES
+    return (inplace_name(node) or target_name(node)) in _COMBINES or is_foreign(node)
+
+
+def _added(term: Expr | None, feature: Expr) -> str:
+    return "the sum starts from another one" if term is None else f"{made_by(term, feature)} is added to the outputs of experts"
 
 
 def _is_row_product(e: Expr) -> bool:

@@ -1,5 +1,6 @@
 """What is left alone says why in the words of who wrote it: the line, the construct, what would be recognised."""
 
+import functools
 import logging
 
 import pytest
@@ -38,10 +39,13 @@ def _of_rows(function):
     return zoo.StackedMoE(spelling, "split")
 
 
-@pytest.mark.parametrize("name, function", {
-    "tanh": torch.tanh,
-    "layer_norm": lambda rows: F.layer_norm(rows, rows.shape[1:]),
-}.items())
+@pytest.mark.parametrize(
+    "name, function",
+    {
+        "tanh": torch.tanh,
+        "layer_norm": lambda rows: F.layer_norm(rows, rows.shape[1:]),
+    }.items(),
+)
 def test_a_function_of_selected_rows(name, function):
     (layer,) = rewrite_of(_of_rows(function), torch.randn(10, zoo.D)).candidates
     assert layer.reason == "DIFFERENT_INPUTS"
@@ -82,3 +86,95 @@ def test_ids_of_too_few_bits_stay(caplog):
     (layer,) = rewrite_of(_with_ids(lambda ids: ids.to(torch.int8), E=130), torch.randn(10, zoo.D)).candidates
     assert layer.reason == "OPERANDS" and "torch.int8, which has no number 129" in layer.detail
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@torch.library.custom_op("decline_reasons::add_rows", mutates_args=())
+def add_rows(out: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return out.index_add(0, index, rows)
+
+
+@torch.library.custom_op("decline_reasons::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+add_rows.register_fake(lambda out, index, rows: torch.empty_like(out))
+doubled.register_fake(torch.empty_like)
+
+
+def _by_loop(add, act=F.silu):
+    def spelling(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(self.E):
+            token, slot = torch.where(ids == e)
+            y = (act(x[token] @ self.w1[e]) * (x[token] @ self.w3[e])) @ self.w2[e]
+            out = add(out, token, y * weights[token, slot, None])
+        return out
+
+    return zoo.StackedMoE(spelling, "split")
+
+
+def _grouped(self, x, weights, ids, add=lambda out, *rows: out.index_add(0, *rows)):
+    mm, order = torch.ops.moe_zoo.grouped_mm_fallback, ids.view(-1).argsort()
+    ends = torch.bincount(ids.view(-1), minlength=self.E).cumsum(0).int()
+    rows = x[order // ids.shape[1]]
+    y = mm(F.silu(mm(rows, self.w1, ends)) * mm(rows, self.w3, ends), self.w2, ends)
+    return add(torch.zeros_like(x), order // ids.shape[1], y * weights.view(-1)[order, None])
+
+
+def test_an_operator_of_a_library_is_named():
+    with torch.no_grad():
+        layer = zoo.StackedMoE(functools.partial(_grouped, add=add_rows), "split")
+        (layer,) = rewrite_of(layer, torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "OTHER_TERMS"
+    assert "'decline_reasons::add_rows' is no operator of torch: what it makes of the outputs of experts" in layer.detail
+
+
+def test_an_operator_of_a_library_behind_a_layer_is_none():
+    """Neither behind one that is rewritten, nor behind one that is declined for a reason of its own."""
+
+    class Behind(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return doubled(self.layer(x))
+
+    add = torch.Tensor.index_add
+    with torch.no_grad():
+        (layer,) = rewrite_of(Behind(_by_loop(lambda out, *rows: add(out, 0, *rows))), torch.randn(10, zoo.D)).candidates
+        assert layer.reason is None
+        softmax = _by_loop(lambda out, *rows: add(out, 0, *rows), lambda h: h.softmax(-1))
+        (layer,) = rewrite_of(Behind(softmax), torch.randn(10, zoo.D)).candidates
+        assert layer.reason == "ACTIVATION"
+
+
+def test_other_terms_are_named():
+    def spelling(self, x, weights, ids):
+        out = x.tanh()
+        for e in range(self.E):
+            y = (F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e]
+            out = (out + y * (weights * (ids == e)).sum(-1, keepdim=True)) * 2
+        return out
+
+    (layer,) = rewrite_of(zoo.StackedMoE(spelling, "split"), torch.randn(10, zoo.D)).candidates
+    assert layer.reason == "OTHER_TERMS" and layer.detail
+
+
+def test_a_function_without_gradient_of_a_layer_is_none():
+    """An indexer reads a layer's output in a block without gradients, where layers are looked for apart from the others."""
+
+    class Indexed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = zoo.StackedMoE(_grouped, "split")
+
+        def forward(self, x):
+            x = x + self.layer(x)
+            with torch.no_grad():
+                scores = (x * 0.5 + x.flip(-1)) @ x.T
+            return x[scores.topk(2, -1).indices].sum(1)
+
+    (layer,) = rewrite_of(Indexed(), torch.randn(10, zoo.D)).candidates
+    assert layer.reason is None
