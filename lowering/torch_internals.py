@@ -17,17 +17,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends, innermost_backend, reset_code
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,6 +42,7 @@ __all__ = [
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
 _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
+_compiled_module: ContextVar[nn.Module | None] = ContextVar("moeblaze_compiled_module", default=None)
 
 
 def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
@@ -126,7 +127,12 @@ def install_frame_hook(
                 arguments["code"] = code
                 return original(*bound.args, **bound.kwargs)
 
-            return hook(compile_code, Frame(code, backend, arguments.get("export", False)))
+            given = (arguments["locals"].get(name) for name in ("self", "fn"))  # "fn" where Dynamo wraps a module of torch's own
+            token = _compiled_module.set(next((value for value in given if isinstance(value, nn.Module)), None))
+            try:
+                return hook(compile_code, Frame(code, backend, arguments.get("export", False)))
+            finally:
+                _compiled_module.reset(token)
 
         return compile_frame
 
@@ -149,6 +155,36 @@ def trace_alone(function: Callable, backend: Callable) -> None:
             compile_frame(function.__code__, names, {}, vars(builtins), (), backend, True, set())
     finally:
         modes.stack = entered
+
+
+def compiled_module() -> tuple[nn.Module | None, str]:
+    """The module whose function is being compiled, and its name in the one that was called; without a name if that is itself."""
+    module, call = _compiled_module.get(), _outermost_call()
+    if module is None or call is None:
+        return module, ""
+    called = inspect.unwrap(call.f_locals["fn"])
+    called = getattr(called, "__self__", called)
+    modules = called.named_modules() if isinstance(called, nn.Module) else ()
+    return module, next((name for name, own in modules if own is module), "")
+
+
+def after_call(then: Callable[[], None]) -> None:
+    """Call ``then``, once, when the outermost call of a compiled function in this thread ends; now if there is none."""
+    call = _outermost_call()
+    if call is None:
+        then()
+    elif then not in (cleanups := call.f_locals["cleanups"]):
+        cleanups.append(then)
+
+
+def _outermost_call() -> FrameType | None:
+    """The frame of Dynamo in which a function of ``torch.compile`` was called; at its end it calls what is in ``cleanups``."""
+    found, frame = None, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "cleanups" in frame.f_locals:
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def _in_place_of(original: Callable, backend: Callable) -> Callable:
@@ -201,8 +237,8 @@ def resumes(compiled: Any) -> bool:
 
 
 @contextlib.contextmanager
-def forgetting_frames() -> Iterator[None]:
-    """A context after which Dynamo knows nothing about the frames that this thread showed it inside for the first time."""
+def forgetting_frames(backend: Callable) -> Iterator[None]:
+    """A context after which Dynamo knows neither ``backend`` nor the frames that this thread first showed it inside."""
     seen: list[CodeType] = []
     token = _seen_frames.set(seen)
     try:
@@ -211,6 +247,8 @@ def forgetting_frames() -> Iterator[None]:
         _seen_frames.reset(token)
         for code in seen:
             reset_code(code)
+        for number in [number for number, kept in list(cached_backends.items()) if compiler_of(kept) is backend]:
+            del cached_backends[number]
 
 
 @contextlib.contextmanager

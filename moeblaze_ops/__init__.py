@@ -18,12 +18,13 @@ A *slot* is ``t * K + k``: token ``t``'s k-th choice. A *row* is a position in e
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file():
     # In a checkout `kernels/` and `lowering/` are siblings of this package, not children.
     __path__.append(str(_checkout))
-del _checkout, Path
+del _checkout
 
 __version__ = "0.1.0"
 
@@ -34,10 +35,12 @@ _sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a 
 from moeblaze_ops import config as _config  # noqa: E402
 from moeblaze_ops.explain import explain, report  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
+from moeblaze_ops.integrations.registration import register_when_imported as _register_when_imported  # noqa: E402
 
 # A graph from a compiler's cache calls these ops without anything having traced or lowered them.
 from moeblaze_ops.kernels.hopper import ops as _hopper_ops  # noqa: E402, F401
 from moeblaze_ops.kernels.settings import set_settings as _set_settings  # noqa: E402
+from moeblaze_ops.logs import follow_torch_logs as _follow_torch_logs  # noqa: E402
 from moeblaze_ops.memory.estimate import memory_estimate  # noqa: E402
 from moeblaze_ops.module import MoE  # noqa: E402
 from moeblaze_ops.ops import register as _register  # noqa: E402
@@ -53,23 +56,40 @@ from moeblaze_ops.routing.rounding import round_routing  # noqa: E402
 from moeblaze_ops.routing.stats import routing_stats  # noqa: E402
 from moeblaze_ops.verify import verify  # noqa: E402
 
+if TYPE_CHECKING:
+    from moeblaze_ops import config as config
+    from moeblaze_ops import distributed as distributed
+    from moeblaze_ops.compile import disable, enable, enabled
+    from moeblaze_ops.distributed.shard_experts import shard_experts
+
 __all__ = [
     "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "load_balancing_loss", "memory_estimate", "moe",
     "pack_experts", "record_routing", "replay_routing", "report", "round_routing", "route", "router_z_loss", "routing_stats",
     "shard_experts", "verify",
 ]  # fmt: skip
 
+_MODULES = ("config", "distributed", "integrations")
 
+_follow_torch_logs()
+_register_when_imported()
 _set_settings(_config)
 
 # Ops called without the switch, too, need its cache key and its lowerings.
 _register.on_trace(lambda: import_module("moeblaze_ops.compile").on_trace())
 
 
-def __getattr__(name: str):
-    # The switch imports torch.compile, which a program that only calls the ops does not pay for.
-    if name in ("disable", "enable", "enabled"):
-        return getattr(import_module("moeblaze_ops.compile"), name)
-    if name == "shard_experts":
-        return import_module("moeblaze_ops.distributed").shard_experts
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker it would mean that any name is there
+
+    def __getattr__(name: str):
+        # The switch imports torch.compile, which a program that only calls the ops does not pay for.
+        if name in ("disable", "enable", "enabled"):
+            return getattr(import_module("moeblaze_ops.compile"), name)
+        if name == "shard_experts":
+            return import_module("moeblaze_ops.distributed").shard_experts
+        if name in _MODULES:
+            return import_module(f"moeblaze_ops.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

@@ -66,6 +66,9 @@ max_transient_bytes: int | None = 512 << 20
 for ranges of columns, in turns and in one buffer, of this size unless 256 columns take more. None: all columns at once. The
 value changes no bit of a result, but for the gradient of routing weights on an expert's input: a sum over all columns."""
 
+quiet: bool = False
+"""Say nothing when a model is first compiled. A line is logged otherwise, at warning level where a layer was left as written."""
+
 strict: bool = False
 """Raise errors of the rewrite itself, instead of compiling the graph as it is with a warning."""
 
@@ -86,8 +89,8 @@ four times then, in three dtypes at most. What comes out of PyTorch's caches on 
 
 
 def snapshot() -> dict[str, object]:
-    """The value of every knob, by name."""
-    return {name: globals()[name] for name in sorted(__annotations__)}
+    """The value of every knob that decides what is compiled, by name."""
+    return {name: globals()[name] for name in sorted(__annotations__) if name != "quiet"}
 
 
 class _Config(types.ModuleType):

@@ -8,14 +8,24 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moeblaze_ops.explanation import Candidate, Explanation, code_at, left_alone, short_place
+from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
+from moeblaze_ops.explanation import (
+    Candidate,
+    Explanation,
+    code_at,
+    frame_name,
+    left_alone,
+    module_name,
+    short_place,
+    with_code,
+)
 from moeblaze_ops.plain_words import first_line, in_plain_words
 from moeblaze_ops.unchanged import as_it_is, unchanged
 
@@ -62,9 +72,22 @@ def explain(model: Callable, *inputs: Any, **keywords: Any) -> Explanation:
 
     In a program: ``print(moeblaze_ops.explain(model, x))``; a prompt or a notebook shows the text by itself.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = checked_model("explain", model)
     with one_at_a_time, unchanged(model):
         return explained(model, inputs, keywords)[0]
+
+
+def checked_model(op: str, model: Any) -> Callable:
+    """What is called for ``model``: the module itself where that is compiled.
+
+    Raises:
+        TypeError: ``model`` is no module and no function.
+    """
+    if isinstance(model, type):
+        refuse_type(op, "model", "be a module or a function", f"the class {model.__name__}: make one of it first")
+    if not callable(model):
+        refuse_type(op, "model", "be a module or a function", kind_of(model))
+    return getattr(model, "_orig_mod", model)
 
 
 def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Explanation, Any]:
@@ -96,52 +119,62 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
     with one_at_a_time:
         output, records, breaks = switch.dry_run(unseen(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
-    return Explanation(tuple(_candidates(records, graphs, names, switch)), tuple(notes)), output
+    candidates = tuple(_candidates(records, graphs, names, switch))
+    return Explanation(candidates, tuple(notes), _direct(records, switch)), output
 
 
 def report() -> Explanation:
     """What this process compiled with rewriting so far, in the words of ``explain``: the latest graphs, oldest first.
 
-    A layer is listed once for each graph that was compiled with it, also where that graph runs for several layers of
-    equal code, and also where PyTorch's caches on disk had its code. The logger ``moeblaze_ops`` says the same while it
-    happens, at info level: ``logging.basicConfig()``, ``logging.getLogger("moeblaze_ops").setLevel("INFO")``.
+    A layer is listed once, however often it was compiled, and once for each mode where there are several (training, evaluation).
+    A graph that runs for several layers of equal code is listed for the first of them. The logger ``moeblaze_ops`` says the same
+    while it happens, at info level: ``TORCH_LOGS="moeblaze"``.
     """
     from moeblaze_ops import compile as switch
 
     records = switch.recent_records()
     notes = dict.fromkeys(_notes(records, [], True, switch))
-    return Explanation(tuple(_candidates(records, [], _Names(None), switch)), tuple(notes))
+    listed = ((record.setting.module, _candidate(entry, record)) for entry, record in switch.outcomes(records))
+    candidates = [candidate for _, candidate in dict.fromkeys(listed)]
+    if len({candidate.mode for candidate in candidates}) == 1:
+        candidates = [replace(candidate, mode="") for candidate in candidates]
+    return Explanation(tuple(candidates), tuple(notes), _direct(records, switch))
+
+
+def _direct(records: list, switch: types.ModuleType) -> int:
+    """Layers that call the operators themselves, of the graphs that were kept."""
+    graphs = [record for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+    return sum(record.report.direct for record in graphs)
 
 
 def _candidates(records: list, graphs: list[_Graph], names: "_Names", switch: types.ModuleType) -> Iterator[Candidate]:
-    records = [record for record in records if isinstance(record, switch.GraphRecord)]
-    # A layer in a frame that was dropped may have been rewritten as a frame of its own, or looked at again.
-    kept = [record.report for record in records if record.dropped is None]
-    settled = {entry.source for report in kept for entry in report.rewritten}
-    declined = {entry.source for report in kept for entry in report.declined}
-    for record in records:
+    for entry, record in switch.outcomes(records):
         graph = next((graph for graph in graphs if graph.report is record.report), None)
-        entries = record.report.rewritten + record.report.declined
-        for entry in entries:
-            again = entry.source in settled or (entry.reason is not None and entry.source in declined)
-            if record.dropped is None or not again:
-                for run in (graph.runs if graph else []) or [_Run({}, {}, {})]:
-                    yield _candidate(entry, record, graph, run, names)
-        settled.update(entry.source for entry in entries)
+        for run in (graph.runs if graph else []) or [_Run({}, {}, {})]:
+            yield _candidate(entry, record, graph, run, names)
 
 
-def _candidate(entry: Any, record: Any, graph: _Graph | None, run: _Run, names: "_Names") -> Candidate:
-    name, source = names.of(entry.module_path, list(run.names.values())), short_place(entry.source)
+def _candidate(
+    entry: Any, record: Any, graph: _Graph | None = None, run: _Run | None = None, names: "_Names | None" = None
+) -> Candidate:
+    """What became of a layer: in a dry run with names of the model and the bytes of ``run``, else with those of the record."""
+    run = run or _Run({}, {}, {})
+    if names is None:
+        name, mode = record.setting.name_of(entry.module_path), record.setting.mode
+    else:
+        name, mode = names.of(entry.module_path, list(run.names.values())), ""
+    source = short_place(entry.source)
     where = f"{name} ({source})" if name else source
     spelling = entry.spelling or "unrecognised"
     if entry.reason is not None:
-        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, _with_names(entry.detail, run.names))
+        detail = _with_names(entry.detail, run.names)
+        return left_alone(where, spelling, entry.source, entry.reason, entry.meaning, detail, mode)
     if record.dropped is not None:
-        return Candidate(where, spelling, reason=f"its function was compiled as written: {first_line(record.dropped)}")
+        return Candidate(where, spelling, reason=f"its function was compiled as written: {first_line(record.dropped)}", mode=mode)
     before, after = graph.kept_by(entry.module_path, run) if graph else (None, None)
     idle = (name for layer in record.idle if layer.module_path == entry.module_path for name in layer.inputs)
     zeros = tuple(run.names.get(name, _unnamed(name)) for name in idle)
-    return Candidate(where, spelling, entry.became, None, before, after, entry.copied_bytes, zeros=zeros)
+    return Candidate(where, spelling, entry.became, None, before, after, entry.copied_bytes, zeros=zeros, mode=mode)
 
 
 def _notes(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
@@ -150,33 +183,20 @@ def _notes(records: list, breaks: list[str], captured: bool, switch: types.Modul
     without_ops = 0
     for record in records:
         if isinstance(record, switch.CaptureRecord):
-            yield from map(_with_short_places, (*record.done, *record.left))
+            yield from map(with_code, (*record.done, *record.left))
         if isinstance(record, switch.FrameRecord):
             if record.without_ops:
                 without_ops += 1
                 continue
             loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
             at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
-            yield f"nothing of {_frame(record.where)} itself is compiled: {in_plain_words(record.reason)}{at}{loop}"
+            yield f"nothing of {frame_name(record.where)} itself is compiled: {in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
         yield f"graph break: {first_line(reason)}"
     if without_ops:
         yield f"functions without tensor operations, which are not compiled: {without_ops}"
     if not captured:
         yield "no graph was captured, so there was nothing to rewrite"
-
-
-def _with_short_places(text: str) -> str:
-    return re.sub(r"(?<=\()[^()]+:\d+(?=\))", lambda place: short_place(place[0]), text)
-
-
-def _frame(where: str) -> str:
-    """``function (file:line)``; what follows a graph break is a function of Dynamo's own, with a name that says so."""
-    function, _, place = where.removesuffix(")").rpartition(" (")
-    rest = re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", function)
-    if rest is None:
-        return f"{function} ({short_place(place)})"
-    return f"{rest[1]} ({short_place(place).rpartition(':')[0]}) from line {rest[2]} on"
 
 
 class _Names:
@@ -196,7 +216,7 @@ class _Names:
 
     def of(self, module_path: str, parameters: list[str]) -> str:
         """The name of a module that Dynamo calls ``module_path``, in a graph that reads these parameters of the model."""
-        path = _without_sources(module_path)
+        path = module_name(module_path)
         if self.model is None:
             return path
         # In a function that is compiled on its own, paths begin there; what its parameters share leads to it.
@@ -212,24 +232,17 @@ class _Names:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def _without_sources(path: str) -> str:
-    """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``."""
-    path = re.sub(r"^L\['(self|fn)'\]", "", path)
-    path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return ".".join(part for part in path.split(".") if part not in ("", "__self__", "func", "_orig_mod", "_modules"))
-
-
 def _with_names(text: str, names: dict[str, str]) -> str:
     """``text`` with the names of parameters in place of what Dynamo calls them."""
     for placeholder, name in names.items():
         text = re.sub(rf"\b{placeholder}\b", name, text, flags=re.IGNORECASE)
-    return text
+    return re.sub(r"\bl_\w+?_(modules|parameters)_\w+", lambda named: _unnamed(named[0]), text, flags=re.IGNORECASE)
 
 
 def _unnamed(placeholder: str) -> str:
-    """What Dynamo calls an input, without the beginning that says that it is one."""
-    return re.sub(r"^l_+(self_+)?(modules_|parameters_)?", "", placeholder).strip("_")
+    """The name of the parameter that Dynamo calls ``placeholder``, as far as its text says it."""
+    name = re.sub(r"^l_+(self_+|\w+?_+(?=(modules|parameters|buffers)_))?", "", placeholder, flags=re.IGNORECASE).strip("_")
+    return re.sub(r"(^|_+)(modules|parameters|buffers)_+", ".", name).strip(".")
 
 
 def _module_paths(gm: fx.GraphModule) -> dict[str, str]:

@@ -4,8 +4,8 @@ import linecache
 import os
 import re
 import sysconfig
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 _REMEDIES = {
     "OTHER_TERMS": "begin with torch.zeros_like(x), add outputs of experts alone; buffers of a fixed capacity stay as they are",
@@ -39,7 +39,8 @@ class Candidate:
     that autograd keeps for it until backward, without parameters and the model's inputs: measured on the captured graph
     as eager mode runs it, and on the rewritten one; None where that is unknown. ``copied`` bytes of separate expert
     weights are joined by a copy in forward, and again in backward. ``zeros`` are parameters that get a gradient of
-    zeros where the program as written leaves None: those of experts without tokens.
+    zeros where the program as written leaves None: those of experts without tokens. ``mode`` says whether it was compiled for
+    training or for evaluation.
     """
 
     where: str
@@ -52,20 +53,22 @@ class Candidate:
     remedy: str | None = None
     code: str | None = None
     zeros: tuple[str, ...] = ()
+    mode: str = ""
 
     def __str__(self) -> str:
+        where = f"{self.where}, {self.mode}" if self.mode else self.where
         if self.became is None:
-            lines = [f"{self.where}: {self.spelling}, left alone: {self.reason}"]
+            lines = [f"{where}: {self.spelling}, left alone: {self.reason}"]
             lines += [f"code: {self.code}"] if self.code else []
             lines += [f"what would help: {self.remedy}"] if self.remedy else []
             return "\n    ".join(lines)
-        lines = [f"{self.where}: {self.spelling} -> {self.became}"]
+        lines = [f"{where}: {self.spelling} -> {self.became}"]
         if self.kept_before is not None and self.kept_after is not None:
             lines.append(f"kept for backward: {size_text(self.kept_before)} before, {size_text(self.kept_after)} after")
         if self.copied:
             lines.append(f"separate weights joined by a copy in each pass: {size_text(self.copied)}")
         if self.zeros:
-            lines.append(f"gradients of zeros instead of None for experts without tokens: {_folded(self.zeros)}")
+            lines.append(f"gradients of zeros instead of None for experts without tokens: {', '.join(folded(self.zeros))}")
         return "\n    ".join(lines)
 
 
@@ -75,23 +78,91 @@ class Explanation:
 
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]
+    direct: int = 0
+    """Layers that call the operators themselves."""
 
     def __str__(self) -> str:
-        rewritten = sum(candidate.became is not None for candidate in self.candidates)
-        head = f"moeblaze: {rewritten} of {len(self.candidates)} MoE layers rewritten"
-        if not self.candidates:
-            head = "moeblaze: no MoE layer was found"
-        counted = Counter(map(str, self.candidates)).items()
-        lines = [f"  {f'{count} times ' if count > 1 else ''}{line}" for line, count in counted]
-        return "\n".join([head, *lines, *(f"  note: {line}" for line in self.notes)])
+        alike: dict[str, list[Candidate]] = {}
+        for candidate in self.candidates:
+            alike.setdefault(_pattern_of(candidate), []).append(candidate)
+        lines = [f"  {f'{len(group)} times ' if len(group) > 1 else ''}{_joined(group)}" for group in alike.values()]
+        return "\n".join([f"moeblaze: {self._head()}", *lines, *(f"  note: {line}" for line in self.notes)])
 
     __repr__ = __str__
 
+    def _head(self) -> str:
+        calls = f"{self.direct} {'layer calls' if self.direct == 1 else 'layers call'} the operators already"
+        if not self.candidates:
+            return calls if self.direct else "no MoE layer was found"
+        counts: list[str] = []
+        for mode in dict.fromkeys(candidate.mode for candidate in self.candidates):
+            became = [candidate.became for candidate in self.candidates if candidate.mode == mode]
+            layers = "" if counts else "MoE layers rewritten"
+            counts.append(" ".join(filter(None, (f"{len(became) - became.count(None)} of {len(became)}", layers, mode))))
+        return ", ".join([*counts, calls] if self.direct else counts)
 
-def left_alone(where: str, spelling: str, source: str, reason: str, meaning: str, detail: str) -> Candidate:
+
+def _pattern_of(candidate: Candidate) -> str:
+    """The text of a candidate without the numbers in names: layers of one pattern are shown as one."""
+    name, place = _name_and_place(candidate.where)
+    zeros = tuple(dict.fromkeys(map(_pattern, candidate.zeros)))
+    text = str(replace(candidate, where=_pattern(name) + place, zeros=zeros))
+    return re.sub(r"[A-Za-z_]\w*(\.\w+)+", lambda dotted: _pattern(dotted[0]), text)
+
+
+def _joined(group: list[Candidate]) -> Candidate:
+    names, places = zip(*(_name_and_place(candidate.where) for candidate in group), strict=True)
+    zeros = tuple(name for candidate in group for name in candidate.zeros)
+    return replace(group[0], where=folded(names)[0] + places[0], zeros=zeros)
+
+
+def _name_and_place(where: str) -> tuple[str, str]:
+    name, bracket, place = where.rpartition(" (")
+    return name, bracket + place
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Names that differ in numbers alone as one: ``layers.*.mlp``, ``up.*.weight``."""
+    alike: dict[str, list[list[str]]] = {}
+    for name in names:
+        alike.setdefault(_pattern(name), []).append(name.split("."))
+    return [".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*group, strict=True)) for group in alike.values()]
+
+
+def module_name(path: str) -> str:
+    """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``."""
+    path = re.sub(r"^L\['(self|fn)'\]", "", path)
+    path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return ".".join(part for part in path.split(".") if part not in ("", "__self__", "func", "_orig_mod", "_modules"))
+
+
+def frame_name(where: str) -> str:
+    """``function (file:line)``; what follows a graph break is a function of Dynamo's own, with a name that says so."""
+    function, _, place = where.removesuffix(")").rpartition(" (")
+    rest = re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", function)
+    if rest is None:
+        return f"{function} ({short_place(place)})"
+    return f"{rest[1]} ({short_place(place).rpartition(':')[0]}) from line {rest[2]} on"
+
+
+def with_code(text: str) -> str:
+    """``function (file:line): ...`` as ``file:line "code": ...``."""
+    place = re.match(r"\S+ \(([^()]+:\d+)\)(?=: )", text)
+    if place is None:
+        return text
+    code = (code_at(place[1]) or "").partition("  #")[0].removesuffix(":")
+    return short_place(place[1]) + (f' "{code}"' if code else "") + text[place.end() :]
+
+
+def left_alone(where: str, spelling: str, source: str, reason: str, meaning: str, detail: str, mode: str = "") -> Candidate:
     """A layer that was left alone, in words of who wrote it."""
     why = f"{reason}, {meaning}{f' ({detail})' if detail else ''}"
-    return Candidate(where, spelling, reason=why, remedy=_REMEDIES.get(reason), code=code_at(source))
+    return Candidate(where, spelling, reason=why, remedy=_REMEDIES.get(reason), code=code_at(source), mode=mode)
 
 
 def code_at(source: str) -> str | None:
@@ -106,11 +177,6 @@ def short_place(source: str) -> str:
         if source.startswith(folder + os.sep):
             return source[len(folder) + 1 :]
     return source
-
-
-def _folded(names: tuple[str, ...]) -> str:
-    """Names that differ in their last number as one: ``up.*.weight``."""
-    return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.[^\d]*$|$)", ".*", name) for name in names))
 
 
 def size_text(num_bytes: int) -> str:

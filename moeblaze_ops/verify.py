@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moeblaze_ops.comparison import Comparison, compare, results_of, rounding_of, widened, wider
-from moeblaze_ops.explain import explained
+from moeblaze_ops.explain import checked_model, explained
 from moeblaze_ops.explanation import Explanation
 from moeblaze_ops.unchanged import unchanged
 
@@ -28,12 +28,17 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """Whether every result is within its bound."""
-        return all(comparison.agrees for comparison in self.comparisons)
+        """True if a layer was rewritten, a result compared, and every result is within its bound."""
+        rewritten = any(candidate.became for candidate in self.explanation.candidates)
+        return rewritten and bool(self.comparisons) and all(comparison.agrees for comparison in self.comparisons)
 
     def __str__(self) -> str:
         wrong = sum(not comparison.agrees for comparison in self.comparisons)
         verdict = f"{wrong} of {len(self.comparisons)} results differ" if wrong else f"{len(self.comparisons)} results agree"
+        if not any(candidate.became for candidate in self.explanation.candidates):
+            return f"{self.explanation}\nnothing was rewritten, so there is nothing to compare"
+        if not self.comparisons:
+            return f"{self.explanation}\nnothing was compared: no output is a floating-point tensor"
         without = f"relative distances, no precise run: {self.no_reference}"
         against = f"relative errors against {self.reference}" if self.reference else without
         return "\n".join([str(self.explanation), f"{verdict}; {against}:", *(f"  {line}" for line in self.comparisons)])
@@ -61,7 +66,7 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
     Returns:
         A report: print it, or ask for ``agrees``.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = checked_model("verify", model)
     parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with unchanged(model):

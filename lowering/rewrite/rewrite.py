@@ -35,8 +35,11 @@ from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.torch_internals import counters, places
+from moeblaze_ops.ops import direct
 
 log = logging.getLogger(__name__)
+
+_ONE_A_LAYER = frozenset(f"moeblaze::{name}" for name in ("expert_down", "expert_mlp", "expert_mlp_chunked", "expert_mlp_ranged"))
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class RewriteReport:
     """What became of every candidate of one graph, bodies of higher-order operators included."""
 
     candidates: list[Candidate] = field(default_factory=list)
+    direct: int = 0
+    """Layers that call the operators themselves."""
 
     @property
     def rewritten(self) -> list[Candidate]:
@@ -115,6 +120,7 @@ def _is_in_order(graph: fx.Graph) -> bool:
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     if not _is_in_order(gm.graph):
         return
+    report.direct += sum(map(_is_direct_layer, gm.graph.nodes))
     join_gathers(gm.graph)
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
@@ -147,12 +153,21 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
 
 
+def _is_direct_layer(node: fx.Node) -> bool:
+    """True if ``moe`` made the node and a layer has one such: what a rewrite inserts stands where the layer's own code does.
+
+    moe(x, weights, experts, w_up, w_down)      expert_down, in ``direct.call``; expert_up, dispatch: no
+    """
+    is_one = isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _ONE_A_LAYER
+    return is_one and any(file == direct.__file__ for file, *_ in places(node))
+
+
 def _matches(view: GraphView) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:
     """Layers and failed attempts in graph order, and the view of the graph that each was found in."""
     results: list[MoEMatch | Decline] = []
     views: dict[fx.Node, GraphView] = {}
     for one in [view, view.of_numbers] if any(map(view.is_gradient_off, view.position)) else [view]:
-        found = Matcher(one).matches()
+        found = Matcher(one, results).matches()
         results += found
         views |= {result.root: one for result in found}
     return sorted(results, key=lambda result: view.position[result.root]), views

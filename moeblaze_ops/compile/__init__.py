@@ -5,7 +5,7 @@ Importing it registers the backend, and hooks that do nothing until they are ask
 
 from moeblaze_ops.compile.attempts import NotJustified, rewrite, why_no_attempts
 from moeblaze_ops.compile.dry_runs import dry_run
-from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, GraphRecord, Record, recent_records, recording
+from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, GraphRecord, Record, outcomes, recent_records, recording
 from moeblaze_ops.compile.switch import (
     cache_key,
     disable,
@@ -15,6 +15,7 @@ from moeblaze_ops.compile.switch import (
     on_trace,
     rewriting,
 )
+from moeblaze_ops.compile.verdict import say_after_calls
 
 __all__ = [
     "CaptureRecord",
@@ -29,9 +30,12 @@ __all__ = [
     "enabled",
     "moeblaze_backend",
     "on_trace",
+    "outcomes",
     "recent_records",
     "recording",
     "rewrite",
     "rewriting",
     "why_no_attempts",
 ]
+
+say_after_calls()

@@ -207,7 +207,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)
     ]
     if branches and (branches.done or branches.left):
-        what = "traced as always taken: its work does nothing where the program skips it"
+        what = "compiled without the branch; proven to make no difference"
         done = tuple(f"{line}: {what}" for line in branches.done)
         records.append(CaptureRecord(done if compiled is not None else (), (branches.left,) if branches.left else (), dropped))
     elif attempt.assumes and compiled is not None:

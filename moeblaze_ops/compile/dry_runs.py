@@ -35,13 +35,13 @@ def dry_run(
         return rewrite(gm)
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        return observe(*captured, gm, rewrite(gm))
+        return observe(captured[0], gm, rewrite(gm))
 
     with (
         rewriting(backend, rewrite_copied),
         torch_internals.dynamo_config.patch(optimize_ddp=False),  # which would cut what was captured
         kept_apart() as records,
-        torch_internals.forgetting_frames(),
+        torch_internals.forgetting_frames(backend),
         torch_internals.counting_breaks() as breaks,
     ):
         output = torch.compile(function, backend=backend)(*args, **kwargs)

@@ -2,10 +2,41 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+
+from moeblaze_ops.explanation import module_name
+from moeblaze_ops.lowering import torch_internals
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For what a graph is compiled: the class of the module whose function it is of, its name in the model, its id; the mode."""
+
+    kind: str
+    inside: str
+    module: int
+    mode: str
+
+    @classmethod
+    def now(cls) -> "Setting":
+        module, inside = torch_internals.compiled_module()
+        learns = torch.is_grad_enabled()
+        if module is None:
+            return cls("", "", 0, "with gradients" if learns else "without gradients")
+        mode = "in training" if module.training else "in evaluation"
+        odd = "" if module.training is learns else f", {'with' if learns else 'without'} gradients"
+        return cls(type(module).__name__, inside, id(module), mode + odd)
+
+    def name_of(self, module_path: str) -> str:
+        """The name of a module that Dynamo calls ``module_path``, in the model; that of the class for the model itself."""
+        path = module_name(module_path)
+        is_own = not module_path or module_path.startswith(("L['self']", "L['fn']"))
+        return (".".join(filter(None, (self.inside, path))) or self.kind) if is_own else path
 
 
 @dataclass(frozen=True)
@@ -18,6 +49,7 @@ class GraphRecord:
     report: Any
     dropped: str | None = None
     idle: tuple = ()
+    setting: Setting = field(default_factory=Setting.now)
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,7 @@ Record = GraphRecord | CaptureRecord | FrameRecord
 _recent: deque[Record] = deque(maxlen=1024)
 _apart: ContextVar[list[Record] | None] = ContextVar("moeblaze_records_apart", default=None)
 _recordings: list[list[Record]] = []
+_listeners: list[Callable[[Record], None]] = []
 
 
 def keep(record: Record) -> None:
@@ -52,6 +85,31 @@ def keep(record: Record) -> None:
     apart = _apart.get()
     for records in (_recent, *_recordings) if apart is None else (apart,):
         records.append(record)
+    if apart is None:
+        for listen in _listeners:
+            listen(record)
+
+
+def listen(listener: Callable[[Record], None]) -> None:
+    """Call ``listener`` with each record of what is compiled from now on, but for those of dry runs."""
+    _listeners.append(listener)
+
+
+def outcomes(records: Iterable[Record]) -> Iterator[tuple[Any, GraphRecord]]:
+    """What became of each layer, and the record of its graph; of a dropped frame the layers that were seen nowhere else."""
+    graphs = [record for record in records if isinstance(record, GraphRecord)]
+    # A layer in a frame that was dropped may have been rewritten as a frame of its own, or looked at again.
+    kept = [(entry, record) for record in graphs if record.dropped is None for entry in record.report.candidates]
+    settled = {(entry.source, record.setting.mode) for entry, record in kept if entry.reason is None}
+    declined = {(entry.source, record.setting.mode) for entry, record in kept if entry.reason is not None}
+    for record in graphs:
+        entries = record.report.rewritten + record.report.declined
+        for entry in entries:
+            place = entry.source, record.setting.mode
+            again = place in settled or (entry.reason is not None and place in declined)
+            if record.dropped is None or not again:
+                yield entry, record
+        settled.update((entry.source, record.setting.mode) for entry in entries)
 
 
 def recent_records() -> list[Record]:

@@ -1,8 +1,7 @@
 """The experts implementation "moeblaze" of transformers, for code that does not go through ``torch.compile``.
 
-    from moeblaze_ops.integrations import transformers as moeblaze_transformers
+    import moeblaze_ops
 
-    moeblaze_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moeblaze")
 
 The model's own parameters are used as they are stored. A layer that the ops cannot express runs as transformers'
@@ -42,7 +41,7 @@ _POINTWISE = {
 
 
 def register() -> None:
-    """Add "moeblaze" to transformers' experts implementations.
+    """Add "moeblaze" to transformers' experts implementations; ``import moeblaze_ops`` sees to it.
 
     Afterwards ``from_config`` and ``from_pretrained`` take it as ``experts_implementation``, and
     ``model.set_experts_implementation("moeblaze")`` switches a model that exists. Nothing else changes.

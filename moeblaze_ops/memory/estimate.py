@@ -27,6 +27,7 @@ import torch
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import schedule_rows
 from moeblaze_ops.arguments.validation_calls import check_memory_estimate
+from moeblaze_ops.explanation import size_text
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, FEW_CHANNELS, choose_column_ranges
 from moeblaze_ops.memory.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.memory.token_chunks import PARTIAL_COLUMNS, token_ranges
@@ -56,7 +57,7 @@ class LayerSizes:
         return f"D={self.D}, F={self.F}, E={self.E}, K={self.K}, {self.dtype}, {'gated' if self.gated else 'ungated'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryEstimate:
     """Bytes of one layer in one training step.
 
@@ -75,6 +76,13 @@ class MemoryEstimate:
     def peak_step(self) -> str:
         """The op during which the peak occurs."""
         return max(self.steps, key=self.steps.__getitem__)
+
+    def __str__(self) -> str:
+        buffers = [f"  {name}: {size_text(size)}" for name, size in self.buffers.items()]
+        peak = f"peak: {size_text(self.peak)}, in {self.peak_step}"
+        return "\n".join([f"kept for backward: {size_text(self.kept)}", *buffers, peak])
+
+    __repr__ = __str__
 
 
 def memory_estimate(

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
+from moeblaze_ops.explanation import folded
 from moeblaze_ops.ops.route import WATCHERS
 from moeblaze_ops.routing.choice import Choice, Watch
 
 
-@dataclass
+@dataclass(repr=False)
 class RoutingRecord:
     """What was chosen while a record was taken.
 
@@ -30,6 +31,16 @@ class RoutingRecord:
         ids = choice.ids_TK.detach().long()
         self.ids[name] = torch.cat([self.ids[name], ids]) if name in self.ids else ids
         self.widths[name] = choice.width
+
+    def __str__(self) -> str:
+        alike: dict[str, list[str]] = {}
+        for name, ids_TK in self.ids.items():
+            experts = f" of {self.widths[name]}" if name in self.widths else ""
+            alike.setdefault(f"{ids_TK.shape[0]} tokens, {ids_TK.shape[1]}{experts} experts each", []).append(name)
+        lines = [f"  {name or 'the model'}: {choice}" for choice, names in alike.items() for name in folded(names)]
+        return "\n".join([f"choices of {len(self.ids)} {'router' if len(self.ids) == 1 else 'routers'}", *lines])
+
+    __repr__ = __str__
 
 
 @contextlib.contextmanager

@@ -74,8 +74,11 @@ class RoutingStats:
         self._layers[name] = LayerStats(counts_E, dropped, num_tokens)
 
     def __str__(self) -> str:
-        head = f"{'layer':32} {'tokens':>8} {'max/mean':>9} {'entropy':>8} {'dead':>5} {'dropped':>8}"
-        return "\n".join([head, *(f"{name:32} {layer}" for name, layer in self._layers.items())])
+        width = max(32, *map(len, self._layers), 0)
+        head = f"{'layer':{width}} {'tokens':>8} {'max/mean':>9} {'entropy':>8} {'dead':>5} {'dropped':>8}"
+        return "\n".join([head, *(f"{name:{width}} {layer}" for name, layer in self._layers.items())])
+
+    __repr__ = __str__
 
 
 @contextlib.contextmanager

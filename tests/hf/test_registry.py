@@ -35,6 +35,25 @@ def registered():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("first, second", [("transformers", "moeblaze_ops"), ("moeblaze_ops", "transformers")])
+@pytest.mark.parametrize("loaded", ["", "import transformers.integrations.moe"])
+def test_nobody_has_to_register(first, second, loaded):
+    program = (
+        f"import torch, {first}\n{loaded if first == 'transformers' else ''}\nimport {second}\n"
+        "config = transformers.AutoConfig.for_model('mixtral', vocab_size=32, hidden_size=16, intermediate_size=24,\n"
+        "    num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)\n"
+        "model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation='moeblaze')\n"
+        "calls = []\n"
+        "from moeblaze_ops.integrations import transformers as integration\n"
+        "moe = integration.moe\n"
+        "integration.moe = lambda *args, **kwargs: calls.append(1) or moe(*args, **kwargs)\n"
+        "model(torch.arange(6)[None])\n"
+        "assert calls == [1], calls\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 class Calls:
     """Counts what runs as "moeblaze"."""
 

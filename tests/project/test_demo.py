@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
@@ -171,3 +172,12 @@ def test_time_that_intervals_cover(monkeypatch):
     covered = runpy.run_path(str(ON_RANKS))["covered"]
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("script", ["examples/train_moe_lm.py", "benchmarks/bench_compile.py", "benchmarks/bench_fsdp.py"])
+def test_a_gpu_that_is_not_there(script):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), "--device", "cuda"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and "argument --device: torch sees no GPU here, take --device cpu" in done.stderr, done.stderr

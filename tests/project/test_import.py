@@ -1,7 +1,12 @@
 """A cold import, in a process of its own."""
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+import moeblaze_ops
 
 _PROGRAM = """
 import sys, time
@@ -83,3 +88,24 @@ def test_explain_stays_a_function():
     """``moeblaze_ops.explain`` is a function although a module has the same name, whatever was imported first."""
     program = "import moeblaze_ops.explain, moeblaze_ops\nassert callable(moeblaze_ops.explain)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_tools_see_what_is_public():
+    assert set(dir(moeblaze_ops)) == {*moeblaze_ops.__all__, "__version__", "config", "distributed", "integrations"}
+    assert all(hasattr(moeblaze_ops, name) for name in dir(moeblaze_ops))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("moeblaze", {"info", "warning"}), ("+moeblaze", {"debug", "info", "warning"}), ("-moeblaze", set())]
+)
+def test_torch_logs(asked, said):
+    """torch reads the variable before this package is there; one logger is the root of all."""
+    program = (
+        "import torch, logging, moeblaze_ops\n"
+        "[getattr(logging.getLogger('moeblaze_ops.compile'), level)(f'said {level}') for level in ('debug', 'info', 'warning')]\n"
+    )
+    environment = {**os.environ, "TORCH_LOGS": asked}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert {level for level in ("debug", "info", "warning") if f"said {level}" in result.stderr} == said
+    assert result.stderr.count("said warning") <= 1

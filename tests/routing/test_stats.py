@@ -25,7 +25,7 @@ def test_counts_are_those_of_the_record():
         assert stats[name].dropped == 0 and stats[name].dead == int((counts == 0).sum())
         torch.testing.assert_close(stats[name].load_E, counts / counts.sum())
         assert math.isclose(stats[name].max_over_mean, counts.max().item() * E / counts.sum().item(), rel_tol=1e-5)
-    assert len(str(stats).splitlines()) == 3
+    assert len(str(stats).splitlines()) == 3 and repr(stats) == str(stats)
 
 
 @pytest.mark.parametrize(

@@ -431,3 +431,10 @@ def test_auto_compiles_to_one_graph_for_each_point(free_memory):
 def test_free_memory_of_this_machine_is_known():
     assert memory.free_bytes("cpu") > 0
     assert memory.free_bytes("meta") is None
+
+
+def test_estimate_is_printed_in_words():
+    estimate = memory_estimate(4096, 1024, 512, 8, 2)
+    assert repr(estimate) == str(estimate)
+    assert str(estimate).startswith("kept for backward: 16.1 MiB\n  weights: 32.0 KiB\n")
+    assert "peak: 56.1 MiB, in" in str(estimate)

@@ -52,6 +52,19 @@ def test_wrong_rewrite_is_found(monkeypatch):
     assert moeblaze_ops.verify(Dense(), torch.randn(24, 16), tolerance=0.01).agrees
 
 
+def test_nothing_to_compare_does_not_agree():
+    verification = moeblaze_ops.verify(nn.Linear(16, 16), torch.randn(24, 16))
+    assert not verification.agrees and str(verification).endswith("nothing was rewritten, so there is nothing to compare")
+
+    class Chosen(Dense):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    verification = moeblaze_ops.verify(Chosen(), torch.randn(24, 16))
+    assert verification.explanation.candidates[0].became and not verification.agrees
+    assert str(verification).endswith("nothing was compared: no output is a floating-point tensor")
+
+
 def test_gradients_that_are_none_as_written():
     verification = moeblaze_ops.verify(Guarded(E=8), torch.randn(1, 16))
     idle = [comparison for comparison in verification.comparisons if comparison.note == "None as written"]

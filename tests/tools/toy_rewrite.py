@@ -26,6 +26,7 @@ class Report:
     """What ``lowering.rewrite.RewriteReport`` says, as far as the switch and ``explain`` read it."""
 
     candidates: tuple[Candidate, ...]
+    direct: int = 0
 
     @property
     def rewritten(self) -> list[Candidate]:

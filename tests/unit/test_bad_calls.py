@@ -9,6 +9,7 @@ from torch import nn
 
 import moeblaze_ops
 from moeblaze_ops import config
+from moeblaze_ops.arguments.validation_values import kind_of
 
 T, K, E, D, F = 6, 2, 4, 8, 6
 
@@ -225,7 +226,17 @@ CALLS = {
         "moe: w_down must have shape [4, 8, 3] ([E, D, F]; F is half the outputs of w_up, for 'swiglu'), got shape [4, 8, 6]",
     ),
     "moe packed for an ungated activation": (
-        lambda: moe(activation="relu"),
+        lambda: moe(activation=torch.nn.functional.silu),
+        ValueError,
+        "moe: activation must take a gate where w_up packs gate and up: silu takes one argument, with a gate use swiglu",
+    ),
+    "moe packed for an ungated formula": (
+        lambda: moe(activation="sigmoid(h) * 2"),
+        ValueError,
+        "moe: activation must take a gate where w_up packs gate and up: sigmoid(h) * 2 takes one argument, with a gate use a",
+    ),
+    "moe w_down of another F, ungated": (
+        lambda: moe(activation="relu", w_down=zeros(E, D, F + 1)),
         ValueError,
         "moe: w_down must have shape [4, 8, 12] ([E, D, F]; F is the outputs of w_up)",
     ),
@@ -293,7 +304,7 @@ CALLS = {
     "moe w_gate without a gate": (
         lambda: split(activation="relu"),
         ValueError,
-        "moe: w_gate must be None with the ungated activation 'relu', got a tensor",
+        "moe: activation must take a gate where w_gate is given: relu takes one argument, with a gate use reglu, got 'relu'",
     ),
     "moe interleaved apart": (
         lambda: split(interleaved=True),
@@ -490,7 +501,41 @@ CALLS = {
         NotImplementedError,
         "route: torch.jit.script is not supported",
     ),
+    # shard_experts
+    "shard_experts no mesh": (
+        lambda: moeblaze_ops.shard_experts(moeblaze_ops.MoE(D, F, E, K), None),
+        TypeError,
+        "shard_experts: mesh must be a DeviceMesh of one axis, such as init_device_mesh(...)['ep'], got None",
+    ),
+    "shard_experts no model": (
+        lambda: moeblaze_ops.shard_experts("model", None),
+        TypeError,
+        "shard_experts: model must be an nn.Module, got 'model'",
+    ),
+    # explain and verify
+    **{
+        f"{op} {kind_of(model)}": (
+            lambda op=op, model=model: getattr(moeblaze_ops, op)(model, zeros(T, D)),
+            TypeError,
+            f"{op}: model must be a module or a function, got {kind_of(model)}",
+        )
+        for op in ("explain", "verify")
+        for model in (None, "model", [1], 3, torch.zeros(1))
+    },
+    **{
+        f"{op} a class": (
+            lambda op=op: getattr(moeblaze_ops, op)(moeblaze_ops.MoE, zeros(T, D)),
+            TypeError,
+            f"{op}: model must be a module or a function, got the class MoE: make one of it first",
+        )
+        for op in ("explain", "verify")
+    },
     # memory_estimate
+    "memory_estimate of a GPU that is not there": (
+        lambda: estimate(device="cuda:77"),
+        ValueError,
+        f"memory_estimate: device must be a GPU that is here (of {torch.cuda.device_count()}), got 'cuda:77'",
+    ),
     **{
         f"estimate {name} {v!r}": (
             lambda name=name, v=v: estimate(**{name: v}),
