@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from environment import save
+from environment import device, save
 from moeblaze_ops.compile import switch
 
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--styles", nargs="+", default=list(STYLES), choices=STYLES)
     parser.add_argument("--contenders", nargs="+", default=["plain", "rewritten"], choices=CONTENDERS)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", type=device, default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)

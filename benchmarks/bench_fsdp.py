@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from environment import save
+from environment import device, save
 from moeblaze_ops import compile as switch
 from moeblaze_ops.distributed import expert_placement, shard_experts
 from moeblaze_ops.kernels.multiprocessors import leaving_free
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--length", type=int, default=4096, help="tokens of each sequence")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", type=device, default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a narrow model, to check this script")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()

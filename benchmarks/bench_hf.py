@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import moeblaze_ops.compile
 from bench_layer import interleaved_medians, load_device, memory
-from environment import save
+from environment import device, save
 
 REAL = {
     "qwen3_moe": {
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=500.0, help="time of each contender in each round")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", type=device, default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="narrow models, to check this script")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()

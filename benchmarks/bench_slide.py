@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moeblaze_ops
-from environment import command, describe
+from environment import command, describe, device
 from moeblaze_ops import config
 from moeblaze_ops.memory.token_chunks import token_ranges, tokens_per_chunk
 
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--limit-mib", type=int, help="config.max_layer_transient_bytes, in MiB")
     parser.add_argument("--samples", type=int, default=64, help="tokens to check")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--json", help="write the measurement, device and versions to this file")
     arguments = parser.parse_args()
     if arguments.limit_mib is not None:

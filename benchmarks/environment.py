@@ -24,6 +24,13 @@ def describe() -> dict[str, str]:
     }
 
 
+def device(name: str) -> str:
+    """The argument ``--device``: a GPU has to be there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU here, take --device cpu")
+    return name
+
+
 def command(arguments: argparse.Namespace) -> dict[str, object]:
     """What was asked for; not where the results went."""
     return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}

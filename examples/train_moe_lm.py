@@ -233,7 +233,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the plot and the numbers")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here, take --device cpu")
+    return arguments
 
 
 def main() -> None:
