@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,13 +99,15 @@ def test_tools_see_what_is_public():
 @pytest.mark.parametrize(
     ("asked", "said"), [("moeblaze", {"info", "warning"}), ("+moeblaze", {"debug", "info", "warning"}), ("-moeblaze", set())]
 )
-def test_torch_logs(asked, said):
-    """torch reads the variable before this package is there; one logger is the root of all."""
+def test_torch_logs(asked, said, tmp_path):
+    """torch reads the variable before this package is there, and finds ``moeblaze`` where it is installed."""
+    (tmp_path / "moeblaze").symlink_to(Path(moeblaze_ops.__file__).parent / "torch_logs")
     program = (
         "import torch, logging, moeblaze_ops\n"
         "[getattr(logging.getLogger('moeblaze_ops.compile'), level)(f'said {level}') for level in ('debug', 'info', 'warning')]\n"
     )
-    environment = {**os.environ, "TORCH_LOGS": asked}
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TORCH_LOGS": asked, "PYTHONPATH": path}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert {level for level in ("debug", "info", "warning") if f"said {level}" in result.stderr} == said

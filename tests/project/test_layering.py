@@ -36,7 +36,7 @@ FLOORS = {
         ["rewrite"],
     ],
     "moeblaze_ops": [
-        ["config", "sources", "adapters", "arguments", "explanation", "logs", "plain_words", "unchanged"],
+        ["config", "sources", "adapters", "arguments", "explanation", "logs", "plain_words", "torch_logs", "unchanged"],
         ["cpu", "memory", "comparison"],
         ["ops"],
         ["distributed"],
