@@ -1,7 +1,8 @@
 """``TORCH_LOGS="moeblaze"``: the loggers below ``moeblaze_ops`` at the level and with the handlers of torch's own.
 
 torch reads the variable while it is imported, and refuses a name that is neither a log of its own nor a module. So there is a
-package of that name (``torch_logs``, as it is installed), whose logger torch sets up; this package, imported later, takes over what it finds there.
+package of that name (``torch_logs``, as it is installed), whose logger torch sets up; this package, imported later, takes over
+what it finds there.
 """
 
 import logging

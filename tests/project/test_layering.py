@@ -263,4 +263,4 @@ def test_folders_are_small():
 def test_every_folder_with_code_is_installed():
     project = pytest.importorskip("tomllib", reason="needs Python 3.11").loads((ROOT / "pyproject.toml").read_text())
     folders = {name_of(file).removesuffix(f".{file.stem}") for file in all_files()}
-    assert set(project["tool"]["setuptools"]["packages"]) == folders
+    assert set(project["tool"]["setuptools"]["packages"]) == folders - {"moeblaze_ops.torch_logs"} | {"moeblaze"}
