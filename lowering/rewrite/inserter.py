@@ -30,8 +30,8 @@ class Inserter(NodeInserter):
         return (self.at(self._block.prev) if made_before else self).call(method, node, *args)
 
     def at(self, node: fx.Node) -> "Inserter":
-        """One that adds after another node, an earlier one."""
-        return Inserter(self.edits, node, self._copied)
+        """One that adds after another node, an earlier one, or after what is read in its place."""
+        return Inserter(self.edits, self.edits.successor(node), self._copied)
 
     def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
         """As ``Edits.redirect``."""

@@ -4,12 +4,14 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moeblaze_ops.distributed.find_experts import ExpertGroup, Unclear, find_experts
-from moeblaze_ops.distributed.listed_experts import keep_names_of_entries, stacked
+from moeblaze_ops.distributed.state_dicts import keep_names_of_entries, load_whole
 from moeblaze_ops.distributed.whole_weights import (
     RunningLayer,
     WholeWeights,
@@ -19,9 +21,6 @@ from moeblaze_ops.distributed.whole_weights import (
     read_whole,
     run_in_layer,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("moeblaze")
 
@@ -58,7 +57,7 @@ class ShardedExperts:
 
 def shard_experts(
     model: nn.Module,
-    mesh: "DeviceMesh",
+    mesh: DeviceMesh,
     parameters: Iterable[str] | Callable[[str, Tensor], bool] | None = None,
 ) -> ShardedExperts:
     """Store each expert of ``model`` on one rank of ``mesh``, in place; every rank of the mesh calls this.
@@ -77,8 +76,9 @@ def shard_experts(
             names in ``state_dict`` stay those of the entries, and a rank has the entries of its own experts there.
         mesh: one axis of a device mesh, such as ``mesh["ep"]``. Rank r stores experts ``[r * E / ranks, (r + 1) * E / ranks)``
             of the values that rank 0 has.
-        parameters: names of the expert parameters, or a predicate of name and parameter, instead of those that are found by
-            shape: weights of two layers at least with the axis E, near a router with that axis.
+        parameters: names of the expert parameters or of modules that have no others, or a predicate of name and parameter,
+            instead of those that are found by shape: weights of two layers at least with the axis E, near a router with that
+            axis.
 
     Returns:
         Which parameters were taken and why, and what looked like experts and was left.
@@ -101,13 +101,10 @@ def shard_experts(
 
 
 def _plan(
-    model: nn.Module, mesh: "DeviceMesh", parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
+    model: nn.Module, mesh: DeviceMesh, parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
 ) -> tuple[list[ExpertGroup], list[Unclear], str]:
     """What to shard, and a digest of the shapes; raises where that is not possible."""
-    from torch.distributed.tensor import DTensor
-
     groups, left = find_experts(model, parameters)
-    ranks = mesh.size()
     for group in groups:
         owner = model.get_submodule(group.owner)
         if any(map(is_sharded, owner.modules())):
@@ -115,26 +112,25 @@ def _plan(
         entries = list(owner) if group.listed else [owner]
         for name in group.names:
             for parameter in (entry.get_parameter(name) for entry in entries):
-                _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, ranks, mesh, DTensor)
+                _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, mesh)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     return groups, left, hashlib.sha256(repr((groups, shapes)).encode()).hexdigest()
 
 
-def _check(name: str, parameter: Tensor, group: ExpertGroup, ranks: int, mesh: "DeviceMesh", sharded: type) -> None:
-    if isinstance(parameter, sharded):
+def _check(name: str, parameter: Tensor, group: ExpertGroup, mesh: DeviceMesh) -> None:
+    if isinstance(parameter, DTensor):
         got = f"a DTensor with placements {parameter.placements}"
         raise ValueError(f"shard_experts: {name} must be a plain tensor (shard experts before fully_shard), got {got}")
     size = group.num_experts if group.listed else parameter.shape[0]
+    ranks = mesh.size()
     if group.num_experts % ranks or size % group.num_experts:
         raise ValueError(f"shard_experts: mesh must divide the experts of {name}, got {size} over {ranks} ranks")
     if parameter.device.type not in ("meta", mesh.device_type):
         raise ValueError(f"shard_experts: {name} must be on {mesh.device_type} like the mesh, got {parameter.device}")
 
 
-def _agreed(plan: Callable, mesh: "DeviceMesh") -> tuple[list[ExpertGroup], list[Unclear]]:
+def _agreed(plan: Callable, mesh: DeviceMesh) -> tuple[list[ExpertGroup], list[Unclear]]:
     """What ``plan`` gives, if it gives the same on every rank; else one error on all of them."""
-    import torch.distributed as dist
-
     mine: tuple[str | None, str | None]
     try:
         groups, left, digest = plan()
@@ -153,9 +149,7 @@ def _agreed(plan: Callable, mesh: "DeviceMesh") -> tuple[list[ExpertGroup], list
     return groups, left
 
 
-def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: RunningLayer) -> list[Taken]:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+def _shard(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh, layer: RunningLayer) -> list[Taken]:
     owner = model.get_submodule(group.owner)
 
     def distributed(tensor: Tensor, like: Tensor) -> nn.Parameter:
@@ -166,7 +160,8 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: Runn
         stacks = {}
         for name in group.names:
             key = name.replace(".", "_")
-            parameter = distributed(stacked(owner, name), owner[0].get_parameter(name))
+            entries = [entry.get_parameter(name) for entry in owner]
+            parameter = distributed(torch.stack([entry.detach() for entry in entries]), entries[0])
             stacks[name] = key
             owner.register_parameter(key, parameter)
             taken.append(Taken(f"{group.owner}.{key}", tuple(parameter.shape), group.why))
@@ -179,6 +174,7 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: Runn
             full = f"{group.owner}.{name}" if group.owner else name
             taken.append(Taken(full, tuple(stored.shape), group.why))
         read_whole(owner, group.names, WholeWeights(owner, group.names, layer))
+        load_whole(owner, group.names)
     if has_forward(owner) and group.owner != group.layer:
         run_in_layer(owner, layer)
     return taken
