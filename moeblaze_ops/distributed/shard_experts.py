@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

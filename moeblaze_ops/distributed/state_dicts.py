@@ -1,8 +1,8 @@
 """What state dicts have of sharded experts: DTensors under the names of the model as it was written.
 
 A stack of experts is saved as it is stored. Experts that are one module each are stored as a stack, and saved one by one, each in
-rows over the ranks that share them: so torch saves, loads, gathers and broadcasts them as any other parameter, and a rank has as
-much as it stores. A stack becomes rows, and rows a stack, by an all-to-all.
+parts over the ranks that share them: so torch saves, loads, gathers and broadcasts them as any other parameter, and a rank has as
+much as it stores. An all-to-all makes parts of a stack, and one a stack of parts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +33,8 @@ def keep_names_of_entries(experts: nn.ModuleList, stacks: dict[str, str]) -> Non
 def _saves(original: type[nn.Module], *stacks: tuple[str, str]) -> Callable:
     def save(self: nn.ModuleList, state: dict, prefix: str, *others) -> None:
         original._save_to_state_dict(self, state, prefix, *others)
-        rows = [_entries(state.pop(prefix + key)) for _, key in stacks]
-        for number, entries in enumerate(zip(*rows, strict=True)):
+        parts = [_entries(state.pop(prefix + key)) for _, key in stacks]
+        for number, entries in enumerate(zip(*parts, strict=True)):
             state.update({f"{prefix}{number}.{name}": entry for (name, _), entry in zip(stacks, entries, strict=True)})
 
     return save
@@ -80,8 +80,8 @@ def _join_entries(
         stored = experts._parameters[key]
         names = [f"{prefix}{number}.{name}" for number in range(len(experts))]
         given = {each: state.pop(each) for each in names if each in state}
-        in_rows = any(isinstance(each, DTensor) for each in given.values())
-        needed = names if in_rows else [names[number] for number in own_experts(stored)]
+        in_parts = any(isinstance(each, DTensor) for each in given.values())
+        needed = names if in_parts else [names[number] for number in own_experts(stored)]
         absent = [each for each in needed if each not in given]
         shape = stored.shape[1:]
         wrong = [f"size mismatch for {each}: must be {shape}, got {e.shape}" for each, e in given.items() if e.shape != shape]
@@ -89,17 +89,17 @@ def _join_entries(
         errors += wrong
         state[prefix + key] = stored
         if not absent and not wrong:
-            rows = _entry_placements(stored)
-            local = [given[each].redistribute(placements=rows).to_local() if in_rows else given[each] for each in needed]
-            state[prefix + key] = _as_stored(torch.stack(local), _in_rows(rows) if in_rows else _by_experts(stored), stored)
+            parts = _entry_placements(stored)
+            local = [given[each].redistribute(placements=parts).to_local() if in_parts else given[each] for each in needed]
+            state[prefix + key] = _as_stored(torch.stack(local), _of_stack(parts) if in_parts else _by_experts(stored), stored)
 
 
 def _entries(stored: Tensor) -> tuple[DTensor, ...]:
-    """The experts of a stack, each in rows."""
+    """The experts of a stack, each in parts."""
     if stored.is_meta:
         return tuple(_empty_entry(stored) for _ in range(stored.shape[0]))
     stack = stored.detach().to(stored.device_mesh.device_type)
-    return stack.redistribute(placements=_in_rows(_entry_placements(stored))).unbind(0)
+    return stack.redistribute(placements=_of_stack(_entry_placements(stored))).unbind(0)
 
 
 def _empty_entry(stored: DTensor) -> DTensor:
@@ -123,11 +123,19 @@ def _by_experts(stored: DTensor) -> list[Placement]:
 
 
 def _entry_placements(stored: DTensor) -> list[Placement]:
-    if stored.dim() == 1:
-        return [Replicate()] * stored.device_mesh.ndim
-    return [p if p.is_replicate() else Shard(max(p.dim - 1, 0)) for p in stored.placements]
+    """Placements of an expert: those of its stack, and where that is by experts an axis of its own.
+
+    Two mesh axes share no axis of a tensor: torch 2.13 gathers one that they do not divide in a wrong order.
+    """
+    taken = {p.dim - 1 for p in stored.placements if p.is_shard()}
+    free = (axis for axis in range(stored.dim() - 1) if axis not in taken)
+    placements: list[Placement] = []
+    for p in stored.placements:
+        axis = None if p.is_replicate() else p.dim - 1 if p.dim > 0 else next(free, None)
+        placements.append(Replicate() if axis is None else Shard(axis))
+    return placements
 
 
-def _in_rows(of_entry: list[Placement]) -> list[Placement]:
+def _of_stack(of_entry: list[Placement]) -> list[Placement]:
     """Placements of a stack of entries that are placed so."""
     return [Shard(p.dim + 1) if p.is_shard() else p for p in of_entry]

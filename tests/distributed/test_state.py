@@ -1,4 +1,4 @@
-"""The state of sharded experts goes through torch's own ways: full, sharded and broadcast state dicts, checkpoints, pickles, copies."""
+"""The state of sharded experts goes torch's own ways: full, sharded and broadcast state dicts, checkpoints, pickles, copies."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 class TwoLists(nn.Module):
     """A list of up and one of down projections, with biases and an odd width."""
 
-    def __init__(self, D: int = zoo.D, width: int = 5, num_experts: int = 4) -> None:
+    def __init__(self, D: int = zoo.D, width: int = 6, num_experts: int = 4) -> None:
         super().__init__()
         self.router = nn.Linear(D, num_experts, bias=False)
         self.up = nn.ModuleList(nn.Linear(D, width) for _ in range(num_experts))
@@ -78,7 +78,7 @@ def sharded(name: str, seed: int = 0, mesh=None) -> nn.Module:
 def assert_state(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
     """The model has these whole values under these names, as the state dict of every rank says."""
     state = model.state_dict()
-    assert list(state) == list(wanted) or sorted(state) == sorted(wanted), state.keys() ^ wanted.keys()
+    assert list(state) == list(wanted)
     for name, value in state.items():
         assert value.shape == wanted[name].shape, name
         got = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -110,7 +110,6 @@ def check_loads(name: str, make=sharded) -> None:
 
     wanted = whole(name, seed=1).state_dict()
     model = make(name)
-    parameters = list(model.parameters())
     mine = dict(wanted) if dist.get_rank() == 0 else {}
     set_model_state_dict(model, mine, options=options(full_state_dict=True, broadcast_from_rank0=True))
     assert_state(model, wanted)
@@ -174,20 +173,191 @@ def check_wrong_states() -> None:
     assert_state(sharded("one list"), whole("one list").state_dict())
 
 
+def on_two_axes(name: str, seed: int = 0, replicas: bool = False, rows: bool = True) -> nn.Module:
+    """Experts on one axis and ``fully_shard`` on another, with replicas of all that or without."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from moeblaze_ops.distributed import expert_placement
+
+    names = ("replicate", "efsdp", "ep")
+    meshes = init_device_mesh("cpu", (2, 1, 2) if replicas else (1, 2, 2), mesh_dim_names=names)
+    everyone = meshes["efsdp", "ep"]._flatten("shard")
+    of_experts, of_others = meshes["efsdp"], everyone
+    if replicas:
+        of_experts, of_others = meshes["replicate", "efsdp"], meshes["replicate", "shard"]
+    model = sharded(name, seed, meshes["ep"])
+    if rows:
+        fully_shard(model, mesh=of_others, shard_placement_fn=expert_placement(model, of_experts, of_others))
+    else:  # the stack itself on both axes
+        fully_shard(model, mesh=of_experts)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One on the mean over all ranks, which have the same tokens."""
+    model(torch.randn(24, zoo.D, generator=torch.Generator().manual_seed(7))).square().mean().backward()
+    for p in model.parameters():
+        if hasattr(p, "placements"):
+            p.grad /= p.device_mesh.size()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    sharded = [p for p in model.parameters() if hasattr(p, "placements")]
+    others = [p for p in model.parameters() if not hasattr(p, "placements")]
+    return torch.optim.AdamW([{"params": sharded}, {"params": others}], lr=0.05)
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    return get_state_dict(model, optimizer, options=options(full_state_dict=True))
+
+
+def assert_same(got, wanted) -> None:
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_same(got[key], value)
+    elif isinstance(wanted, (list, tuple)):
+        assert_same(dict(enumerate(got)), dict(enumerate(wanted)))
+    else:
+        assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
+
+
+def check_save(name: str, folder: str) -> None:
+    """A checkpoint of four ranks, and what its model becomes with another step."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = sharded(name)
+    optimizer = adam(model)
+    step(model, optimizer)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(parts, checkpoint_id=f"{folder}/{name}")
+    saved = copy.deepcopy(full_state(model, optimizer))
+    step(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save((saved, full_state(model, optimizer)), f"{folder}/{name}.pt")
+    else:
+        full_state(model, optimizer)
+
+
+def check_resume(name: str, folder: str) -> None:
+    """It goes on from there on another number of ranks, from the checkpoint or from the full state of rank 0."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as torchs
+
+    saved, wanted = torch.load(f"{folder}/{name}.pt")
+    for way in ("checkpoint", "broadcast"):
+        model = sharded(name, seed=1)
+        optimizer = adam(model)
+        if way == "checkpoint":
+            parts = dict(zip(("model", "optimizer"), torchs.get_state_dict(model, optimizer), strict=True))
+            dcp.load(parts, checkpoint_id=f"{folder}/{name}")
+            torchs.set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        else:
+            mine = copy.deepcopy(saved) if dist.get_rank() == 0 else ({}, {})
+            how = options(full_state_dict=True, broadcast_from_rank0=True)
+            torchs.set_model_state_dict(model, mine[0], options=how)
+            torchs.set_optimizer_state_dict(model, optimizer, mine[1], options=how)
+        for got, one in zip(full_state(model, optimizer), saved, strict=True):
+            assert_same(one, got)
+        step(model, optimizer)
+        got, _ = full_state(model, optimizer)
+        for key, value in wanted[0].items():
+            torch.testing.assert_close(got[key], value, atol=1e-9, rtol=0)
+
+
+def check_checkpoint_of_one_process(folder: str) -> None:
+    """A model that was never sharded loads what four ranks saved, under its own names."""
+    import torch.distributed.checkpoint as dcp
+
+    for name in MODELS:
+        state = {"model": whole(name, seed=1).state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        assert_same(state["model"], torch.load(f"{folder}/{name}.pt")[0][0])
+
+
+def check_pickled(name: str) -> None:
+    """A sharded model is pickled, saved and copied with its class."""
+    model, x = sharded(name), torch.randn(5, zoo.D)
+    out = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert type(twin.mlp) is type(model.mlp)
+        assert torch.equal(twin(x), out)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.zero_()
+        assert torch.equal(twin(x), x) and torch.equal(model(x), out)
+        twin.load_state_dict(model.state_dict())
+        assert torch.equal(twin(x), out)
+
+
+def check_average(name: str) -> None:
+    """An average of a sharded model follows it, and is saved as a model is."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.optim.swa_utils import AveragedModel
+
+    model, one = sharded(name), whole(name)
+    averages = [AveragedModel(each, avg_fn=lambda a, b, n: 0.5 * a + 0.5 * b) for each in (model, one)]
+    for _ in range(2):
+        for each, average in zip((model, one), averages, strict=True):
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.mul_(2)
+            average.update_parameters(each)
+    full = get_model_state_dict(averages[0].module, options=options(full_state_dict=True))
+    assert_same(full, averages[1].module.state_dict())
+
+
 CHECKS = {
     **{f"full, {name}": functools.partial(check_full, name) for name in MODELS},
     **{f"loads, {name}": functools.partial(check_loads, name) for name in MODELS},
     **{f"whole tensors, {name}": functools.partial(check_whole_tensors, name) for name in MODELS},
     **{f"meta, {name}": functools.partial(check_load_of_meta, name) for name in MODELS},
     "wrong states": check_wrong_states,
+    **{f"pickled, {name}": functools.partial(check_pickled, name) for name in MODELS},
+    **{f"average, {name}": functools.partial(check_average, name) for name in MODELS},
 }
+TWO_AXES = {
+    f"{how}, {kind}, {name}": functools.partial(check, name, functools.partial(on_two_axes, **layout))
+    for how, layout in {"two axes": {}, "replicas": {"replicas": True}, "stack twice": {"rows": False}}.items()
+    for kind, check in {"full": check_full, "loads": check_loads}.items()
+    for name in (MODELS if how == "two axes" else ["two lists"])
+}
+RANKS = {4: "save", 2: "resume", 1: "resume"}
+CHECKPOINTS = {"save": check_save, "resume": check_resume}
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory) -> dict[str, list[str]]:
-    return run_checks(CHECKS, 2, tmp_path_factory.mktemp("ranks"))
+def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
+    saved = str(tmp_path_factory.mktemp("saved"))
+    results = {}
+    for ranks, what in RANKS.items():
+        checks = {name: functools.partial(CHECKPOINTS[what], name, saved) for name in MODELS}
+        checks |= {2: CHECKS, 4: TWO_AXES, 1: {"never sharded": functools.partial(check_checkpoint_of_one_process, saved)}}[ranks]
+        results[ranks] = run_checks(checks, ranks, tmp_path_factory.mktemp("ranks"))
+    return results
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_two_ranks(of_two, name):
-    assert_passed(of_two[name])
+def test_on_two_ranks(outcomes, name):
+    assert_passed(outcomes[2][name])
+
+
+@NEEDS_A_MESH_FOR_EACH_PARAMETER
+@pytest.mark.parametrize("name", TWO_AXES)
+def test_on_two_axes(outcomes, name):
+    assert_passed(outcomes[4][name])
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in RANKS for name in MODELS] + [(1, "never sharded")])
+def test_checkpoints(outcomes, ranks, name):
+    """Saved on four ranks, with the state of an optimizer; loaded on two and on one."""
+    assert_passed(outcomes[ranks][name])
