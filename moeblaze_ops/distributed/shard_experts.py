@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -85,11 +86,17 @@ def shard_experts(
         Which parameters were taken and why, and what looked like experts and was left.
 
     Raises:
-        ValueError: the mesh has several axes, the number of ranks does not divide E, a parameter is a DTensor already, is stored
-            on another type of device than the mesh, or the ranks have different models. All ranks raise the same error.
+        TypeError: the mesh is none.
+        ValueError: the mesh has several axes, or not this rank. On all ranks, with one message: their number does not divide E, a
+            parameter is a DTensor already or is on another type of device than the mesh, the ranks have different models, or a
+            predicate raises on one of them.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shard_experts: mesh must be one axis of a DeviceMesh, such as mesh['ep'], got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"shard_experts: mesh must have one axis, such as mesh['ep'], got {mesh.ndim} axes")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"shard_experts: mesh must have this rank, got {mesh} on rank {dist.get_rank()}")
     groups, left = _agreed(lambda: _plan(model, mesh, parameters), mesh)
     layers: dict[str, RunningLayer] = {}
     taken = [entry for group in groups for entry in _shard(model, group, mesh, layers.setdefault(group.layer, RunningLayer()))]
@@ -103,8 +110,8 @@ def shard_experts(
 
 def _plan(
     model: nn.Module, mesh: DeviceMesh, parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
-) -> tuple[list[ExpertGroup], list[Unclear], str]:
-    """What to shard, and a digest of the shapes; raises where that is not possible."""
+) -> tuple[list[ExpertGroup], list[Unclear], list[str]]:
+    """What to shard, and the model in words; raises where that is not possible."""
     groups, left = find_experts(model, parameters)
     for group in groups:
         owner = model.get_submodule(group.owner)
@@ -114,8 +121,8 @@ def _plan(
         for name in group.names:
             for parameter in (entry.get_parameter(name) for entry in entries):
                 _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, mesh)
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return groups, left, hashlib.sha256(repr((groups, shapes)).encode()).hexdigest()
+    described = [f"{name} {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    return groups, left, [*described, *(f"experts {group.names} in {group.owner!r}" for group in groups)]
 
 
 def _check(name: str, parameter: Tensor, group: ExpertGroup, mesh: DeviceMesh) -> None:
@@ -132,22 +139,34 @@ def _check(name: str, parameter: Tensor, group: ExpertGroup, mesh: DeviceMesh) -
 
 def _agreed(plan: Callable, mesh: DeviceMesh) -> tuple[list[ExpertGroup], list[Unclear]]:
     """What ``plan`` gives, if it gives the same on every rank; else one error on all of them."""
-    mine: tuple[str | None, str | None]
+    error, text, described = None, None, []
     try:
-        groups, left, digest = plan()
-        mine = (digest, None)
-    except ValueError as error:
-        mine = (None, str(error))
-    group = mesh.get_group()
-    everyone: list = [None] * mesh.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    errors = [error for _, error in everyone if error is not None]
-    if errors:
-        raise ValueError(errors[0])
-    others = [rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0]]
-    if others:
-        raise ValueError(f"shard_experts: model must have the same parameters on every rank, got others on rank {others[0]}")
+        groups, left, described = plan()
+    except ValueError as raised:
+        text = str(raised)
+    except Exception as raised:  # of the caller's predicate
+        error = raised
+        text = f"shard_experts: parameters must be chosen without an error, got {raised!r} on rank {dist.get_rank()}"
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    everyone = _of_all_ranks((digest, text), mesh)
+    if error is not None:
+        raise error
+    if texts := [text for _, text in everyone if text is not None]:
+        raise ValueError(texts[0])
+    if len(set(everyone)) > 1:
+        ranks, descriptions = dist.get_process_group_ranks(mesh.get_group()), _of_all_ranks(described, mesh)
+        other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
+        pairs = zip_longest(descriptions[0], descriptions[other], fillvalue="no more")
+        one, two = next(pair for pair in pairs if pair[0] != pair[1])
+        got = f"{one} on rank {ranks[0]} and {two} on rank {ranks[other]}"
+        raise ValueError(f"shard_experts: model must have the same parameters on every rank, got {got}")
     return groups, left
+
+
+def _of_all_ranks(value: object, mesh: DeviceMesh) -> list:
+    everyone: list = [None] * mesh.size()
+    dist.all_gather_object(everyone, value, group=mesh.get_group())
+    return everyone
 
 
 def _shard(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh, layer: RunningLayer) -> list[Taken]:
