@@ -7,6 +7,7 @@ much as it stores. An all-to-all makes parts of a stack, and one a stack of part
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,9 @@ def _entries(stored: Tensor) -> tuple[DTensor, ...]:
 def _empty_entry(stored: DTensor) -> DTensor:
     entry = torch.empty(stored.shape[1:], dtype=stored.dtype, device="meta")
     placed = distribute_tensor(entry, stored.device_mesh, _entry_placements(stored))
-    return placed if stored.is_meta else torch.empty_like(placed, device=stored.device_mesh.device_type)
+    if not stored.is_meta:
+        placed = cast(DTensor, torch.empty_like(placed, device=stored.device_mesh.device_type))
+    return placed
 
 
 def _as_stored(local: Tensor, placements: list[Placement], stored: DTensor) -> DTensor:

@@ -26,7 +26,7 @@ from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  
 from moeblaze_ops.ops.sharded.collectives import start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 
-Member = tuple[str, Callable, tuple[str, ...]]
+Member = tuple[str, Callable, tuple]
 """Of a class that is made: a name, and the function that makes it of the original class and these arguments."""
 
 

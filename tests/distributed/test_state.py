@@ -316,12 +316,25 @@ def check_average(name: str) -> None:
     assert_same(full, averages[1].module.state_dict())
 
 
+def check_packed_before() -> None:
+    """Experts that ``pack_experts`` has put side by side are sharded and saved as others are."""
+    from moeblaze_ops import pack_experts
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    model = whole("one list")
+    assert pack_experts(model, experts="mlp.experts")
+    shard_experts(model, harness.axis())
+    assert_state(model, whole("one list").state_dict())
+
+
 CHECKS = {
     **{f"full, {name}": functools.partial(check_full, name) for name in MODELS},
     **{f"loads, {name}": functools.partial(check_loads, name) for name in MODELS},
     **{f"whole tensors, {name}": functools.partial(check_whole_tensors, name) for name in MODELS},
     **{f"meta, {name}": functools.partial(check_load_of_meta, name) for name in MODELS},
     "wrong states": check_wrong_states,
+    "packed before": check_packed_before,
     **{f"pickled, {name}": functools.partial(check_pickled, name) for name in MODELS},
     **{f"average, {name}": functools.partial(check_average, name) for name in MODELS},
 }
