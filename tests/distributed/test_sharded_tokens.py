@@ -184,6 +184,8 @@ class InARow(nn.Module):
         self.layers, self.between = nn.ModuleList(map(layer, names)), between
 
     def forward(self, x):
+        if self.between == "batched":
+            x = x.unflatten(0, (2, -1))
         for number, one in enumerate(self.layers):
             out = one(x)
             if self.between == "residual":
@@ -193,7 +195,7 @@ class InARow(nn.Module):
             elif self.between == "written":
                 out = out.mul_(2)
             x = one(out) if self.between == "twice" and not number else out
-        return x
+        return x.reshape(-1, zoo.D)
 
 
 def check_in_a_row(between: str, names: tuple[str, ...], exchange: str = "all_gather") -> None:
@@ -253,6 +255,7 @@ ROWS = {
     "three": ("direct", ("loop_mixtral", "dense_bmm", "masked_sum")),
     "three and all-to-all": ("direct", ("stacked_loop", "stacked_loop", "dense_bmm"), "all_to_all"),
     "residual": ("residual", ("stacked_loop", "loop_mixtral")),
+    "batched": ("batched", ("stacked_loop", "dense_einsum")),
     "view": ("view", ("stacked_loop", "sorted_transformers")),
     "written": ("written", ("dense_einsum", "masked_sum")),
     "one twice": ("twice", ("dense_einsum", "gpt_oss_loop")),
