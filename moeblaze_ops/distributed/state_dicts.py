@@ -81,6 +81,7 @@ def _join_entries(
         stored = experts._parameters[key]
         names = [f"{prefix}{number}.{name}" for number in range(len(experts))]
         given = {each: state.pop(each) for each in names if each in state}
+        given = {each: entry for each, entry in given.items() if not _is_unwritten(entry)}
         in_parts = any(isinstance(each, DTensor) for each in given.values())
         needed = names if in_parts else [names[number] for number in own_experts(stored)]
         absent = [each for each in needed if each not in given]
@@ -89,10 +90,14 @@ def _join_entries(
         missing += absent
         errors += wrong
         state[prefix + key] = stored
-        if not absent and not wrong:
-            parts = _entry_placements(stored)
-            local = [given[each].redistribute(placements=parts).to_local() if in_parts else given[each] for each in needed]
-            state[prefix + key] = _as_stored(torch.stack(local), _of_stack(parts) if in_parts else _by_experts(stored), stored)
+        if wrong or absent == needed:
+            continue
+        of_entry = _entry_placements(stored)
+        placements = _of_stack(of_entry) if in_parts else _by_experts(stored)
+        before = stored.detach().redistribute(placements=placements).to_local() if absent else [None] * len(needed)
+        entries = [given.get(each, kept) for each, kept in zip(needed, before, strict=True)]
+        local = [e.redistribute(stored.device_mesh, of_entry).to_local() if isinstance(e, DTensor) else e for e in entries]
+        state[prefix + key] = _as_stored(torch.stack(local), placements, stored)
 
 
 def _entries(stored: Tensor) -> tuple[DTensor, ...]:
@@ -108,7 +113,13 @@ def _empty_entry(stored: DTensor) -> DTensor:
     placed = distribute_tensor(entry, stored.device_mesh, _entry_placements(stored))
     if not stored.is_meta:
         placed = cast(DTensor, torch.empty_like(placed, device=stored.device_mesh.device_type))
+    placed._moeblaze_version = placed.to_local()._version
     return placed
+
+
+def _is_unwritten(entry: Tensor) -> bool:
+    """True if a tensor is an empty entry still: nothing was loaded into it."""
+    return isinstance(entry, DTensor) and getattr(entry, "_moeblaze_version", None) == entry.to_local()._version
 
 
 def _as_stored(local: Tensor, placements: list[Placement], stored: DTensor) -> DTensor:

@@ -316,6 +316,27 @@ def check_average(name: str) -> None:
     assert_same(full, averages[1].module.state_dict())
 
 
+def check_partial_states(way: str) -> None:
+    """Experts that a state dict lacks stay as they are and are said to be missing; the others are loaded."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    before, given = (whole("one list", seed).state_dict() for seed in (0, 1))
+    absent = [key for key in given if ".1.w2" in key or ".3.w" in key]
+    wanted = {key: (before if key in absent else given)[key] for key in given}
+    for key in absent:
+        del given[key]
+    model = sharded("one list")
+    if way == "own method":
+        missing = model.load_state_dict(given, strict=False).missing_keys
+        numbers = {f".{e}." for e in range(zoo.E // 2 * dist.get_rank(), zoo.E // 2 * (dist.get_rank() + 1))}
+        assert sorted(missing) == sorted(key for key in absent if any(number in key for number in numbers))
+    else:
+        how = {"full_state_dict": True, "strict": False, "broadcast_from_rank0": way == "broadcast"}
+        mine = given if way == "everywhere" or dist.get_rank() == 0 else {}
+        assert sorted(set_model_state_dict(model, mine, options=options(**how)).missing_keys) == sorted(absent)
+    assert_state(model, wanted)
+
+
 def check_packed_before() -> None:
     """Experts that ``pack_experts`` has put side by side are sharded and saved as others are."""
     from moeblaze_ops import pack_experts
@@ -335,6 +356,7 @@ CHECKS = {
     **{f"meta, {name}": functools.partial(check_load_of_meta, name) for name in MODELS},
     "wrong states": check_wrong_states,
     "packed before": check_packed_before,
+    **{f"partial, {way}": functools.partial(check_partial_states, way) for way in ("own method", "everywhere", "broadcast")},
     **{f"pickled, {name}": functools.partial(check_pickled, name) for name in MODELS},
     **{f"average, {name}": functools.partial(check_average, name) for name in MODELS},
 }
