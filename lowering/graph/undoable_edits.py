@@ -24,7 +24,7 @@ class Edits:
         self._undo: list[Callable[[], None]] = []
 
     def insert(self, after: fx.Node, target: Callable | str, args: tuple, kwargs: dict) -> fx.Node:
-        args = fx.node.map_arg(args, self._successor)
+        args = fx.node.map_arg(args, self.successor)
         with self.graph.inserting_after(after):
             create = self.graph.call_method if isinstance(target, str) else self.graph.call_function
             node = create(target, args, kwargs)
@@ -48,7 +48,8 @@ class Edits:
         self._successors[old] = make
         self._undo.append(lambda: self._successors.pop(old))
 
-    def _successor(self, node: fx.Node) -> fx.Node:
+    def successor(self, node: fx.Node) -> fx.Node:
+        """What is read in place of ``node`` by now."""
         successor = self._successors.get(node, node)
         if isinstance(successor, fx.Node):
             return successor

@@ -29,9 +29,9 @@ class Inserter(NodeInserter):
         made_before = self._block is not None and node < self._block
         return (self.at(self._block.prev) if made_before else self).call(method, node, *args)
 
-    def at(self, node: fx.Node) -> "Inserter":
-        """One that adds after another node, an earlier one."""
-        return Inserter(self.edits, node, self._copied)
+    def at(self, *nodes: fx.Node) -> "Inserter":
+        """One that adds after the last of other, earlier nodes, or after what is read in place of it."""
+        return Inserter(self.edits, max(map(self.edits.successor, nodes)), self._copied)
 
     def redirect(self, reader: fx.Node, old: fx.Node, new: fx.Node) -> None:
         """As ``Edits.redirect``."""

@@ -1,8 +1,9 @@
 """Which parameters of a model belong to experts, read off shapes and the tree of modules alone.
 
 Two forms are known. *Stacked*: a module has parameters ``[E, ...]`` of three axes, two or more. *Listed*: a ``ModuleList``
-of E modules with equal parameters, at least two of two axes. Either is taken if the layer around it has a router: a parameter of
-two axes, one of them E and the other one an axis of the experts' weights. A list of decoder layers has none, and is left.
+of E modules with equal parameters, or several such lists beside each other, with at least two parameters of two axes for an
+expert. Either is taken if the layer around it has a router: a parameter of two axes, one of them E and the other one an axis of
+the experts' weights. A list of decoder layers has none, and is left.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,31 +45,31 @@ def find_experts(model: nn.Module, selection: Selection) -> tuple[list[ExpertGro
     """The groups of expert parameters of ``model``, by its shapes or by ``selection``, and what was left."""
     if selection is None:
         return _found(model)
-    return _selected(model, _predicate(model, selection)), []
+    return _selected(model, _named(model, selection)), []
 
 
 def _found(model: nn.Module) -> tuple[list[ExpertGroup], list[Unclear]]:
     groups, left = [], []
     for path, module in model.named_modules():
-        names = _stacked_names(module)
-        listed = _entries_alike(module)
-        if not names and not listed:
+        names, lists = _stacked_names(module), _lists_beside(model, path)
+        weights = [module._parameters[name] for name in names] or [p for each in lists for p in _of_two_axes(model, each)]
+        if len(weights) < 2:
             continue
-        num_experts = len(module) if listed else module._parameters[names[0]].shape[0]
-        weights = _weights(module, names, listed)
-        router = _router(model, path, num_experts, weights)
+        num_experts = weights[0].shape[0] if names else len(module)
+        router = _router(model, path, num_experts, weights, lists)
         if router is None:
-            if names or _is_small_network(module[0]):
+            if names or (len(weights) <= 3 and max(p.dim() for p in module[0].parameters()) == 2):
                 left.append(Unclear(path, f"no router [{num_experts}, D] in the layer around it"))
             continue
         routed = f"routed by {router}"
-        if listed:
+        if lists:
             own = tuple(name for name, _ in module[0].named_parameters())
-            why = f"{num_experts} modules with equal parameters, {routed}"
+            beside = f" in each of {len(lists)} lists" if len(lists) > 1 else ""
+            why = f"{num_experts} modules with equal parameters{beside}, {routed}"
         else:
             own = (*names, *_biases(module, names, router))
             why = f"parameters {' and '.join(str(list(w.shape)) for w in weights)}, {routed}"
-        groups.append(ExpertGroup(path, own, num_experts, listed, _layer(model, path), why))
+        groups.append(ExpertGroup(path, own, num_experts, bool(lists), _layer(model, path), why))
     return groups, left
 
 
@@ -90,27 +91,33 @@ def _biases(module: nn.Module, names: tuple[str, ...], router: str) -> tuple[str
 
 
 def _entries_alike(module: nn.Module) -> bool:
-    """Whether a module is a list of two or more modules of one class whose parameters have equal names and shapes."""
+    """True if a module is a list of two or more modules of one class whose parameters have equal names and shapes."""
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return False
     kinds = {type(entry) for entry in module}
     shapes = {tuple((name, tuple(p.shape), p.dtype) for name, p in entry.named_parameters()) for entry in module}
-    return len(kinds) == 1 and len(shapes) == 1 and sum(len(shape) == 2 for _, shape, _ in next(iter(shapes))) > 1
+    return len(kinds) == 1 and len(shapes) == 1 and any(len(shape) == 2 for _, shape, _ in next(iter(shapes)))
 
 
-def _is_small_network(entry: nn.Module) -> bool:
-    """Whether an entry of a list could be an expert: two or three weights, and biases."""
-    shapes = [p.dim() for p in entry.parameters()]
-    return 2 <= shapes.count(2) <= 3 and max(shapes) == 2
+def _lists_beside(model: nn.Module, path: str) -> list[str]:
+    """The paths of a list of modules alike and of those beside it with as many; [] for another module.
+
+    An expert's weights stand in one list, ``experts``, or in several, ``up`` and ``down``.
+    """
+    module, around = model.get_submodule(path), path.rpartition(".")[0]
+    if not _entries_alike(module):
+        return []
+    if not path:
+        return [path]
+    beside = model.get_submodule(around).named_children()
+    return [f"{around}.{n}" if around else n for n, m in beside if _entries_alike(m) and len(m) == len(module)]
 
 
-def _weights(module: nn.Module, names: tuple[str, ...], listed: bool) -> list[Tensor]:
-    if listed:
-        return [p for p in module[0].parameters() if p.dim() == 2]
-    return [module._parameters[name] for name in names]
+def _of_two_axes(model: nn.Module, path: str) -> list[Tensor]:
+    return [p for p in model.get_submodule(path)[0].parameters() if p.dim() == 2]
 
 
-def _router(model: nn.Module, path: str, num_experts: int, weights: list[Tensor]) -> str | None:
+def _router(model: nn.Module, path: str, num_experts: int, weights: list[Tensor], lists: list[str]) -> str | None:
     """The path of a parameter ``[E, D]`` or ``[D, E]`` that is no expert's, in the module or the two around it that compute.
 
     One of another module than the experts' own goes first: beside stacked weights it may be a bias.
@@ -120,17 +127,16 @@ def _router(model: nn.Module, path: str, num_experts: int, weights: list[Tensor]
     own = None
     for around in _around(model, path):
         for name, p in model.get_submodule(around).named_parameters(prefix=around):
-            if tuple(p.shape) in shapes and not _is_expert_weight(name, p, path, weights):
+            if tuple(p.shape) in shapes and not _is_expert_weight(name, p, weights, lists):
                 if name.rpartition(".")[0] != path:
                     return name
                 own = own or name
     return own
 
 
-def _is_expert_weight(name: str, parameter: Tensor, path: str, weights: list[Tensor]) -> bool:
-    inside = name.startswith(f"{path}.") if path else True
-    own = name[len(path) + 1 if path else 0 :]
-    return any(parameter is weight for weight in weights) or (inside and own.split(".")[0].isdigit())
+def _is_expert_weight(name: str, parameter: Tensor, weights: list[Tensor], lists: list[str]) -> bool:
+    inside = any(not path or name.startswith(f"{path}.") for path in lists)
+    return inside or any(parameter is weight for weight in weights)
 
 
 def _around(model: nn.Module, path: str) -> Iterator[str]:
@@ -150,18 +156,18 @@ def _layer(model: nn.Module, path: str) -> str:
     return next((around for around in _around(model, path) if around != path), path)
 
 
-def _predicate(model: nn.Module, selection: Callable | Iterable[str]) -> set[str]:
+def _named(model: nn.Module, selection: Callable | Iterable[str]) -> set[str]:
     parameters = dict(model.named_parameters())
     if callable(selection):
         return {name for name, p in parameters.items() if selection(name, p)}
-    names = set(selection)
-    if unknown := sorted(names - parameters.keys()):
-        raise ValueError(f"shard_experts: parameters must be names of the model's parameters, got {unknown[0]!r}")
-    return names
+    inside = {each: {name for name in parameters if name == each or name.startswith(f"{each}.")} for each in selection}
+    if unknown := sorted(each for each, names in inside.items() if not names):
+        raise ValueError(f"shard_experts: parameters must be names of the model's parameters or modules, got {unknown[0]!r}")
+    return set().union(*inside.values())
 
 
 def _selected(model: nn.Module, names: set[str]) -> list[ExpertGroup]:
-    """Groups of the parameters that the caller named: lists of which every entry is named whole, and single parameters."""
+    """The groups of the parameters that the caller named: lists of which every entry is named whole, and single parameters."""
     groups: list[ExpertGroup] = []
     taken: set[str] = set()
     for path, module in model.named_modules():

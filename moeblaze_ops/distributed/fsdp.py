@@ -1,15 +1,13 @@
 """``fully_shard`` of a block whose experts are sharded on another mesh axis."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-
-def expert_placement(block: nn.Module, expert_mesh: "DeviceMesh", mesh: "DeviceMesh") -> Callable[[nn.Parameter], object]:
+def expert_placement(block: nn.Module, expert_mesh: DeviceMesh, mesh: DeviceMesh) -> Callable[[nn.Parameter], object]:
     """The ``shard_placement_fn`` for ``fully_shard(block, mesh=mesh)`` after ``shard_experts``.
 
     Experts, ``Shard(0)`` on their own axis, are sharded on their second axis over ``expert_mesh``: the ranks that store the same
@@ -27,7 +25,6 @@ def expert_placement(block: nn.Module, expert_mesh: "DeviceMesh", mesh: "DeviceM
         NotImplementedError: ``fully_shard`` of torch before 2.13 takes one mesh for all parameters of a call.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
-    from torch.distributed.tensor import DTensor, Shard
 
     result = getattr(_fsdp_common, "ShardPlacementResult", None)
     if result is None:

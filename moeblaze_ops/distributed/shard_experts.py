@@ -4,13 +4,17 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import zip_longest
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
 from moeblaze_ops.distributed.find_experts import ExpertGroup, Unclear, find_experts
-from moeblaze_ops.distributed.listed_experts import keep_names_of_entries, stacked
+from moeblaze_ops.distributed.state_dicts import keep_names_of_entries, load_whole
 from moeblaze_ops.distributed.whole_weights import (
     RunningLayer,
     WholeWeights,
@@ -20,9 +24,6 @@ from moeblaze_ops.distributed.whole_weights import (
     read_whole,
     run_in_layer,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ShardedExperts:
 
 def shard_experts(
     model: nn.Module,
-    mesh: "DeviceMesh",
+    mesh: DeviceMesh,
     parameters: Iterable[str] | Callable[[str, Tensor], bool] | None = None,
 ) -> ShardedExperts:
     """Store each expert of ``model`` on one rank of ``mesh``, in place; every rank of the mesh calls this.
@@ -78,24 +79,27 @@ def shard_experts(
             names in ``state_dict`` stay those of the entries, and a rank has the entries of its own experts there.
         mesh: one axis of a device mesh, such as ``mesh["ep"]``. Rank r stores experts ``[r * E / ranks, (r + 1) * E / ranks)``
             of the values that rank 0 has.
-        parameters: names of the expert parameters, or a predicate of name and parameter, instead of those that are found by
-            shape: weights of two layers at least with the axis E, near a router with that axis.
+        parameters: names of the expert parameters or of modules that have no others, or a predicate of name and parameter,
+            instead of those that are found by shape: weights of two layers at least with the axis E, near a router with that
+            axis.
 
     Returns:
         Which parameters were taken and why, and what looked like experts and was left.
 
     Raises:
-        ValueError: the mesh has several axes, the number of ranks does not divide E, a parameter is a DTensor already, is stored
-            on another type of device than the mesh, or the ranks have different models. All ranks raise the same error.
+        TypeError: the mesh is none.
+        ValueError: the mesh has several axes, or not this rank. On all ranks, with one message: their number does not divide E, a
+            parameter is a DTensor already or is on another type of device than the mesh, the ranks have different models, or a
+            predicate raises on one of them.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     if not isinstance(model, nn.Module):
         refuse_type("shard_experts", "model", "be an nn.Module", kind_of(model))
     if not isinstance(mesh, DeviceMesh):
         refuse_type("shard_experts", "mesh", "be a DeviceMesh of one axis, such as init_device_mesh(...)['ep']", kind_of(mesh))
     if mesh.ndim != 1:
         raise ValueError(f"shard_experts: mesh must have one axis, such as mesh['ep'], got {mesh.ndim} axes")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"shard_experts: mesh must have this rank, got {mesh} on rank {dist.get_rank()}")
     groups, left = _agreed(lambda: _plan(model, mesh, parameters), mesh)
     layers: dict[str, RunningLayer] = {}
     taken = [entry for group in groups for entry in _shard(model, group, mesh, layers.setdefault(group.layer, RunningLayer()))]
@@ -108,13 +112,10 @@ def shard_experts(
 
 
 def _plan(
-    model: nn.Module, mesh: "DeviceMesh", parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
-) -> tuple[list[ExpertGroup], list[Unclear], str]:
-    """What to shard, and a digest of the shapes; raises where that is not possible."""
-    from torch.distributed.tensor import DTensor
-
+    model: nn.Module, mesh: DeviceMesh, parameters: Iterable[str] | Callable[[str, Tensor], bool] | None
+) -> tuple[list[ExpertGroup], list[Unclear], list[str]]:
+    """What to shard, and the model in words; raises where that is not possible."""
     groups, left = find_experts(model, parameters)
-    ranks = mesh.size()
     for group in groups:
         owner = model.get_submodule(group.owner)
         if any(map(is_sharded, owner.modules())):
@@ -122,47 +123,56 @@ def _plan(
         entries = list(owner) if group.listed else [owner]
         for name in group.names:
             for parameter in (entry.get_parameter(name) for entry in entries):
-                _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, ranks, mesh, DTensor)
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return groups, left, hashlib.sha256(repr((groups, shapes)).encode()).hexdigest()
+                _check(f"{group.owner}.{name}" if group.owner else name, parameter, group, mesh)
+    described = [f"{name} {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    return groups, left, [*described, *(f"experts {group.names} in {group.owner!r}" for group in groups)]
 
 
-def _check(name: str, parameter: Tensor, group: ExpertGroup, ranks: int, mesh: "DeviceMesh", sharded: type) -> None:
-    if isinstance(parameter, sharded):
+def _check(name: str, parameter: Tensor, group: ExpertGroup, mesh: DeviceMesh) -> None:
+    if isinstance(parameter, DTensor):
         got = f"a DTensor with placements {parameter.placements}"
         raise ValueError(f"shard_experts: {name} must be a plain tensor (shard experts before fully_shard), got {got}")
     size = group.num_experts if group.listed else parameter.shape[0]
+    ranks = mesh.size()
     if group.num_experts % ranks or size % group.num_experts:
         raise ValueError(f"shard_experts: mesh must divide the experts of {name}, got {size} over {ranks} ranks")
     if parameter.device.type not in ("meta", mesh.device_type):
         raise ValueError(f"shard_experts: {name} must be on {mesh.device_type} like the mesh, got {parameter.device}")
 
 
-def _agreed(plan: Callable, mesh: "DeviceMesh") -> tuple[list[ExpertGroup], list[Unclear]]:
+def _agreed(plan: Callable, mesh: DeviceMesh) -> tuple[list[ExpertGroup], list[Unclear]]:
     """What ``plan`` gives, if it gives the same on every rank; else one error on all of them."""
-    import torch.distributed as dist
-
-    mine: tuple[str | None, str | None]
+    error, text, described = None, None, []
     try:
-        groups, left, digest = plan()
-        mine = (digest, None)
-    except ValueError as error:
-        mine = (None, str(error))
-    group = mesh.get_group()
-    everyone: list = [None] * mesh.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    errors = [error for _, error in everyone if error is not None]
-    if errors:
-        raise ValueError(errors[0])
-    others = [rank for rank, (digest, _) in enumerate(everyone) if digest != everyone[0][0]]
-    if others:
-        raise ValueError(f"shard_experts: model must have the same parameters on every rank, got others on rank {others[0]}")
+        groups, left, described = plan()
+    except ValueError as raised:
+        text = str(raised)
+    except Exception as raised:  # of the caller's predicate
+        error = raised
+        text = f"shard_experts: parameters must be chosen without an error, got {raised!r} on rank {dist.get_rank()}"
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    everyone = _of_all_ranks((digest, text), mesh)
+    if error is not None:
+        raise error
+    if texts := [text for _, text in everyone if text is not None]:
+        raise ValueError(texts[0])
+    if len(set(everyone)) > 1:
+        ranks, descriptions = dist.get_process_group_ranks(mesh.get_group()), _of_all_ranks(described, mesh)
+        other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
+        pairs = zip_longest(descriptions[0], descriptions[other], fillvalue="no more")
+        one, two = next(pair for pair in pairs if pair[0] != pair[1])
+        got = f"{one} on rank {ranks[0]} and {two} on rank {ranks[other]}"
+        raise ValueError(f"shard_experts: model must have the same parameters on every rank, got {got}")
     return groups, left
 
 
-def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: RunningLayer) -> list[Taken]:
-    from torch.distributed.tensor import Shard, distribute_tensor
+def _of_all_ranks(value: object, mesh: DeviceMesh) -> list:
+    everyone: list = [None] * mesh.size()
+    dist.all_gather_object(everyone, value, group=mesh.get_group())
+    return everyone
 
+
+def _shard(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh, layer: RunningLayer) -> list[Taken]:
     owner = model.get_submodule(group.owner)
 
     def distributed(tensor: Tensor, like: Tensor) -> nn.Parameter:
@@ -173,7 +183,8 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: Runn
         stacks = {}
         for name in group.names:
             key = name.replace(".", "_")
-            parameter = distributed(stacked(owner, name), owner[0].get_parameter(name))
+            entries = [entry.get_parameter(name) for entry in owner]
+            parameter = distributed(torch.stack([entry.detach() for entry in entries]), entries[0])
             stacks[name] = key
             owner.register_parameter(key, parameter)
             taken.append(Taken(f"{group.owner}.{key}", tuple(parameter.shape), group.why))
@@ -186,6 +197,7 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: "DeviceMesh", layer: Runn
             full = f"{group.owner}.{name}" if group.owner else name
             taken.append(Taken(full, tuple(stored.shape), group.why))
         read_whole(owner, group.names, WholeWeights(owner, group.names, layer))
+        load_whole(owner, group.names)
     if has_forward(owner) and group.owner != group.layer:
         run_in_layer(owner, layer)
     return taken

@@ -11,11 +11,13 @@ In eager mode that happens for all weights of a layer together: once when it sta
 rank that skips its experts, because no token chose one, does what the others do.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -24,7 +26,8 @@ from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  
 from moeblaze_ops.ops.sharded.collectives import start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 
-_classes: dict[tuple, type] = {}
+Member = tuple[str, Callable, tuple]
+"""Of a class that is made: a name, and the function that makes it of the original class and these arguments."""
 
 
 class RunningLayer:
@@ -138,10 +141,8 @@ def _tied(result: object, whole: list[Tensor]) -> object:
     return tree_map_only(Tensor, tie, result)
 
 
-def whole_of(stored: Tensor) -> Tensor:
+def whole_of(stored: DTensor) -> Tensor:
     """All experts of a parameter ``[E / ranks, ...]``; its gradient is the sum over the ranks."""
-    from torch.distributed.tensor import Partial, Replicate
-
     return stored.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
@@ -153,7 +154,7 @@ def is_sharded(module: nn.Module) -> bool:
 def read_whole(module: nn.Module, names: Iterable[str], weights: WholeWeights) -> None:
     """Let the sharded parameters ``names`` of ``module`` read as whole tensors while its layer runs, as stored otherwise."""
     module.__dict__["_moeblaze_weights"] = weights
-    _subclass(module, {name: _stored_here(name) for name in names}, "stored")
+    add_members(module, ((name, _stored_here, (name,)) for name in names))
 
 
 def read_from_stack(module: nn.Module, keys: dict[str, str], expert: int, weights: WholeWeights) -> None:
@@ -163,7 +164,7 @@ def read_from_stack(module: nn.Module, keys: dict[str, str], expert: int, weight
     """
     module.__dict__["_moeblaze_weights"] = weights
     module.__dict__["_moeblaze_expert"] = expert
-    _subclass(module, {name: _stored_in_stack(key) for name, key in keys.items()}, "stack", *keys.values())
+    add_members(module, ((name, _stored_in_stack, (key,)) for name, key in keys.items()))
 
 
 def run_in_layer(module: nn.Module, layer: RunningLayer) -> None:
@@ -171,9 +172,9 @@ def run_in_layer(module: nn.Module, layer: RunningLayer) -> None:
     module.__dict__["_moeblaze_layer"] = layer
     own = module.__dict__.get("forward")
     if own is not None:
-        module.__dict__["forward"] = _in_layer(own, layer)
+        module.__dict__["forward"] = functools.partial(layer.run, own)
         return
-    _subclass(module, {"forward": _forward_of(type(module))}, "layer")
+    add_members(module, [("forward", _forward_of, ())])
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -181,21 +182,36 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def local_entry(stored: Tensor, expert: int) -> Tensor:
-    """Entry ``expert`` of a stacked parameter where this rank stores it, else a tensor of its shape without data."""
-    local = stored.to_local()
-    first = first_expert(stored)
-    if first <= expert < first + local.shape[0]:
-        return local[expert - first]
-    return torch.empty(stored.shape[1:], dtype=stored.dtype, device="meta")
+def expert_axis(stored: DTensor) -> int:
+    """The axis of a parameter's mesh over which ``shard_experts`` spread its experts; ``fully_shard`` adds others."""
+    return stored.placements.index(Shard(0))
 
 
-def first_expert(stored: Tensor) -> int:
-    """The number of the first entry that this rank stores of a parameter sharded on its first axis."""
-    return stored.device_mesh.get_local_rank() * (stored.shape[0] // stored.device_mesh.size())
+def own_experts(stored: DTensor) -> range:
+    """The experts of a parameter that this rank stores, or shares on the mesh axes of ``fully_shard``."""
+    mesh, axis = stored.device_mesh, expert_axis(stored)
+    count = stored.shape[0] // mesh.size(axis)
+    return range(mesh.get_local_rank(axis) * count, (mesh.get_local_rank(axis) + 1) * count)
 
 
-def _stored_here(name: str) -> property:
+def _local_entry(stored: DTensor, expert: int) -> Tensor:
+    """Entry ``expert`` of a stacked parameter where this rank stores it, else a tensor of its shape without data.
+
+    It is a DTensor where ``fully_shard`` has sharded the entries on other axes.
+    """
+    own, local, mesh, axis = own_experts(stored), stored.to_local(), stored.device_mesh, expert_axis(stored)
+    if expert not in own or len(own) != len(local):
+        return torch.empty(stored.shape[1:], dtype=stored.dtype, device="meta")
+    entry = local[own.index(expert)]
+    others = [number for number in range(mesh.ndim) if number != axis]
+    if not others:
+        return entry
+    placements = [Shard(p.dim - 1) if p.is_shard() else p for p in (stored.placements[number] for number in others)]
+    mesh = mesh[tuple(mesh.mesh_dim_names[number] for number in others)]
+    return DTensor.from_local(entry, mesh, placements, run_check=False, shape=stored.shape[1:], stride=stored.stride()[1:])
+
+
+def _stored_here(original: type[nn.Module], name: str) -> property:
     def read(self: nn.Module) -> Tensor:
         weights = self._moeblaze_weights
         return weights.read(name) if weights.layer.is_running() else weights.parameters[name]
@@ -203,12 +219,12 @@ def _stored_here(name: str) -> property:
     return property(read)
 
 
-def _stored_in_stack(key: str) -> property:
+def _stored_in_stack(original: type[nn.Module], key: str) -> property:
     def read(self: nn.Module) -> Tensor:
         weights = self._moeblaze_weights
         if weights.layer.is_running():
             return weights.read(key)[self._moeblaze_expert]
-        return local_entry(weights.parameters[key], self._moeblaze_expert)
+        return _local_entry(weights.parameters[key], self._moeblaze_expert)
 
     return property(read)
 
@@ -220,17 +236,26 @@ def _forward_of(original: type[nn.Module]) -> Callable:
     return forward
 
 
-def _in_layer(function: Callable, layer: RunningLayer) -> Callable:
-    def forward(*args, **kwargs):
-        return layer.run(function, *args, **kwargs)
+def add_members(module: nn.Module, members: Iterable[Member]) -> None:
+    """Give ``module`` a class of its own with more members: modules of one class and members share it, so they compile once."""
+    original, before = vars(type(module)).get("_moeblaze_made", (type(module), ()))
+    module.__class__ = _subclass(original, (*before, *members))
 
-    return forward
+
+@functools.cache
+def _subclass(original: type[nn.Module], members: tuple[Member, ...]) -> type[nn.Module]:
+    made = {name: make(original, *arguments) for name, make, arguments in members}
+    about = {"__module__": original.__module__, "__qualname__": original.__qualname__, "_moeblaze_made": (original, members)}
+    return type(original.__name__, (original,), {**made, **about, "__reduce_ex__": _reduce})
 
 
-def _subclass(module: nn.Module, members: dict, *kind: str) -> None:
-    """Give ``module`` a class of its own kind: modules of one class and kind share it, so they compile once."""
-    original = type(module)
-    key = (original, *kind, *members)
-    if key not in _classes:
-        _classes[key] = type(original.__name__, (original,), {**members, "__module__": original.__module__})
-    module.__class__ = _classes[key]
+def _reduce(self: nn.Module, protocol: int) -> tuple:
+    """A copy, or a process that unpickles it, makes the class anew."""
+    original, members = type(self)._moeblaze_made
+    _, _, *state = original.__reduce_ex__(self, max(protocol, 2))
+    return _unpickled, (original, members), *state
+
+
+def _unpickled(original: type[nn.Module], members: tuple[Member, ...]) -> nn.Module:
+    made = _subclass(original, members)
+    return made.__new__(made)

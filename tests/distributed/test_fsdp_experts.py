@@ -34,7 +34,9 @@ def experts_of(model: nn.Module) -> set[nn.Parameter]:
     return {p for p in model.parameters() if hasattr(p, "placements")}
 
 
-def check_model(ep: int, compiled: bool) -> None:
+def check_model(ep: int, compiled: bool, wrap: str = "") -> None:
+    """Two microbatches, of which one reduces gradients. ``wrap``: blocks are checkpointed ``before`` sharding, or ``after``."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -47,10 +49,17 @@ def check_model(ep: int, compiled: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = [harness.tokens_of(r, zoo.D) for r in range(world)]
     wanted = harness.joined_entries(harness.in_one_process(network(), inputs)[rank], "1.moe.experts", zoo.E)
+    wanted = {name: value if name in ("output", "gradient of x") else 2 * value for name, value in wanted.items()}
     meshes = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("efsdp", "ep"))
     everyone = meshes._flatten("dp")
     model = network()
-    shard_experts(model, meshes["ep"])
+    names = list(model.state_dict())
+    for when in ("before", "after"):
+        if when == wrap:
+            model = nn.Sequential(*map(checkpoint_wrapper, model))
+        if when == "before":
+            shard_experts(model, meshes["ep"])
+    assert list(model.state_dict()) == names
     for block in model:
         if ep == world:
             fully_shard(block, mesh=everyone, ignored_params=experts_of(block))
@@ -67,11 +76,16 @@ def check_model(ep: int, compiled: bool) -> None:
             if compiled:
                 for block in model:
                     block.compile(backend=backend, fullgraph=True)
+            model.set_requires_gradient_sync(False)
+            harness.train(model, model, inputs[rank])
+            model.set_requires_gradient_sync(True)
+            model.zero_grad = lambda: None
             got = harness.train(model, model, inputs[rank])
     finally:
         config.experts_move = "auto"
         torch._dynamo.config.capture_dynamic_output_shape_ops = False
-    harness.assert_close(got, wanted)
+    harness.assert_close({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in got.items()}, wanted)
+    assert list(model.state_dict()) == names
     became = [c.became for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None for c in r.report.rewritten]
     assert sum("experts_over_ranks" in text for text in became) == (2 if compiled else 0), records
 
@@ -86,6 +100,8 @@ CHECKS = {
 TWO_AXES = {
     "two axes, eager": functools.partial(check_model, 2, False),
     "two axes, compiled": functools.partial(check_model, 2, True),
+    "two axes, checkpointed, eager": functools.partial(check_model, 2, False, "after"),
+    "two axes, checkpointed, compiled": functools.partial(check_model, 2, True, "before"),
 }
 
 

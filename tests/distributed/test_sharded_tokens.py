@@ -176,6 +176,91 @@ def check_checkpointing() -> None:
         config.experts_move = "auto"
 
 
+class InARow(nn.Module):
+    """Layers of which each takes what the one before gives, as it is or with something between."""
+
+    def __init__(self, between: str, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers, self.between = nn.ModuleList(map(layer, names)), between
+
+    def forward(self, x):
+        if self.between == "batched":
+            x = x.unflatten(0, (2, -1))
+        for number, one in enumerate(self.layers):
+            out = one(x)
+            if self.between == "residual":
+                out = out + x
+            elif self.between == "view":
+                out = out.view(2, -1, zoo.D).flatten(0, 1)
+            elif self.between == "written":
+                out = out.mul_(2)
+            x = one(out) if self.between == "twice" and not number else out
+        return x.reshape(-1, zoo.D)
+
+
+def check_in_a_row(between: str, names: tuple[str, ...], exchange: str = "all_gather") -> None:
+    from moeblaze_ops import config
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+    wanted = harness.in_one_process(InARow(between, names), inputs)[dist.get_rank()]
+    for number, name in enumerate(names):
+        if name in LISTED:
+            wanted = harness.joined_entries(wanted, f"layers.{number}.experts", zoo.E)
+    config.experts_move, config.exchange = "tokens", exchange
+    try:
+        model = InARow(between, names)
+        shard_experts(model, harness.axis())
+        run, graphs, reports = compiled(model)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            got = harness.train(model, run, inputs[dist.get_rank()])
+    finally:
+        config.experts_move = config.exchange = "auto"
+    calls = len(names) + (between == "twice")
+    assert names_in(graphs).count("experts_over_ranks") == calls, reports
+    harness.assert_close(harness.reduced(got, tuple(key for key in got if "router" in key)), wanted)
+
+
+def check_two_lists() -> None:
+    """Lists of up and of down projections, in a loop that skips experts without tokens."""
+    from moeblaze_ops import compile as switch
+    from moeblaze_ops.distributed import shard_experts
+    from tests.distributed.test_state import TwoLists
+    from tests.tools import sharded_layers as harness
+    from tests.tools.rewrite_harness import rewriting_backend
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return TwoLists()
+
+    inputs = [harness.tokens_of(rank, zoo.D) for rank in range(dist.get_world_size())]
+    wanted = harness.in_one_process(make(), inputs)[dist.get_rank()]
+    for path in ("up", "down"):
+        wanted = harness.joined_entries(wanted, path, 4)
+    model = make()
+    report = shard_experts(model, harness.axis())
+    assert [taken.name for taken in report.taken] == ["up.weight", "up.bias", "down.weight"]
+    with rewriting_backend() as backend, switch.recording() as records:
+        run = torch.compile(model, backend=backend, fullgraph=True)
+        for each in (model, run):
+            got = harness.train(model, each, inputs[dist.get_rank()])
+            harness.assert_close(harness.reduced(got, ("router.weight",)), wanted)
+    became = [c.became for r in records if isinstance(r, switch.GraphRecord) and r.dropped is None for c in r.report.rewritten]
+    assert len(became) == 1 and "experts_over_ranks" in became[0], records
+
+
+ROWS = {
+    "two": ("direct", ("dense_einsum", "stacked_loop")),
+    "three": ("direct", ("loop_mixtral", "dense_bmm", "masked_sum")),
+    "three and all-to-all": ("direct", ("stacked_loop", "stacked_loop", "dense_bmm"), "all_to_all"),
+    "residual": ("residual", ("stacked_loop", "loop_mixtral")),
+    "batched": ("batched", ("stacked_loop", "dense_einsum")),
+    "view": ("view", ("stacked_loop", "sorted_transformers")),
+    "written": ("written", ("dense_einsum", "masked_sum")),
+    "one twice": ("twice", ("dense_einsum", "gpt_oss_loop")),
+}
+
 CHECKS = {
     **{name: functools.partial(check_tokens, name) for name in SPELLINGS},
     "room for all rows": functools.partial(check_tokens, "dense_bmm", arrived_rows="bound"),
@@ -184,6 +269,8 @@ CHECKS = {
     "choice": check_choice,
     "weights that move": check_weights_that_move,
     "checkpointing": check_checkpointing,
+    "two lists": check_two_lists,
+    **{f"in a row, {name}": functools.partial(check_in_a_row, *row) for name, row in ROWS.items()},
 }
 CHECKS_OF_FOUR = {"loop_mixtral": functools.partial(check_tokens, "loop_mixtral", exchange="all_gather")}
 RANKS = {2: CHECKS, 4: CHECKS_OF_FOUR}
