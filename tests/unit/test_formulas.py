@@ -232,11 +232,8 @@ def test_a_number_that_a_function_reads_may_change():
             return F.gelu(h)
 
     scaled = Scaled()
-    x, weights, experts, w_up, w_down = (
-        *(torch.randn(5, 4), torch.rand(5, 2)),
-        torch.rand(5, 3).topk(2).indices,
-        *torch.randn(2, 3, 4, 4),
-    )
+    x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
+    w_up, w_down = torch.randn(2, 3, 4, 4)
 
     def layer(x, activation):
         return moe(x, weights, experts, w_up, w_down, activation=activation)
