@@ -35,10 +35,10 @@ _aten = torch.ops.aten
 _traced = WeakIdKeyDictionary()
 
 
-def trace_activation(function: Callable, num_parameters: int = 0, numbers: tuple = ()) -> str:
+def trace_activation(function: Callable, num_parameters: int = 0, numbers: tuple = (), *, double: bool = False) -> str:
     """The name or the text of the formula that ``function`` computes; it is called once, and not again for equal ``numbers``.
 
-    Its last ``num_parameters`` arguments are what the formula calls p0, p1 and so on.
+    Its last ``num_parameters`` arguments are what the formula calls p0, p1 and so on. ``double``: it is used in fp64.
 
     Raises:
         ValueError: it is no pointwise function of its arguments; the message says what it does, as the end of a sentence.
@@ -47,21 +47,21 @@ def trace_activation(function: Callable, num_parameters: int = 0, numbers: tuple
         texts = _traced.setdefault(function, {})
     except TypeError:  # nothing refers weakly to an instance of a class with __slots__
         texts = {}
-    key = num_parameters, numbers
+    key = num_parameters, numbers, double
     if key not in texts:
-        texts[key] = _trace(function, num_parameters)
+        texts[key] = _trace(function, num_parameters, double)
     return texts[key]
 
 
-def resolved_activation(op: str, activation: Any, num_parameters: int = 0) -> Any:
-    """The name or the text of an activation that is a function; anything else as it is.
+def resolved_activation(op: str, activation: Any, num_parameters: int, dtype: torch.dtype | None) -> Any:
+    """The name or the text of an activation that is a function, used in a dtype; anything else as it is.
 
     Raises:
         ValueError: a function is no pointwise one.
     """
     if isinstance(activation, str | type) or not callable(activation):
         return activation
-    return _resolved(op, activation, num_parameters, _numbers(activation))
+    return _resolved(op, activation, num_parameters, _numbers(activation), dtype == torch.float64)
 
 
 def _numbers(function: Callable) -> tuple:
@@ -73,9 +73,9 @@ def _numbers(function: Callable) -> tuple:
     return tuple([key for value in found if isinstance(value, bool | int | float | str) for key in {value: None}])
 
 
-def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple) -> str:
+def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple, double: bool) -> str:
     try:
-        return trace_activation(activation, num_parameters, numbers)
+        return trace_activation(activation, num_parameters, numbers, double=double)
     except ValueError as error:
         refuse(op, "activation", "be a pointwise function of (gate, up), or of h alone", error)
 
@@ -83,7 +83,7 @@ def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple
 _resolved._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _trace(function: Callable, num_parameters: int) -> str:
+def _trace(function: Callable, num_parameters: int, double: bool) -> str:
     names = GATED_SYMBOLS if _num_arguments(function) - num_parameters == 2 else UNGATED_SYMBOLS
     given = [torch.linspace(-1, 1, 6).reshape(2, 3) for _ in names] + [torch.tensor(0.5) for _ in range(num_parameters)]
 
@@ -98,7 +98,7 @@ def _trace(function: Callable, num_parameters: int) -> str:
             if _depends_on_sizes(make_fx(torch.func.functionalize(run), tracing_mode="symbolic")(*given)):
                 raise ValueError("it depends on how large its arguments are")
         check_root(root)
-        return name_of(root)
+        return name_of(root, double=double)
     except Exception as error:
         raise ValueError(f"{_name(function)}: {error}") from error
 
