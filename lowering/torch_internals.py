@@ -44,6 +44,12 @@ _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 
 
+def marked_dynamic(placeholder: fx.Node) -> set[int]:
+    """The axes of an input of Dynamo's graph that ``torch._dynamo.mark_dynamic`` was called for: a guard on one is an error."""
+    argument = placeholder.meta.get("grapharg")
+    return getattr(None if argument is None else argument.example, "_dynamo_dynamic_indices", set())
+
+
 def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
     """Make ``stamp(devices)`` part of the keys of the FX and AOTAutograd caches of graphs with inputs on these devices.
 
