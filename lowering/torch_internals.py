@@ -45,6 +45,12 @@ _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_fram
 _compiled_module: ContextVar[nn.Module | None] = ContextVar("moeblaze_compiled_module", default=None)
 
 
+def marked_dynamic(placeholder: fx.Node) -> set[int]:
+    """The axes of an input of Dynamo's graph that ``torch._dynamo.mark_dynamic`` was called for: a guard on one is an error."""
+    argument = placeholder.meta.get("grapharg")
+    return getattr(None if argument is None else argument.example, "_dynamo_dynamic_indices", set())
+
+
 def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
     """Make ``stamp(devices)`` part of the keys of the FX and AOTAutograd caches of graphs with inputs on these devices.
 

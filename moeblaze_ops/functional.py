@@ -119,7 +119,7 @@ def moe(
         return with_made_weights(lambda **given: moe(x, weights, experts, **given, **options), "moe", made, x)
     w_up, w_down, w_gate = cast("Tensor", w_up), cast("Tensor", w_down), cast("Tensor | None", w_gate)
     keep = config.keep if keep is None else keep
-    formula: str = resolved_activation("moe", activation, len(activation_parameters))
+    formula: str = resolved_activation("moe", activation, len(activation_parameters), getattr(x, "dtype", None))
     biases = {"b_up": b_up, "b_gate": b_gate, "b_down": b_down}
     given = {name: _adapters(lora) for name, lora in (("lora_up", lora_up), ("lora_gate", lora_gate), ("lora_down", lora_down))}
     stored = (w_up, w_down, w_gate, biases, given)

@@ -46,7 +46,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        formula: str = resolved_activation("MoE", activation, len(activation_parameters))
+        formula: str = resolved_activation("MoE", activation, len(activation_parameters), dtype or torch.get_default_dtype())
         check_module(D, F, E, K, formula, activation_parameters, bias, renormalize, keep, device, dtype)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         outputs = 2 * F if is_gated(formula) else F

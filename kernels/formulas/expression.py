@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
+
 GATED_SYMBOLS = ("g", "u")
 UNGATED_SYMBOLS = ("h",)
 PARAMETER_SYMBOLS = ("p0", "p1", "p2", "p3")
@@ -117,7 +119,7 @@ def _add(a: Node, b: Node) -> Node | None:
         return apply("sub", b, a.args[0])
     if b is ONE and a.op == "tanh":  # without the cancellation where tanh is nearly -1
         return apply("mul", apply("sigmoid", apply("mul", a.args[0], number(2))), number(2))
-    if b.is_number and a.op == "add" and a.args[1].is_number:
+    if b.is_number and a.op == "add" and a.args[1].is_number and add_up(a.args[1].number, b.number):
         return apply("add", a.args[0], number(a.args[1].number + b.number))
     return None
 
@@ -147,8 +149,10 @@ def _mul(a: Node, b: Node) -> Node | None:
         return apply("neg", a)
     (a, one), (b, other) = _apart(a), _apart(b)
     if one != 1 or (other != 1 and b is not ONE and not b.is_number):
-        product = one * other
-        return apply("mul", a if b is ONE else apply("mul", a, b), number(product)) if _is_finite(product) else None
+        if b is ONE:
+            return apply("mul", a, number(one * other)) if other == 0 or multiply(one, other) else None
+        if is_moderate(one) and is_moderate(other):
+            return apply("mul", apply("mul", a, b), number(one * other))
     return None
 
 

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+from moeblaze_ops.kernels.formulas.constants import as_used
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS, ZERO, Node, apply, below, symbols_of
 from moeblaze_ops.kernels.formulas.text import parse, to_text
 
@@ -43,26 +44,28 @@ def formula_of(activation: str) -> Node:
     return parse("h" if activation == IDENTITY else NAMED.get(activation, activation))
 
 
-def name_of(root: Node) -> str:
+def name_of(root: Node, *, double: bool = False) -> str:
     """How ops take a formula: its name where it has one, up to the order of sums and products, else its text.
+
+    A number is that of the name to its last bit in fp32, or in fp64 if it is used in ``double``.
 
     Raises:
         ValueError: it is too long.
     """
-    return _named().get(_unordered(root)) or to_text(root)
+    return _named(double).get(_unordered(root, double)) or to_text(root)
 
 
 @cache
-def _named() -> dict[int, str]:
-    return {_unordered(parse(text)): name for name, text in NAMED.items()}
+def _named(double: bool) -> dict[int, str]:
+    return {_unordered(parse(text), double): name for name, text in NAMED.items()}
 
 
 _classes: dict[Any, int] = {}
 """Numbers of the keys below, so that a key holds those of its parts as numbers."""
 
 
-def _unordered(root: Node) -> int:
-    """A number that formulas share which differ in the order of sums and products, or in the sixth digit of a constant."""
+def _unordered(root: Node, double: bool) -> int:
+    """A number that formulas share which differ in the order of sums and products alone."""
     flat: dict[Node, tuple[int, ...]] = {}
     numbers: dict[Node, int] = {}
     for node in below(root):
@@ -70,7 +73,7 @@ def _unordered(root: Node) -> int:
         if node.op in ("add", "mul"):
             parts = sorted(part for arg in node.args for part in (flat[arg] if arg.op == node.op else (numbers[arg],)))
             flat[node] = tuple(parts)
-        key = (node.op, node.symbol, f"{node.number:.5g}", *parts)
+        key = (node.op, node.symbol, as_used(node.number, double), *parts)
         numbers[node] = _classes.setdefault(key, len(_classes))
     return numbers[root]
 

@@ -35,6 +35,9 @@ IDEMPOTENT = ("eq", "any", "distinct")
 CHOSEN = "chosen"
 """The function that is 1 where a weight is not zero, made by `fading.chosen`: the weight times it is the weight."""
 
+SCALED = "scaled"
+"""The function that multiplies by its parameter: a number that is not one with those beside it."""
+
 BINDERS = ("sum", "any", "prefix", "group")
 """Kinds that bind their first argument."""
 

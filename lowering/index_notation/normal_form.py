@@ -7,24 +7,25 @@ from typing import Any
 
 import sympy
 
+from moeblaze_ops.kernels.formulas.constants import add_up, is_moderate, multiply
 from moeblaze_ops.lowering.graph.sizes import Size, same_size, size_of
 from moeblaze_ops.lowering.index_notation.expr import (
     BINDERS,
     CHOSEN,
     IDEMPOTENT,
     MAX_OPERANDS,
+    SCALED,
     Expr,
     TooLarge,
     factors_of,
     subexpressions,
 )
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.intervals import Interval, interval_of, is_bound, is_integer, left_out
 
 _BOUND = -100  # levels of bound variables go down from here, those of opened ones up from _OPEN
 _OPEN = 1000
 _INSIDE = 2000  # and those of binders in whose bodies something that binds is put from here
-_SCALED = "scaled"
 
 
 class Algebra:
@@ -173,14 +174,16 @@ class Algebra:
 
     def add(self, *terms: Expr) -> Expr:
         _limit(terms, "add")
+        constant = sum(term.args[0] for term in terms if term.kind == "const")
         flat: list[Expr] = []
-        constant = 0
-        for term in terms:
-            for t in term.args if term.kind == "add" else (term,):
-                if t.kind == "const":
-                    constant += t.args[0]
-                else:
-                    flat.append(t)
+        for term in sorted((term for term in terms if term.kind != "const"), key=lambda term: term.uid):
+            parts = [part for part in term.args if part.kind != "const"] if term.kind == "add" else [term]
+            own = sum(part.args[0] for part in term.args if part.kind == "const") if term.kind == "add" else 0
+            if add_up(constant, own) or all(map(_is_whole, parts)):
+                constant += own
+                flat += parts
+            else:
+                flat.append(term)
         if constant != 0:
             flat.append(self.const(constant))
         if not flat:
@@ -189,14 +192,19 @@ class Algebra:
 
     def mul(self, *factors: Expr) -> Expr:
         _limit(factors, "mul")
+        constant = math.prod(factor.args[0] for factor in factors if factor.kind == "const")
         flat: list[Expr] = []
-        constant = 1
-        for factor in factors:
-            for f in factors_of(factor):
-                if f.kind == "const":
-                    constant *= f.args[0]
-                elif not (f.kind in IDEMPOTENT or is_indicator(f)) or f not in flat:
-                    flat.append(f)
+        others = sorted((factor for factor in factors if factor.kind != "const"), key=lambda factor: factor.uid)
+        for factor in others:
+            parts = [part for part in factors_of(factor) if part.kind != "const"]
+            own = math.prod(part.args[0] for part in factors_of(factor) if part.kind == "const")
+            if own in (1, -1) or ((len(others) == 1 or is_moderate(own)) and (constant in (0, 1, -1) or multiply(constant, own))):
+                constant *= own
+            else:
+                parts = [self.scaled(own, self.mul(*parts))]
+            for part in parts:
+                if not (part.kind in IDEMPOTENT or is_indicator(part)) or part not in flat:
+                    flat.append(part)
         if constant == 0:
             return self.zero
         if any(map(is_bound, flat)):
@@ -349,7 +357,7 @@ class Algebra:
         return body if _find(reordered, lambda e: e.kind == "inverse") else reordered
 
     def eq(self, a: Expr, b: Expr) -> Expr:
-        if a is b:
+        if a is b and _is_number(a):
             return self.one
         if a.kind == "const" and b.kind == "const":
             return self.one if a.args[0] == b.args[0] else self.zero
@@ -384,11 +392,11 @@ class Algebra:
 
     def scaled(self, number: float, e: Expr) -> Expr:
         """``number * e`` as one factor, out of which no sum takes the number."""
-        return self.call(_SCALED, (e,), number)
+        return self.call(SCALED, (e,), number)
 
     def unscaled(self, e: Expr) -> Expr:
         """``e``, a product if it is one that was ``scaled``."""
-        return self.mul(self.const(e.args[2][0]), *e.args[1]) if e.kind == "call" and e.args[0] == _SCALED else e
+        return self.mul(self.const(e.args[2][0]), *e.args[1]) if e.kind == "call" and e.args[0] == SCALED else e
 
     def cast(self, dtype: Any, e: Expr) -> Expr:
         return e if e.kind == "const" else self._intern("cast", dtype, e)
@@ -479,6 +487,16 @@ def may_be_negative(number: Size) -> bool:
     if isinstance(number, int):
         return number < 0
     return any(coefficient < 0 for coefficient in sympy.expand(number).as_coefficients_dict().values())
+
+
+def _is_whole(e: Expr) -> bool:
+    """Whether it is an integer in whatever dtype, of which sums lose nothing."""
+    return is_integer(e) or is_count(e) or (e.kind in ("mul", "add") and all(map(_is_whole, e.args)))
+
+
+def _is_number(e: Expr) -> bool:
+    """Whether it equals itself: NaN does not."""
+    return _is_whole(e) or (e.kind == "const" and e.args[0] == e.args[0]) or (e.kind == "cast" and _is_number(e.args[1]))
 
 
 def _is_chosen(e: Expr) -> bool:

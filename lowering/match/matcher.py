@@ -20,6 +20,7 @@ from moeblaze_ops.lowering.graph.dependencies import dependencies, reached
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, inplace_name, target_name
 from moeblaze_ops.lowering.graph.operators import is_foreign, overloads_of
+from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, prove_layer, unshaped
@@ -178,6 +179,8 @@ class Matcher:
     def _attempt(self, root: fx.Node, *, onto_base: bool = False) -> MoEMatch | Decline | None:
         try:
             return self.match(root, onto_base=onto_base)
+        except SymbolicWeight:
+            raise
         except Exception as error:
             return Decline(root, root, Reason.INTERNAL, tolerate(error))
 

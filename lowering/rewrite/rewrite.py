@@ -20,6 +20,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
+from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight, specialize
 from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
@@ -125,10 +126,8 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
-        view = view_of(gm.graph)
-        sizes = known_sizes(view)
+        view, sizes, (results, views) = _looked_through(gm.graph)
         with settling(sizes):
-            results, views = _matches(view_of(gm.graph) if sizes else view)
             matched = [result for result in results if isinstance(result, MoEMatch)]
             routers = {match.root: match_router(views[match.root], match) for match in matched}
         proven = proven_assertions(view) if matched else set()
@@ -160,6 +159,18 @@ def _is_direct_layer(node: fx.Node) -> bool:
     """
     is_one = isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _ONE_A_LAYER
     return is_one and any(file == direct.__file__ for file, *_ in places(node))
+
+
+def _looked_through(graph: fx.Graph) -> tuple[GraphView, dict, tuple]:
+    """A view of the graph, sizes that only the data tell, and the matches; sizes of a layer's weights are guarded on the way."""
+    while True:
+        view = view_of(graph)
+        sizes = known_sizes(view)
+        try:
+            with settling(sizes):
+                return view, sizes, _matches(view_of(graph) if sizes else view)
+        except SymbolicWeight as weight:
+            specialize(weight.node)
 
 
 def _matches(view: GraphView) -> tuple[list[MoEMatch | Decline], dict[fx.Node, GraphView]]:

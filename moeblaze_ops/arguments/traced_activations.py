@@ -1,7 +1,8 @@
 """From a Python function of (gate, up), or of h, and perhaps of parameters, to the formula that it computes.
 
 The function is called once on small tensors while ATen's calls are recorded. Each call has a meaning here, or the function
-is refused: what mixes rows or features, is random, or reads a tensor that is none of its arguments is no formula.
+is refused: what mixes rows or features, is random, computes without gradients, or reads a tensor that is none of its arguments
+or how large these are, is no formula.
 """
 
 import inspect
@@ -9,11 +10,12 @@ import math
 import operator
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moeblaze_ops.arguments.validation_values import refuse
 from moeblaze_ops.kernels.formulas import composites
@@ -30,51 +32,97 @@ from moeblaze_ops.kernels.formulas.named import name_of
 from moeblaze_ops.kernels.formulas.text import check_root
 
 _aten = torch.ops.aten
-_traced: "WeakKeyDictionary[Callable, dict[int, str]]" = WeakKeyDictionary()
+_traced = WeakIdKeyDictionary()
 
 
-def trace_activation(function: Callable, num_parameters: int = 0) -> str:
-    """The name or the text of the formula that ``function`` computes; it is called once, and not again.
+def trace_activation(function: Callable, num_parameters: int = 0, numbers: tuple = (), *, double: bool = False) -> str:
+    """The name or the text of the formula that ``function`` computes; it is called once, and not again for equal ``numbers``.
 
-    Its last ``num_parameters`` arguments are what the formula calls p0, p1 and so on.
+    Its last ``num_parameters`` arguments are what the formula calls p0, p1 and so on. ``double``: it is used in fp64.
 
     Raises:
         ValueError: it is no pointwise function of its arguments; the message says what it does, as the end of a sentence.
     """
-    texts = _traced.setdefault(function, {})
-    if num_parameters not in texts:
-        texts[num_parameters] = _trace(function, num_parameters)
-    return texts[num_parameters]
+    try:
+        texts = _traced.setdefault(function, {})
+    except TypeError:  # nothing refers weakly to an instance of a class with __slots__
+        texts = {}
+    key = num_parameters, numbers, double
+    if key not in texts:
+        texts[key] = _trace(function, num_parameters, double)
+    return texts[key]
 
 
-def resolved_activation(op: str, activation: Any, num_parameters: int = 0) -> Any:
-    """The name or the text of an activation that is a function; anything else as it is.
+def resolved_activation(op: str, activation: Any, num_parameters: int, dtype: torch.dtype | None) -> Any:
+    """The name or the text of an activation that is a function, used in a dtype; anything else as it is.
 
     Raises:
         ValueError: a function is no pointwise one.
     """
     if isinstance(activation, str | type) or not callable(activation):
         return activation
+    return _resolved(op, activation, num_parameters, _numbers(activation), dtype == torch.float64)
+
+
+def _numbers(function: Callable) -> tuple:
+    """The numbers that a function closes over, and those of the object that it is or is a method of."""
+    found = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    owner = getattr(function, "__self__", function)
+    found += [value for name, value in getattr(owner, "__dict__", {}).items() if name != "__wrapped__"]
+    # Dynamo guards a key by its value, where it would take a number that has changed for any.
+    return tuple([key for value in found if isinstance(value, bool | int | float | str) for key in {value: None}])
+
+
+def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple, double: bool) -> str:
     try:
-        return trace_activation(activation, num_parameters)
+        return trace_activation(activation, num_parameters, numbers, double=double)
     except ValueError as error:
         refuse(op, "activation", "be a pointwise function of (gate, up), or of h alone", error)
 
 
-resolved_activation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_resolved._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _trace(function: Callable, num_parameters: int) -> str:
+def _trace(function: Callable, num_parameters: int, double: bool) -> str:
     names = GATED_SYMBOLS if _num_arguments(function) - num_parameters == 2 else UNGATED_SYMBOLS
     given = [torch.linspace(-1, 1, 6).reshape(2, 3) for _ in names] + [torch.tensor(0.5) for _ in range(num_parameters)]
+
+    def run(*given: Tensor) -> Tensor:
+        with _WithGradients():
+            return function(*given)
+
     try:
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            traced = make_fx(torch.func.functionalize(lambda *given: function(*given)))(*given)
+            traced = make_fx(torch.func.functionalize(run))(*given)
             root = _read(traced, [symbol(name) for name in (*names, *PARAMETER_SYMBOLS[:num_parameters])])
+            if _depends_on_sizes(make_fx(torch.func.functionalize(run), tracing_mode="symbolic")(*given)):
+                raise ValueError("it depends on how large its arguments are")
         check_root(root)
-        return name_of(root)
+        return name_of(root, double=double)
     except Exception as error:
         raise ValueError(f"{_name(function)}: {error}") from error
+
+
+def _depends_on_sizes(traced: fx.GraphModule) -> bool:
+    """True if other sizes could give another function.
+
+    h / h.shape[-1], F.relu(h) if len(h) == 4 else h      but not  h * torch.full(h.shape, 0.5)
+    """
+    sizes = [
+        node for node in traced.graph.nodes if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    ]
+    others = [user for node in sizes for user in node.users if user not in sizes]
+    return bool(traced.shape_env.guards) or any(user.target is not _aten.full.default or user.args[1] in sizes for user in others)
+
+
+class _WithGradients(TorchFunctionMode):
+    """Refuses what is computed where no gradient flows: a formula has one everywhere."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
+            raise ValueError("it computes without gradients")
+        return result
 
 
 def _name(function: Callable) -> str:

@@ -1,6 +1,5 @@
 """``moeblaze::route`` and its backward: router logits to the ids and weights of each token's experts, in one kernel."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
-
-WATCHERS: list[Callable[[Tensor, dict[str, Any], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = []
-"""Called with logits, what the weights depend on, and the result of every ``route``; what the last one returns is the result."""
 
 
 @not_scriptable
@@ -69,8 +65,10 @@ def route(
     weights_TK, experts_TK = call(_route_op, logits_TE, bias, *options)
     shape = (*logits.shape[:-1], top_k)
     result = weights_TK.view(shape), experts_TK.view(shape)
-    for watch in WATCHERS:
-        result = watch(logits, {"scoring": scoring, "renormalize": renormalize, "scale": scale}, result)
+    for position in range(torch._C._len_torch_function_stack()):
+        mode: Any = torch._C._get_function_stack_at(position)
+        if hasattr(mode, "watch_route"):
+            result = mode.watch_route(logits, {"scoring": scoring, "renormalize": renormalize, "scale": scale}, result)
     return result
 
 

@@ -36,8 +36,7 @@ class Choice:
 class Watch(TorchFunctionMode):
     """A mode in which every choice is shown to ``notice``, and taken at the ids that this returns, if it returns some.
 
-    The innermost of several decides, and each is shown what the scores say. For ``route``, ``watch_route`` has to be in
-    ``WATCHERS``: Dynamo enters a mode without its ``__enter__``, and shows it functions of torch only.
+    The innermost of several decides. ``route`` looks for these modes by itself: Dynamo shows them functions of torch only.
     """
 
     def notice(self, choice: Choice) -> Tensor | None:
@@ -50,7 +49,14 @@ class Watch(TorchFunctionMode):
         if scores is None:
             return result
         ids = self.notice(Choice(result[1], scores.shape[-1]))
-        return result if ids is None else torch.return_types.topk((scores.gather(-1, ids), ids))
+        if ids is None:
+            return result
+        values = scores.gather(-1, ids)
+        if "out" in kwargs:
+            result[0].copy_(values)
+            result[1].copy_(ids)
+            return result
+        return torch.return_types.topk((values, ids))
 
     def watch_route(self, logits: Tensor, options: dict[str, Any], result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids = self.notice(Choice(result[1], logits.shape[-1]))

@@ -6,6 +6,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from moeblaze_ops import config
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, check_float_dtype, check_number, check_tensor, refuse, refuse_type
 from moeblaze_ops.ops.route import chosen_experts
@@ -28,8 +29,9 @@ def load_balancing_loss(
     Args:
         logits: router logits of one layer or of several. Shape [..., E] each, bf16, fp16, fp32, or fp64 on CPU.
         top_k: K, 1 to E.
-        ids: what was chosen, of each layer. Shape [..., K], int32 or int64, below E; negative ones are not counted. None: the
-            ``top_k`` largest logits.
+        ids: what was chosen, of each layer. Shape [..., K], int32 or int64, below E; negative ones are not counted. Others raise,
+            and are not counted in compiled code and, unless ``config.check_expert_ids`` is set, on CUDA. None: the ``top_k``
+            largest logits.
         mask: tokens that count: True or other than zero. Shape [...], that of the logits without E, the same for all layers.
 
     Returns:
@@ -90,7 +92,14 @@ def _chosen(layers: list[Tensor], top_k: int, ids: Tensor | Sequence[Tensor] | N
             refuse_type("load_balancing_loss", "ids", "be int32 or int64", layer.dtype)
         if layer.dim() < 1 or layer.shape[-1] != top_k or layer.numel() != layers[0].shape[0] * top_k:
             refuse("load_balancing_loss", "ids", f"have shape [..., {top_k}], a row for each token", list(layer.shape))
+        _check_below(layer, layers[0].shape[-1])
     return [layer.reshape(-1, top_k) for layer in given]
+
+
+def _check_below(ids: Tensor, num_experts: int) -> None:
+    looks = not torch.compiler.is_compiling() and (ids.device.type == "cpu" or config.check_expert_ids)
+    if looks and ids.numel() and (largest := int(ids.max())) >= num_experts:
+        refuse("load_balancing_loss", "ids", f"be below {num_experts}, the experts", largest)
 
 
 def _largest(logits_TE: Tensor, top_k: int) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
 from moeblaze_ops.explanation import folded
-from moeblaze_ops.ops.route import WATCHERS
 from moeblaze_ops.routing.choice import Choice, Watch
 
 
@@ -28,7 +28,7 @@ class RoutingRecord:
     widths: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, choice: Choice) -> None:
-        ids = choice.ids_TK.detach().long()
+        ids = choice.ids_TK.long()
         self.ids[name] = torch.cat([self.ids[name], ids]) if name in self.ids else ids
         self.widths[name] = choice.width
 
@@ -86,32 +86,31 @@ def watching(
             notice(name, choice)
 
     handles = [register_module_forward_pre_hook(calls.enter), register_module_forward_hook(leave, always_call=True)]
-    WATCHERS.append(calls.watch_route)
     try:
         with torch.compiler.set_stance("force_eager"), calls:
             yield
     finally:
-        WATCHERS.remove(calls.watch_route)
         for handle in handles:
             handle.remove()
 
 
 class _Calls(Watch):
-    """The modules of a model that are being called, each with its last choice so far."""
+    """The modules of a model that this thread is calling, each with its last choice so far."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         model = getattr(model, "_orig_mod", model)
         self.names = {module: name for name, module in model.named_modules()}
         self._open: list[tuple[nn.Module, Choice | None]] = []
+        self._thread = get_ident()
 
     def enter(self, module: nn.Module, args: tuple) -> None:
-        if module in self.names:
+        if self._is_watched(module):
             self._open.append((module, None))
 
     def leave(self, module: nn.Module) -> Choice | None:
         # A call that raised, or was left by an exception, has no end of its own.
-        while module in self.names and self._open:
+        while self._is_watched(module) and self._open:
             called, choice = self._open.pop()
             if called is module:
                 return choice
@@ -119,4 +118,8 @@ class _Calls(Watch):
 
     def notice(self, choice: Choice) -> None:
         if self._open:
-            self._open[-1] = self._open[-1][0], choice
+            # A copy: the layer may write to its ids, or have the next ones written to the same memory.
+            self._open[-1] = self._open[-1][0], Choice(choice.ids.detach().clone(), choice.width)
+
+    def _is_watched(self, module: nn.Module) -> bool:
+        return module in self.names and get_ident() == self._thread

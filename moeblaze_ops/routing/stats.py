@@ -64,7 +64,7 @@ class RoutingStats:
         return len(self._layers)
 
     def add(self, name: str, choice: Choice) -> None:
-        ids = choice.ids_TK.detach().long().reshape(-1)
+        ids = choice.ids_TK.long().reshape(-1)
         used = ids >= 0
         counts_E = ids.new_zeros(choice.width).index_add(0, ids.clamp(min=0), used.long())
         dropped, num_tokens = (~used).sum(), choice.ids_TK.shape[0]

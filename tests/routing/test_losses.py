@@ -148,3 +148,8 @@ def test_bad_calls(layers, call, error, message):
     with pytest.raises(error) as raised:
         call(layers[0].detach())
     assert str(raised.value).startswith(message)
+
+
+def test_ids_of_no_expert_are_refused():
+    with pytest.raises(ValueError, match="load_balancing_loss: ids must be below 4, the experts, got 4"):
+        moeblaze_ops.load_balancing_loss(torch.randn(3, 4), 2, ids=torch.tensor([[0, 1], [2, 4], [-1, 3]]))

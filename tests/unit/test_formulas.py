@@ -206,3 +206,94 @@ def test_an_unused_half_has_no_gradient():
     h_N2F, da_NF = torch.randn(4, 2, 3), torch.randn(4, 3)
     gradient = activation_gradient(da_NF, h_N2F, "tanh(g)")
     assert not gradient[:, 1].any() and gradient[:, 0].all()
+
+
+def test_a_number_that_a_function_reads_may_change():
+    """Its formula is that of now, in eager and in compiled code."""
+    scale = 2.0
+
+    def doubled(h):
+        return F.silu(h) * scale
+
+    class Scaled(nn.Module):
+        factor = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.power = 2.0
+
+        def forward(self, h):
+            return F.relu(h) ** self.power
+
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, h):
+            return F.gelu(h)
+
+    scaled = Scaled()
+    x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
+    w_up, w_down = torch.randn(2, 3, 4, 4)
+
+    def layer(x, activation):
+        return moe(x, weights, experts, w_up, w_down, activation=activation)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for number in (2.0, 0.5, 3.0):
+        scale, scaled.power = number, number
+        for run in (layer, compiled):
+            torch.testing.assert_close(run(x, doubled), layer(x, f"silu(h) * {number}"))
+            torch.testing.assert_close(run(x, scaled), layer(x, f"relu(h) ** {number}"))
+    torch.testing.assert_close(layer(x, Slotted()), layer(x, "gelu"))
+
+
+class _AllEqual:
+    """Equal to any other one, and without a hash, as dataclasses are."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __eq__(self, other):
+        return isinstance(other, _AllEqual)
+
+    def __call__(self, h):
+        return self.function(h)
+
+
+def test_functions_are_told_apart_by_what_they_are():
+    assert trace_activation(_AllEqual(F.silu)) == "silu"
+    assert trace_activation(_AllEqual(F.gelu)) == "gelu"
+
+
+def _straight_through(h):
+    with torch.no_grad():
+        rest = F.relu(h) - h
+    return h + rest
+
+
+@pytest.mark.parametrize("function", [_straight_through, torch.no_grad()(F.silu), torch.inference_mode()(F.relu)])
+def test_what_has_no_gradient_is_refused(function):
+    with pytest.raises(ValueError, match="computes without gradients"):
+        trace_activation(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: F.silu(h) * h.shape[-1] ** -0.5,
+        lambda h: F.silu(h) / h.size(-1),
+        lambda h: F.silu(h) * (2.0 if len(h) > 5 else 1.0),
+        lambda h: h / h.numel(),
+        lambda h: F.relu(h) if h.shape[-1] == 64 else F.silu(h),
+        lambda h: h * torch.full((), h.shape[0] / 2),
+    ],
+)
+def test_what_depends_on_sizes_is_refused(function):
+    with pytest.raises(ValueError, match="depends on how large its arguments are"):
+        trace_activation(function)
+
+
+def test_a_constant_of_the_shape_of_an_argument_is_a_number():
+    assert trace_activation(lambda h: h * torch.full(h.shape, 0.5)) == trace_activation(lambda h: h * 0.5)
+    assert trace_activation(lambda h: torch.where(h > 0, h, torch.zeros_like(h))) == "where(h > 0.0, h, 0.0)"

@@ -11,6 +11,7 @@ from torch import fx
 from moeblaze_ops.arguments.separate_experts import are_in_a_row
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import Value
+from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight, may_be_specialized
 from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -138,7 +139,9 @@ def _element(algebra: Algebra, leaf: Expr, features: Sequence[Expr], index: Expr
     value, indices = leaf.args
     dtypes = (value.dtype, *casts)
     prove(not rounds_between(dtypes), Reason.DTYPE_PATH, "weights that are rounded on the way", value.node)
-    prove(all(isinstance(s, int) for s in value.shape), Reason.WEIGHT_LAYOUT, "a symbolic weight shape")
+    if not all(isinstance(size, int) for size in value.shape):
+        prove(may_be_specialized(value.node), Reason.WEIGHT_LAYOUT, "a symbolic weight shape")
+        raise SymbolicWeight(value.node)
     strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
     position = algebra.linear(0, list(zip(strides, indices, strict=True)))
     if position.kind == "const":

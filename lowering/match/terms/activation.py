@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterator
 from itertools import permutations
 
+import torch
+
+from moeblaze_ops.kernels.formulas.constants import as_used
 from moeblaze_ops.kernels.formulas.derivative import derivative
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
@@ -30,18 +33,22 @@ class Formulas:
         self._algebra = algebra
         self.gate = algebra.var(-2, 0, "r")
         self.up = algebra.var(-3, 0, "r")
-        self._named = {e: name for name, forms in self._all() for e in forms}
+        self._named = {
+            double: {self._as_used(e, double): name for name, forms in self._all() for e in forms} for double in (False, True)
+        }
 
     def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
         """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one.
 
         Numbers that may change count as what they are now, with a guard where that gives a name.
         """
+        double = _is_double(halves)
         numbers = {e: e.args[0].args[0] for e in subexpressions(activation, is_changing)}
         present = {e: self._algebra.const(number.present) for e, number in numbers.items()}
         for order in permutations(halves):
             symbols = dict(zip(order, (self.gate, self.up), strict=False))
-            name = self._named.get(self._rounded(self._algebra.substitute(activation, symbols | present)))
+            used = self._as_used(self._algebra.substitute(activation, symbols | present), double)
+            name = self._named[double].get(used)
             if name is not None:
                 for number in numbers.values():
                     number.guard()
@@ -69,12 +76,12 @@ class Formulas:
                 found = root, order
         root, order = found
         check_root(root)
-        return (IDENTITY if root is symbol("h") else name_of(root)), order
+        return (IDENTITY if root is symbol("h") else name_of(root, double=_is_double(halves))), order
 
-    def _rounded(self, e: Expr) -> Expr:
-        """Constants rounded, so that 1 / sqrt(2) written in two ways is one number."""
+    def _as_used(self, e: Expr, double: bool) -> Expr:
+        """Constants as arithmetic has them, so that 1 / sqrt(2) written in two ways is one number."""
         constants = subexpressions(e, lambda part: part.kind == "const" and isinstance(part.args[0], float))
-        return self._algebra.substitute(e, {c: self._algebra.const(float(f"{c.args[0]:.5g}")) for c in constants})
+        return self._algebra.substitute(e, {c: self._algebra.const(as_used(c.args[0], double)) for c in constants})
 
     def _all(self) -> Iterator[tuple[str, list[Expr]]]:
         g, u = self.gate, self.up
@@ -84,11 +91,11 @@ class Formulas:
             ("geglu_tanh", "gelu_tanh", self._gelu_tanh(g)),
             ("reglu", "relu", [self._call("relu", g)]),
         ):
-            yield ungated, [self._rounded(e) for e in forms]
-            yield gated, [self._rounded(self._algebra.mul(e, u)) for e in forms]
+            yield ungated, forms
+            yield gated, [self._algebra.mul(e, u) for e in forms]
         yield "relu2", [self._call("square", self._call("relu", g))]
-        yield "swiglu_clamped", [self._rounded(self._clamped(g, u))]
-        yield "swiglu_limited", [self._rounded(e) for e in self._limited(g, u)]
+        yield "swiglu_clamped", [self._clamped(g, u)]
+        yield "swiglu_limited", self._limited(g, u)
 
     def _call(self, name: str, *args: Expr, params: tuple = ()) -> Expr:
         return apply_pointwise(self._algebra, name, list(args), params, integers=False)
@@ -128,6 +135,12 @@ class Formulas:
         g, u = self._bounded(g, u, CLAMP_LIMIT)
         gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
         return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
+
+
+def _is_double(halves: tuple[Expr, ...]) -> bool:
+    """Whether an activation is computed in fp64: so it is of tensors in fp64."""
+    leaves = [leaf for half in halves for leaf in subexpressions(half, lambda e: e.kind == "leaf")]
+    return any(leaf.args[0].dtype == torch.float64 for leaf in leaves)
 
 
 def without_gradient(activation: str) -> frozenset[str]:

@@ -10,7 +10,7 @@ from functools import reduce
 from moeblaze_ops.kernels.formulas import composites
 from moeblaze_ops.kernels.formulas.composites import COMPOSITES
 from moeblaze_ops.kernels.formulas.expression import ARITY, COMPARISONS, ONE, ZERO, Node, apply, number, symbols_of
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import SCALED, Expr
 
 
 def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
@@ -53,6 +53,8 @@ def to_formula(e: Expr, symbols: dict[Expr, Node]) -> Node:
             bounds = (none if bound is None else bound for bound, none in zip(params, (-math.inf, math.inf), strict=True))
             return apply("clamp", read(args[0]), *map(number, bounds))
         operands = [*map(read, args), *map(number, params)]
+        if name == SCALED:
+            return apply("mul", *operands)
         if name == "softplus":
             return composites.softplus(*operands)
         if name in COMPOSITES:
