@@ -22,7 +22,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_lea
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
-from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.match_result import MoEMatch, Reading
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
@@ -95,6 +95,7 @@ class Candidate:
     chosen: Counter
     base: fx.Node | None
     added: Sequence[ZeroComputationTerm]
+    reading: Reading
 
 
 def prove_layer(view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate) -> MoEMatch:
@@ -222,7 +223,8 @@ class _Proof:
         bounds, E = self._bounds(routed), stored.num_experts
         selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
         return MoEMatch(
-            root=root, region=region, x=x, experts=routed.ids, weights=weights, scales=scales, weights_on_input=bool(lead.scale),
+            root=root, reading=candidate.reading, region=region, x=x, experts=routed.ids, weights=weights, scales=scales,
+            weights_on_input=bool(lead.scale),
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
             T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=D, F=lead.width.args[1], dtype=dtype,
