@@ -63,7 +63,8 @@ class LayerForm:
     def _sum(self, terms: list[Expr]) -> Expr:
         """A sum in which a product stands once, with one number: ``a + a = 2 a``."""
         algebra, numbers = self._algebra, dict[Expr, float]()
-        for term in algebra.add(*terms).args if len(terms) > 1 else terms:
+        whole = algebra.add(*terms)
+        for term in whole.args if whole.kind == "add" else (whole,):
             own = [f.args[0] for f in factors_of(term) if f.kind == "const"]
             rest = algebra.mul(*(f for f in factors_of(term) if f.kind != "const"))
             numbers[rest] = numbers.get(rest, 0) + (own[0] if own else 1)
@@ -72,7 +73,9 @@ class LayerForm:
     def _product(self, factors: list[Expr]) -> Expr:
         """A product in which a mask stands once: it is 1 beside itself, and beside a sum of what it brackets.
 
-        [m] f([m] x) = [m] f(x)        (sum_k [m_k]) (sum_k [m_k] w_k) = sum_k [m_k] w_k        [w != 0] w = w
+            [m] f([m] x) = [m] f(x)        (sum_k [m_k]) (sum_k [m_k] w_k) = sum_k [m_k] w_k        [w != 0] w = w
+
+        A number is multiplied into a sum.
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
@@ -80,6 +83,9 @@ class LayerForm:
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole
+        if len(whole.args) == 2 and {"const", "add"} == {f.kind for f in whole.args}:
+            (number,), (terms,) = ([f for f in whole.args if f.kind == kind] for kind in ("const", "add"))
+            return self._sum([algebra.mul(number, term) for term in terms.args])
         for mask in subexpressions(whole, self._is_mask):
             beside = [g for g in whole.args if g is mask or self._absorbs(mask, g)]
             if beside:
