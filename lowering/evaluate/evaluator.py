@@ -125,7 +125,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         (x,) = value.args
         for outer_axes, inner_axes in common_groups(value.shape, x.shape):
             merged = len(outer_axes) > 1 or len(inner_axes) > 1
-            if merged and any(self._may_be_outside(indices[a], value.shape[a]) for a in outer_axes):
+            if merged and any(self.may_be_outside(indices[a], value.shape[a]) for a in outer_axes):
                 return self.algebra.leaf(value, indices)
         return self.element(x, self.reshape_indices(value.shape, x.shape, indices), depth)
 
@@ -158,12 +158,12 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_slice(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim, start, step = value.args
-        if self._may_be_outside(indices[dim], value.shape[dim]):
+        if self.may_be_outside(indices[dim], value.shape[dim]):
             return self.algebra.leaf(value, indices)
         index = self.algebra.linear(start, [(step, indices[dim])])
         return self.element(x, (*indices[:dim], index, *indices[dim + 1 :]), depth)
 
-    def _may_be_outside(self, index: Expr, size: Size) -> bool:
+    def may_be_outside(self, index: Expr, size: Size) -> bool:
         """Whether an index is a number that data give, for which a subscript counts from the end or raises an error."""
         given = index.kind == "nonzero" or (index.kind == "leaf" and not index.args[0].is_permutation)
         return given and not self.algebra.fits(index, size)
@@ -219,7 +219,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_lanes(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, level, dim = value.args
-        if indices[dim].height or self._may_be_outside(indices[dim], value.shape[dim]):
+        if indices[dim].height or self.may_be_outside(indices[dim], value.shape[dim]):
             return self.algebra.leaf(value, indices)
         inner = self.element(x, (*indices[:dim], *indices[dim + 1 :]), depth)
         return self.algebra.substitute(inner, {self._lane(level, value.shape[dim]): indices[dim]})
@@ -234,7 +234,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_arange(self, value: Value, indices: Indices, depth: int) -> Expr:
         start, step = value.args
-        if self._may_be_outside(indices[0], value.shape[0]):
+        if self.may_be_outside(indices[0], value.shape[0]):
             return self.algebra.leaf(value, indices)
         return self.algebra.linear(start, [(step, indices[0])])
 

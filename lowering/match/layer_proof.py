@@ -22,7 +22,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, at_lea
 from moeblaze_ops.lowering.graph.operators import GROUPED_PRODUCTS
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, size_of
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
-from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.match_result import MoEMatch, Reading
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_parameters import find_parameters
 from moeblaze_ops.lowering.match.operands.find_routing import find_kept, find_x, is_permuted, with_scaled_x
@@ -46,7 +46,7 @@ from moeblaze_ops.lowering.match.terms.expert_coverage import (
     prove_shared_weights,
     weight_index,
 )
-from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, read_expert
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, read_expert, written
 from moeblaze_ops.lowering.match.terms.padding import without_padding
 from moeblaze_ops.lowering.match.terms.routing_term import (
     Routing,
@@ -95,6 +95,7 @@ class Candidate:
     chosen: Counter
     base: fx.Node | None
     added: Sequence[ZeroComputationTerm]
+    reading: Reading
 
 
 def prove_layer(view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate) -> MoEMatch:
@@ -222,7 +223,8 @@ class _Proof:
         bounds, E = self._bounds(routed), stored.num_experts
         selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
         return MoEMatch(
-            root=root, region=region, x=x, experts=routed.ids, weights=weights, scales=scales, weights_on_input=bool(lead.scale),
+            root=root, reading=self._reading(experts, routed), region=region, x=x, experts=routed.ids, weights=weights,
+            scales=scales, weights_on_input=bool(lead.scale),
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
             T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=D, F=lead.width.args[1], dtype=dtype,
@@ -231,6 +233,19 @@ class _Proof:
             named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,
             subscripts=selects, copied=written_before_backward(self.view, root, read),
         )  # fmt: skip
+
+    def _reading(self, experts: Sequence[ExpertTerm], routed: _Routed) -> Reading:
+        """The terms as they are proven: a term of places that tokens have is one of tokens, see `padding` and `find_scored`."""
+        reading, terms = self.candidate.reading, []
+        for term, before, now, routing in zip(
+            self.candidate.terms, experts, routed.experts, routed.routings, strict=True
+        ):
+            share, binders = self.algebra.mul(*now.routing), now.binders
+            if routed.scored:
+                share, binders = routing.score, tuple(binder for binder in now.binders if binder is routing.expert)
+            of_places = len(binders) < len(before.binders)
+            terms.append(written(self.algebra, reading.formulas, now, share, binders) if of_places else term)
+        return replace(reading, experts=tuple(terms))
 
     def _normal(self, experts: Sequence[ExpertTerm]) -> list[ExpertTerm]:
         """Experts without what their input has in common with other spellings: scales of tokens, masks, padding."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.find_scored import Named
@@ -16,7 +18,24 @@ from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.match.region import Region
+from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read as a layer: the terms of the sum that its root has at ``tokens``, among tokens of ``sizes``, and ``feature``.
+
+    ``experts`` have projections, ``others`` have none.
+    """
+
+    evaluator: Evaluator
+    formulas: Formulas
+    experts: tuple[Expr, ...]
+    others: tuple[Expr, ...]
+    tokens: Indices
+    sizes: tuple[Size, ...]
+    feature: Expr
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,7 @@ class MoEMatch:
     """A proven layer: its operands as nodes and views, ready to be rewritten."""
 
     root: fx.Node
+    reading: Reading = field(compare=False, repr=False)
     region: Region
     x: Operand
     experts: Operand | None  # None where a token may go to every expert: its ids are all numbers from 0 on

@@ -58,7 +58,7 @@ def is_routed(term: Expr, feature: Expr) -> bool:
 
 def read_terms(algebra: Algebra, term: Expr, feature: Expr, dtype: torch.dtype) -> Iterator[ZeroComputationTerm]:
     """What ``term`` adds to a result of ``dtype``, each product of a vector and a routing on its own."""
-    for product in _products(algebra, _unrounded(algebra, term, feature, dtype), feature):
+    for product in products_of(algebra, _unrounded(algebra, term, feature, dtype), feature):
         vectors = [f for f in factors_of(product) if feature in f.free]
         shared = [f for f in factors_of(product) if feature not in f.free and f.kind != "const"]
         numbers = [f.args[0] for f in factors_of(product) if f.kind == "const"]
@@ -80,11 +80,11 @@ def _of_rows(product: Expr) -> str:
     return ""
 
 
-def _products(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
+def products_of(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
     """The terms of ``e`` with sums of vectors multiplied out."""
     if e.kind == "add" and feature in e.free:
         for term in e.args:
-            yield from _products(algebra, term, feature)
+            yield from products_of(algebra, term, feature)
         return
     sums = [f for f in e.args if f.kind == "add" and feature in f.free] if e.kind == "mul" else []
     if not sums:
@@ -92,7 +92,7 @@ def _products(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
         return
     others = [f for f in e.args if f is not sums[0]]
     for term in sums[0].args:
-        yield from _products(algebra, algebra.mul(term, *others), feature)
+        yield from products_of(algebra, algebra.mul(term, *others), feature)
 
 
 def _unrounded(algebra: Algebra, e: Expr, feature: Expr, dtype: torch.dtype) -> Expr:

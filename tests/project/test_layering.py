@@ -32,7 +32,7 @@ FLOORS = {
         ["facts"],
         ["evaluate", "forms"],
         ["match", "obligations"],
-        ["router", "tracing"],
+        ["router", "statement", "tracing"],
         ["rewrite"],
     ],
     "moeblaze_ops": [

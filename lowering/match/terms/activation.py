@@ -33,6 +33,8 @@ class Formulas:
         self._algebra = algebra
         self.gate = algebra.var(-2, 0, "r")
         self.up = algebra.var(-3, 0, "r")
+        self.parameters = tuple(algebra.var(-20 - i, 0, "r") for i in range(len(PARAMETER_SYMBOLS)))
+        self._read: dict[str, dict[Expr, None]] = {}
         self._named = {
             double: {self._as_used(e, double): name for name, forms in self._all() for e in forms} for double in (False, True)
         }
@@ -52,8 +54,20 @@ class Formulas:
             if name is not None:
                 for number in numbers.values():
                     number.guard()
+                self._remember(name, activation, symbols)
                 return name, order
         return None
+
+    def spellings(self, activation: str) -> list[Expr]:
+        """What was read as an activation, in the symbols ``gate``, ``up`` and ``parameters``."""
+        return list(self._read.get(activation, ()))
+
+    def remember_named(self, name: str) -> None:
+        """Count every form of a fused activation as read."""
+        self._read.setdefault(name, {}).update(dict.fromkeys(e for e, own in self._named[False].items() if own == name))
+
+    def _remember(self, name: str, activation: Expr, symbols: dict[Expr, Expr]) -> None:
+        self._read.setdefault(name, {})[self._algebra.substitute(activation, symbols)] = None
 
     def text(
         self, activation: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...] = ()
@@ -76,7 +90,10 @@ class Formulas:
                 found = root, order
         root, order = found
         check_root(root)
-        return (IDENTITY if root is symbol("h") else name_of(root, double=_is_double(halves))), order
+        name = IDENTITY if root is symbol("h") else name_of(root, double=_is_double(halves))
+        symbols = dict(zip(order, (self.gate, self.up), strict=False)) | dict(zip(parameters, self.parameters, strict=False))
+        self._remember(name, activation, symbols)
+        return name, order
 
     def _as_used(self, e: Expr, double: bool) -> Expr:
         """Constants as arithmetic has them, so that 1 / sqrt(2) written in two ways is one number."""

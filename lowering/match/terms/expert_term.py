@@ -5,7 +5,7 @@ how much of it a token gets and is left to `routing_term`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,22 @@ class ExpertTerm:
     width: Expr  # the variable of F
     feature_in: Expr  # the variable of D inside the up projection
     parameters: tuple[Expr, ...] = ()  # what the activation reads as p0, p1 and so on
+
+
+def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm, share: Expr, binders: Sequence[Expr]) -> Expr:
+    """The term that ``read_expert`` reads as ``expert``, times a share of each token and summed over ``binders``."""
+    halves = []
+    for projection in expert.up:
+        h = algebra.mul(*expert.scale, algebra.sum(expert.feature_in, algebra.mul(expert.x, projection.weight)))
+        halves.append(h if projection.bias is None else algebra.add(h, projection.bias))
+    symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
+    symbols |= dict(zip(formulas.parameters, expert.parameters, strict=False))
+    hidden = algebra.substitute(formulas.spellings(expert.activation)[0], symbols)
+    term = algebra.sum(expert.width, algebra.mul(hidden, expert.down.weight))
+    term = algebra.mul(share, term if expert.down.bias is None else algebra.add(term, expert.down.bias))
+    for binder in binders:
+        term = algebra.sum(binder, term)
+    return term
 
 
 def _terms(e: Expr) -> tuple[Expr, ...]:

@@ -1,0 +1,233 @@
+"""The layer that the operators compute, stated of the operands of a match alone:
+
+    out[t, d] = sum over e of share(t, e) * expert_e(x[t])[d]
+    share(t, e) = sum over k of [ids[t, k] = e] * weights[t, k] * scales
+    expert_e(x)[d] = sum over f of down[e, d, f] * act(h_f) + b_down[e, d]
+    h_f = sum over i of up[e, f, i] * x[i] + b_up[e, f]
+
+One function has several sums: over experts in turn or by a bound number, over slots inside of the share or around the expert.
+``Form`` says which one is written; they differ by the distributive law alone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+
+from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
+from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS
+from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.operands.find_scales import Scale
+from moeblaze_ops.lowering.match.operands.low_rank import Factors
+from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
+from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.statement.operands import Elements
+
+_LEVEL = 100
+"""Bound variables of a statement are numbered from here until they are bound: above those of tokens and features."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the sum over experts and slots is written.
+
+    ``experts``: one term each, a sum over their numbers, or by the ids as subscripts. ``slots``: summed inside of the share,
+    around the expert, or one term each. ``masked``: the expert's output is zero for tokens without it; otherwise its input is.
+    """
+
+    experts: Literal["listed", "summed", "indexed"]
+    slots: Literal["inside", "around", "listed"]
+    masked: bool = True
+
+
+class Statement:
+    """What a match says that its layer computes."""
+
+    def __init__(self, match: MoEMatch, elements: Elements, formulas: Formulas, feature: Expr):
+        self._match, self._elements, self._formulas, self._feature = match, elements, formulas, feature
+        self._algebra = elements.algebra
+        self._f = self._algebra.var(_LEVEL, match.F, "d")
+        self._in = self._algebra.var(_LEVEL + 1, match.D, "d")
+        self._gated = is_gated(match.activation)
+        self._depth = MAX_PROJECTIONS if match.weights_on_input else 0
+        of_slots = (match.experts, match.weights, *(scale.operand for scale in match.scales if scale.width is not None))
+        self._slots_apart = match.experts is not None and any(operand is not None and operand.rest for operand in of_slots)
+
+    def forms(self, num_terms: int) -> Iterator[Form]:
+        """The ways to write the layer with so many terms of experts."""
+        match = self._match
+        apart = any(view.apart for view in (*match.w_up, *match.b_up, match.w_down, *filter(None, [match.b_down])))
+        by_ids = match.experts is not None and not apart
+        for experts, slots in product(("listed", "summed", "indexed"), ("inside", "around", "listed")):
+            if (experts != "listed" and (apart or match.numbers)) or (experts == "indexed" and (slots == "inside" or not by_ids)):
+                continue
+            if (self._slots_apart and slots == "around") or (match.experts is None and slots != "inside"):
+                continue
+            if num_terms != (match.E if experts == "listed" else 1) * (match.K if slots == "listed" else 1):
+                continue
+            yield Form(experts, slots)
+            if match.weights_on_input and is_zero_at_zero(match.activation) and not match.b_up and match.b_down is None:
+                yield Form(experts, slots, masked=False)
+
+    def terms(self, form: Form, activation: Expr) -> Iterator[Expr]:
+        """The terms of the sum; ``activation`` is that of the match in the symbols of ``formulas``."""
+        algebra, match = self._algebra, self._match
+        around = self._slot() if form.slots == "around" else None
+        slots = [algebra.const(k) for k in range(match.K)] if form.slots == "listed" else [around]
+        for k in slots:
+            for number in self._numbers(form):
+                term = self._term(form, activation, number, k)
+                if form.experts == "summed":
+                    term = algebra.sum(number, term)
+                elif form.experts == "indexed":
+                    term = algebra.substitute(term, {number: self._id(k)})
+                yield term if around is None or around is algebra.zero else algebra.sum(around, term)
+        yield from self._without_projections(slots if form.slots == "listed" else [None])
+
+    def _numbers(self, form: Form) -> list[Expr]:
+        """The number of the expert of each term: its place among the weights."""
+        if form.experts == "listed":
+            return [self._algebra.const(e) for e in range(self._match.E)]
+        return [self._algebra.var(_LEVEL + 3, self._match.E, "r")]
+
+    def _term(self, form: Form, activation: Expr, number: Expr, k: Expr | None) -> Expr:
+        algebra = self._algebra
+        if form.experts == "indexed":
+            chosen, weight = algebra.one, self._weight(number, k, self._depth)
+        elif self._match.experts is None:
+            chosen, weight = algebra.one, self._scored(number)
+        elif k is not None:
+            chosen = algebra.eq(self._id(k), self._named(number))
+            weight = self._weight(number, k, self._depth)
+        else:
+            chosen, weight = algebra.one, self._share(number, self._named(number), None, self._depth)
+        if self._match.kept is not None:
+            weight = algebra.mul(weight, self._elements.of_token(self._match.kept, number, self._match.E))
+        if not self._match.weights_on_input:
+            return algebra.mul(chosen, weight, self._expert(number, activation, None))
+        inside = self._expert(number, activation, algebra.mul(chosen, weight))
+        if not form.masked:
+            return inside
+        if k is None:
+            chosen = self._over_slots(lambda k: algebra.eq(self._id(k), self._named(number)))
+        return algebra.mul(chosen, inside)
+
+    def _share(self, number: Expr, named: Expr, k: Expr | None, depth: int) -> Expr:
+        """What a token gets of the expert with the id ``named``: by its slot ``k``, or by all of them."""
+
+        def of_slot(k: Expr) -> Expr:
+            return self._algebra.mul(self._algebra.eq(self._id(k), named), self._weight(number, k, depth))
+
+        return self._over_slots(of_slot) if k is None else of_slot(k)
+
+    def _over_slots(self, body: Callable[[Expr], Expr]) -> Expr:
+        k = self._slot()
+        if self._slots_apart:
+            return self._algebra.add(*(body(self._algebra.const(k)) for k in range(self._match.K)))
+        return body(k) if k is self._algebra.zero else self._algebra.sum(k, body(k))
+
+    def _slot(self) -> Expr:
+        return self._algebra.zero if self._match.K == 1 else self._algebra.var(_LEVEL + 2, self._match.K, "r")
+
+    def _named(self, number: Expr) -> Expr:
+        """The id of an expert."""
+        return self._algebra.const(self._match.numbers[number.args[0]]) if self._match.numbers else number
+
+    def _id(self, k: Expr) -> Expr:
+        return self._elements.of_token(self._match.experts, k, self._match.K)
+
+    def _weight(self, number: Expr, k: Expr, depth: int) -> Expr:
+        """The routing weight of a slot, which has the expert ``number``."""
+        match, weights = self._match, self._match.weights
+        if weights is None:
+            own = self._algebra.one
+        elif weights.gathered:
+            own = self._elements.of_token(weights, number, match.E, depth=depth)
+        else:
+            own = self._elements.of_token(weights, k, match.K, depth=depth)
+        return self._algebra.mul(own, *(self._scale(scale, number, k, depth) for scale in match.scales))
+
+    def _scale(self, scale: Scale, number: Expr, k: Expr | None, depth: int) -> Expr:
+        if scale.width is None:
+            return self._elements.of_expert(scale.operand, number, self._match.E)
+        column = self._algebra.zero if scale.width == 1 else number if k is None else k
+        e = self._elements.of_token(scale.operand, column, scale.width, depth=depth)
+        return e if not scale.is_mask or is_indicator(e) else self._algebra.cast(torch.bool, e)
+
+    def _scored(self, number: Expr) -> Expr:
+        """The share of a layer whose tokens may go to every expert."""
+        match, algebra = self._match, self._algebra
+        own = algebra.one if match.weights is None else self._elements.of_token(match.weights, number, match.E)
+        share = algebra.mul(own, *(self._scale(scale, number, None, 0) for scale in match.scales))
+        if (named := match.named) is None:
+            return share
+        place = algebra.zero if named.C == 1 else algebra.var(_LEVEL + 2, named.C, "r")
+        sizes = (match.E, named.C)
+        hit = algebra.eq(self._elements.of_place(named.tokens, number, place, sizes), self._elements.token)
+        weight = algebra.one if named.weights is None else self._elements.of_place(named.weights, number, place, sizes)
+        placed = algebra.mul(hit, weight)
+        return algebra.mul(share, placed if place is algebra.zero else algebra.sum(place, placed))
+
+    def _expert(self, number: Expr, activation: Expr, scale: Expr | None) -> Expr:
+        """What an expert makes of the token, whose products with the up weights are multiplied by ``scale``."""
+        algebra, match, formulas = self._algebra, self._match, self._formulas
+        halves = [self._half(number, g, scale) for g in range(1 + self._gated)]
+        symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
+        for symbol, parameter in zip(formulas.parameters, match.parameters, strict=False):
+            symbols[symbol] = self._elements.of_expert(parameter, number, match.E)
+        hidden = algebra.substitute(activation, symbols)
+        down = self._sum_of_low_rank(match.w_down, match.low_rank_down, number, self._feature, self._f)
+        out = algebra.sum(self._f, algebra.mul(down(self._f, self._feature), hidden))
+        return out if match.b_down is None else algebra.add(out, self._elements.of_weight(match.b_down, number, self._feature))
+
+    def _half(self, number: Expr, g: int, scale: Expr | None) -> Expr:
+        algebra, match = self._algebra, self._match
+        view, half = self._view_of_half(match.w_up, g)
+        low_rank = match.low_rank_up[g] if match.low_rank_up else ()
+        weight = self._sum_of_low_rank(view, low_rank, number, self._f, self._in, half)
+        h = algebra.sum(self._in, algebra.mul(self._elements.of_input(match.x, self._in), weight(self._f, self._in)))
+        h = h if scale is None else algebra.mul(scale, h)
+        if not match.b_up:
+            return h
+        view, half = self._view_of_half(match.b_up, g)
+        return algebra.add(h, self._elements.of_weight(view, number, half, self._f))
+
+    def _view_of_half(self, views: tuple[WeightView, ...], g: int) -> tuple[WeightView, Expr]:
+        return (views[g], self._algebra.zero) if len(views) == 2 else (views[0], self._algebra.const(g))
+
+    def _sum_of_low_rank(
+        self, view: WeightView, factors: tuple[Factors, ...], number: Expr, output: Expr, feature: Expr, *half: Expr
+    ):
+        """An expert's weight with what adapters add to it, as a function of the features in the order of the view."""
+
+        def element(*features: Expr) -> Expr:
+            added = [self._low_rank(own, number, output, feature) for own in factors]
+            return self._algebra.add(self._elements.of_weight(view, number, *half, *features), *added)
+
+        return element
+
+    def _low_rank(self, factors: Factors, number: Expr, output: Expr, feature: Expr) -> Expr:
+        algebra = self._algebra
+        rank = algebra.zero if factors.rank == 1 else algebra.var(_LEVEL + 4, factors.rank, "d")
+        a = self._elements.of_weight(factors.a, number, rank, feature)
+        b = self._elements.of_weight(factors.b, number, output, rank)
+        summed = algebra.mul(a, b) if rank is algebra.zero else algebra.sum(rank, algebra.mul(a, b))
+        own = algebra.one if factors.scale_E is None else self._elements.of_weight(factors.scale_E, number)
+        return algebra.mul(algebra.const(factors.scale), own, summed)
+
+    def _without_projections(self, slots: list[Expr | None]) -> Iterator[Expr]:
+        """What zero-computation experts add, of the slots that have a term of their own or of all of them."""
+        algebra, match = self._algebra, self._match
+        for own in match.zero_computation:
+            if own.is_constant:
+                vector = self._elements.of_vector(own.vector, self._feature)
+            else:
+                vector = self._elements.of_token(own.vector, self._feature, match.D)
+            of_token = algebra.one if own.of_token is None else self._elements.of_token(own.of_token, algebra.zero, 1)
+            for number, k in product(map(algebra.const, own.numbers), slots):
+                share = self._share(number, number, k, 0)
+                yield algebra.mul(algebra.const(own.factor), of_token, share, vector)

@@ -1,0 +1,129 @@
+"""Equalities that hold for layers: most of them where the ids of a token differ.
+
+They bring what a graph computes and what a match states to one form, in which equal sums are the same object. What is rounded on
+the way is no part of that form, and subscripts that data give are in range there.
+"""
+
+from collections import Counter
+
+import torch
+
+from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.match.terms.activation import is_changing
+
+_LEVEL = 150
+"""Variables that stand for subscripts are numbered from here, above those of a statement."""
+
+
+class LayerForm:
+    """Expressions in the form that layers are compared in."""
+
+    def __init__(self, evaluator: Evaluator):
+        self._evaluator, self._algebra = evaluator, evaluator.algebra
+        self._known: dict[Expr, Expr] = {}
+
+    def of(self, e: Expr) -> Expr:
+        found = self._known.get(e)
+        if found is None:
+            found = self._known[e] = self._of(e)
+        return found
+
+    def _of(self, e: Expr) -> Expr:
+        algebra = self._algebra
+        match e.kind:
+            case "distinct" if are_distinct(algebra, *e.args):
+                return algebra.one
+            case "cast" if e.args[0].is_floating_point:
+                return self.of(e.args[1])
+            case "any" if self._is_once(e):
+                var, body = algebra.open(e)
+                return algebra.sum(var, self.of(body))
+            case "sum" | "prefix":
+                var, body = algebra.open(e)
+                return getattr(algebra, e.kind)(var, self.of(body), *map(self.of, e.args[2:]))
+            case "call" if (whole := algebra.unscaled(e)) is not e:
+                return self.of(whole)
+            case "leaf" if is_changing(e):
+                return algebra.const(e.args[0].args[0].present)
+            case "leaf" if e.args[0].op == "low_rank":
+                base, added = e.args[0].args
+                return algebra.add(*(self.of(self._evaluator.element(part, e.args[1], 1)) for part in (base, added)))
+            case "leaf":
+                return self._subscripted(e)
+            case "call" if e.args[0] == CHOSEN:
+                return algebra.cast(torch.bool, self.of(*e.args[1]))
+            case "add":
+                return self._sum([self.of(term) for term in e.args])
+            case "mul":
+                return self._product([self.of(factor) for factor in e.args])
+        return algebra._rebuild(e, self.of)
+
+    def _sum(self, terms: list[Expr]) -> Expr:
+        """A sum in which a product stands once, with one number: ``a + a = 2 a``."""
+        algebra, numbers = self._algebra, dict[Expr, float]()
+        whole = algebra.add(*terms)
+        for term in whole.args if whole.kind == "add" else (whole,):
+            own = [f.args[0] for f in factors_of(term) if f.kind == "const"]
+            rest = algebra.mul(*(f for f in factors_of(term) if f.kind != "const"))
+            numbers[rest] = numbers.get(rest, 0) + (own[0] if own else 1)
+        return algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items()))
+
+    def _product(self, factors: list[Expr]) -> Expr:
+        """A product in which a mask stands once: it is 1 beside itself, and beside a sum of what it brackets.
+
+            [m] f([m] x) = [m] f(x)        (sum_k [m_k]) (sum_k [m_k] w_k) = sum_k [m_k] w_k        [w != 0] w = w
+
+        A number is multiplied into a sum.
+        """
+        algebra = self._algebra
+        flat = Counter(part for factor in factors for part in factors_of(factor))
+        flat -= Counter(f for f in flat if _is_not_zero(f) and Counter(factors_of(f.args[1])) <= flat)
+        whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
+        if whole.kind != "mul":
+            return whole
+        if len(whole.args) == 2 and {"const", "add"} == {f.kind for f in whole.args}:
+            (number,), (terms,) = ([f for f in whole.args if f.kind == kind] for kind in ("const", "add"))
+            return self._sum([algebra.mul(number, term) for term in terms.args])
+        for mask in subexpressions(whole, self._is_mask):
+            beside = [g for g in whole.args if g is mask or self._absorbs(mask, g)]
+            if beside:
+                rest = (g if g in beside else algebra.substitute(g, {mask: algebra.one}) for g in whole.args)
+                if (less := algebra.mul(*rest)) is not whole:
+                    return self.of(less)
+        return whole
+
+    def _subscripted(self, leaf: Expr) -> Expr:
+        """An element at subscripts that data give, which are in range: the same element as at any other index."""
+        value, indices = leaf.args
+        given = {
+            self._algebra.var(_LEVEL + axis, size, "r"): index
+            for axis, (index, size) in enumerate(zip(indices, value.shape, strict=True))
+            if self._evaluator.may_be_outside(index, size)
+        }
+        if not given:
+            return leaf
+        of_index = {index: var for var, index in given.items()}
+        anywhere = self._evaluator.element(value, tuple(of_index.get(index, index) for index in indices), MAX_PROJECTIONS)
+        return self._algebra.substitute(anywhere, given)
+
+    def _is_mask(self, e: Expr) -> bool:
+        """True if ``e`` is 0 or 1 by comparisons."""
+        return e.kind == "eq" or (e.kind == "sum" and self._is_once(e))
+
+    def _is_once(self, e: Expr) -> bool:
+        """True if ``e`` binds a comparison of ids that differ, of which one is the expert's at most."""
+        var, body = self._algebra.open(e)
+        return body.kind == "eq" and any(var in ids.free and are_distinct(self._algebra, ids, var) for ids in body.args)
+
+    def _absorbs(self, mask: Expr, other: Expr) -> bool:
+        """True if ``other`` is a sum of what the sum of comparisons ``mask`` brackets, term by term."""
+        if mask.kind != "sum" or not self._is_mask(mask) or other.kind != "sum" or other is mask:
+            return False
+        (var, hit), (slot, body) = self._algebra.open(mask), self._algebra.open(other)
+        return self._algebra.substitute(hit, {var: slot}) in factors_of(body)
+
+
+def _is_not_zero(e: Expr) -> bool:
+    return e.kind == "cast" and e.args[0] == torch.bool
