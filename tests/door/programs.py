@@ -60,7 +60,7 @@ def of_experts(combine: Callable) -> Callable[[], nn.Module]:
 
 SPELLINGS = {
     "any": of_experts(guarded.if_any),
-    "continue": of_experts(guarded.shape_continue),
+    "continue": of_experts(guarded.numel_continue),
     "hits": of_experts(guarded.hit_rows),
     "masks": of_experts(zoo.masked_sum),
     "einsum": functools.partial(zoo.StackedMoE, zoo.dense_einsum),
