@@ -1,6 +1,6 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
-#                  test-fast test-ops test-rewrite test-capture test-slow test-export test-hf test-offline test-interpreter
+#                  test-fast test-ops test-rewrite test-capture test-slow test-export test-hf test-offline test-door test-interpreter
 # make versions    what is replaced of torch, captured branches and some rewrites, with each torch of VERSIONS in a venv of its own,
 #                  or with those that are in VENVS
 # make test-gpu    the tests that need a GPU
@@ -36,7 +36,7 @@ DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
 # The longest part first.
-PARTS := test-rewrite test-slow test-capture test-offline test-hf test-interpreter test-ops test-fast test-export
+PARTS := test-rewrite test-slow test-capture test-offline test-door test-hf test-interpreter test-ops test-fast test-export
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 

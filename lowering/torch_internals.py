@@ -261,19 +261,29 @@ def forgetting_frames(backend: Callable) -> Iterator[None]:
 def counting_breaks() -> Iterator[list[str]]:
     """A context that collects the reasons of graph breaks, and leaves Dynamo's counters as they were."""
     reasons: list[str] = []
-    before = copy.deepcopy(counters)
+    forget = counted_since()
     counters.clear()
     try:
         yield reasons
     finally:
         reasons.extend(counters["graph_break"])
+        forget()
+
+
+def counted_since() -> Callable[[], None]:
+    """A function that sets Dynamo's counters back to what they are now."""
+    before = copy.deepcopy(counters)
+
+    def forget() -> None:
         counters.clear()
         counters.update(before)
 
+    return forget
 
-def captures_dynamic_shapes() -> bool:
-    """Whether Dynamo puts ops whose output shape depends on data (``nonzero``, ``where(mask)``) into graphs."""
-    return dynamo_config.capture_dynamic_output_shape_ops
+
+def restarts(error: Exception) -> bool:
+    """Whether an error says that Dynamo is to trace the frame once more."""
+    return isinstance(error, exc.RestartAnalysis)
 
 
 def register_backend(backend: Callable, name: str) -> None:

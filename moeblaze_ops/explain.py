@@ -291,6 +291,12 @@ class _Interpreter(fx.Interpreter):
         self.running = n.name
         return super().run_node(n)
 
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if target is not torch.ops.higher_order.invoke_subgraph:
+            return super().call_function(target, args, kwargs)
+        body, _, *operands = args  # a region that is compiled once; called by itself, it would be traced
+        return body(*operands)
+
 
 def _storage(tensor: Tensor) -> tuple[torch.device | int, ...]:
     return (tensor.device, *(part.untyped_storage().data_ptr() for part in _parts(tensor)))

@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 TIERS = {
     "capture": "capture",
     "distributed": "slow",
+    "door": "door",
     "gpu": "gpu",
     "hf": "hf",
     "interpreter": "interpreter",

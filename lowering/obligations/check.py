@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
-from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
+from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
@@ -30,6 +30,17 @@ def has_numbers(gm: fx.GraphModule) -> bool:
 
 
 _OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", "shared_with_host"))
+
+
+def may_lack_tokens(gm: fx.GraphModule) -> bool:
+    """True if a layer that was rewritten and is trained has no tokens, or a number of them that may be 0."""
+    trained = [node for node in all_nodes(gm) if getattr(node.target, "namespace", "") == NAMESPACE and needs_gradient(node)]
+    given = (fake_of(node.args[0]) for node in trained if node.args and isinstance(node.args[0], fx.Node))
+    return any(_may_be_zero(fake.shape[0]) for fake in given if isinstance(fake, torch.Tensor) and fake.dim() > 1)
+
+
+def _may_be_zero(size: int | torch.SymInt) -> bool:
+    return size == 0 if isinstance(size, int) else bool(size.node.shape_env.bound_sympy(size.node.expr).lower <= 0)
 
 
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:

@@ -36,7 +36,7 @@ from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_elements import is_written
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
-from moeblaze_ops.lowering.tracing.hit_loops import Counts, is_along_first, running_sums
+from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, is_along_first, running_sums
 
 _RUNNING_SUMS = () if np is None else (np.cumsum,)
 
@@ -112,7 +112,7 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
     if name in ("tolist", "numpy"):
         fake = fake_value(x)
         if isinstance(fake.numel(), int) and fake.numel() > _MOST_NUMBERS:
-            raise ValueError(f"a list of {fake.numel()} numbers")
+            raise Declined(f"a list of {fake.numel()} numbers")
         are_integers = fake.dim() == 1 and not fake.dtype.is_floating_point and fake.dtype != torch.bool
         is_array = np is not None and name == "numpy" and are_integers
         if is_array and not args and not kwargs and isinstance(fake.shape[0], int):

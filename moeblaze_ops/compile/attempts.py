@@ -10,6 +10,7 @@ the frame is compiled as it would have been.
 import contextlib
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class _Attempt:
     idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
     left: str | None = None
     failure: Exception | None = None  # of Dynamo, which could not trace the frame
-    error: Exception | None = None  # of the rewrite itself, which raises with ``config.strict`` only
+    error: Exception | None = None  # of the compiler, or of the rewrite itself, which raises with ``config.strict`` only
 
     def give_up(self, reason: str) -> NoReturn:
         self.left = reason
@@ -133,6 +134,10 @@ def rewritten(report: Any) -> Iterator[None]:
     token = _report.set(report)
     try:
         yield
+    except Exception as error:
+        if (attempt := _attempt.get()) is not None and not torch_internals.restarts(error):
+            attempt.error = error
+        raise
     finally:
         _report.reset(token)
 
@@ -173,8 +178,8 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
         attempt.give_up(f"{', '.join(effects)} would run where the program skips it")
     if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
         attempt.give_up(f"a gradient would flow through {check.name_of(leak)} where the program skips it")
-    if attempt.assumes and any(layer.T == 0 for layer in report.rewritten):
-        attempt.give_up("there are no tokens: the program skips all work, and its output needs no gradient")
+    if attempt.assumes and check.may_lack_tokens(gm):
+        attempt.give_up("there may be no tokens: the program skips all work then, and its output needs no gradient")
     if attempt.assumes and not report.rewritten:
         attempt.give_up("no layer is rewritten")
     if attempt.idle[-1] and config.idle_expert_grads == "none":
@@ -182,10 +187,20 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
     return report
 
 
+def _say_if_defect(error: Exception, where: str) -> None:
+    """Say, or raise with ``config.strict``, that an attempt ended in an error of our own code."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    if innermost.f_globals.get("__name__", "").partition(".")[0] != "moeblaze_ops":
+        return
+    if config.strict:
+        raise error
+    log.warning("%s: compiled as it is written after an error of ours, please report it:", where, exc_info=error)
+
+
 def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: "Branches | None") -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and with ``branches`` on data and numbers of the host, too."""
     attempt, watched = _Attempt(branches), branches or Branches(traces=False)
-    token = _attempt.set(attempt)
+    token, forget = _attempt.set(attempt), torch_internals.counted_since()
     compiled = None
     try:
         with tracing(watched):
@@ -195,13 +210,16 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
     except Exception as error:
         if attempt.error is not None:
             raise
-        attempt.failure = None if attempt.left or watched.left else error
+        if not (attempt.left or watched.left):
+            attempt.failure = error
+            _say_if_defect(error, frame.where)
         attempt.left = attempt.left or str(error)
     finally:
         _attempt.reset(token)
     dropped = attempt.left = watched.left or attempt.left
     if dropped is not None:
         compiled = None
+        forget()
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
     records: list[GraphRecord | CaptureRecord] = [
         GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)

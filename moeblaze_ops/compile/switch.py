@@ -92,7 +92,7 @@ def cache_key(devices: Iterable[torch.device] = ()) -> str:
 
 @contextlib.contextmanager
 def rewriting(backend: Callable, rewrite: Callable[[fx.GraphModule], Any] = rewrite) -> Iterator[None]:
-    """A context in which frames are compiled for ``backend`` as for one that rewrites: it gets what ``rewrite`` makes of graphs."""
+    """A context in which frames are compiled for ``backend`` as for one that rewrites: it gets what ``rewrite`` makes of them."""
     entry = (backend, rewrite)
     _rewriting_backends.append(entry)
     try:
@@ -167,9 +167,7 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
 
 
 def _may_capture(frame: torch_internals.Frame) -> bool:
-    if frame.export or torch_internals.captures_dynamic_shapes():
-        return False
-    return _rewrite_for(frame.backend) is not None
+    return not frame.export and _rewrite_for(frame.backend) is not None
 
 
 def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:

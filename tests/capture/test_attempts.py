@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
+from moeblaze_ops import config
 from moeblaze_ops.compile import attempts as attempts_of_frames
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.tracing import canary
@@ -136,6 +138,63 @@ def test_an_attempt_like_the_first_is_not_made(function, attempts):
 def test_an_attempt_that_is_another_is_made(function, attempts):
     run(function)
     assert [follows_branches for name, follows_branches in attempts if name == function.__name__] == [True, False]
+
+
+def an_idle_loop(x):
+    out = torch.zeros_like(x)
+    for e in range(2):
+        (token,) = torch.where(x[:, 0].int() == e)
+        if len(token) == 0:
+            continue
+        out[token] += x[token] * (e + 1)
+    return out
+
+
+@pytest.mark.parametrize("function", [rows_of_data, an_idle_loop], ids=lambda f: f.__name__)
+def test_what_the_compiler_raises_is_raised(function, attempts):
+    """A graph that is compiled in an attempt is the one that is compiled."""
+    compiler = []
+
+    def backend(gm, example_inputs):
+        compiler.append(gm)
+        raise OSError("no C++ compiler")
+
+    with switch.rewriting(backend, lambda gm: "a report"), pytest.raises(Exception, match="no C"):
+        torch.compile(function, backend=backend)(torch.randn(200, 4))
+    assert len(compiler) == len(attempts) == 1
+
+
+def test_own_error_in_an_attempt_is_raised_or_said(attempts, monkeypatch, caplog):
+    def fails(*args):
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setitem(fails.__globals__, "__name__", "moeblaze_ops.somewhere")
+    monkeypatch.setattr(Branches, "takes_number", fails)
+    with pytest.raises(Exception, match="of ours"):
+        run(a_number)
+    monkeypatch.setattr(config, "strict", False)
+    run(a_number)
+    assert "please report it" in caplog.text
+
+
+def test_counters_are_those_of_what_was_compiled(attempts):
+    """Attempts that are given up leave Dynamo's counters as they were."""
+    counted = []
+    for rewrites in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        if rewrites:
+            run(in_two_graphs)
+        else:
+            torch.compile(in_two_graphs, backend="eager")(torch.randn(200, 4))
+        counted.append(counters["graph_break"])
+    assert counted[0] == counted[1] and counted[0]
+
+
+def test_what_the_user_lets_dynamo_capture(attempts):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(rows_of_data)
+    assert attempts == [("rows_of_data", True)]
 
 
 def test_a_python_number_in_the_graph_is_no_number_of_a_later_attempt(attempts):

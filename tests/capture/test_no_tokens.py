@@ -22,6 +22,24 @@ def test_output_needs_a_gradient_where_it_does_as_written(combine, num_tokens):
     assert bool(rewritten_in(records)) == (num_tokens > 0)
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_number_of_tokens_that_may_be_none(trains):
+    layer, x = make_layer(guarded.if_any), torch.randn(16, zoo.D)
+    torch._dynamo.mark_dynamic(x, 0)
+    with (
+        torch.fx.experimental._config.patch(backed_size_oblivious=True),
+        torch.set_grad_enabled(trains),
+        rewriting_backend() as backend,
+        moeblaze_compile.recording() as records,
+    ):
+        compiled = torch.compile(layer, backend=backend)
+        for tokens in (x, torch.randn(0, zoo.D)):
+            actual, expected = compiled(tokens), layer(tokens)
+            torch.testing.assert_close(actual, expected)
+            assert actual.requires_grad == expected.requires_grad
+    assert bool(rewritten_in(records)) == (not trains)
+
+
 def test_loop_without_branches_is_rewritten():
     layer, x = zoo.ModuleListMoE(zoo.masked_sum), torch.randn(0, zoo.D)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records:

@@ -17,12 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import moeblaze_ops
+from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.compile import records, verdict
 from moeblaze_ops.explanation import folded
 from moeblaze_ops.plain_words import first_line, in_plain_words
 from tests.tools.documents import blocks
-from tests.tools.rewrite_harness import rewriting_backend
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -455,3 +456,20 @@ def test_idle_experts_are_named():
     assert set(candidate.zeros) == expected
     (candidate,) = moeblaze_ops.explain(Blocks(Dense, 1), torch.randn(6, 16)).candidates
     assert candidate.zeros == (), "every expert sees every token: zeros in plain PyTorch, too"
+
+
+@torch.compiler.nested_compile_region
+def region(layer, x):
+    return layer(x)
+
+
+@pytest.mark.parametrize("make", [Dense, Guarded])
+def test_region_that_is_compiled_once(make):
+    """Its body is a graph in the graph, which runs by itself."""
+    layer, x = make(), torch.randn(24, 16)
+    explanation = moeblaze_ops.explain(lambda x: region(layer, x.sin()), x)
+    assert {candidate.became for candidate in explanation.candidates} == {"expert_up(silu) -> expert_down"}
+    with rewriting_backend() as backend, switch.recording() as records:
+        got = torch.compile(lambda x: region(layer, x.sin()), backend=backend)(x)
+    assert rewritten_in(records)
+    torch.testing.assert_close(got, layer(x.sin()))

@@ -1,0 +1,79 @@
+"""Programs as people run them, each in processes of its own with the caches of PyTorch on and kept: once cold, then warm."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+LAYERS = 2
+# Relative to a loss; rounding of bf16 under autocast.
+CLOSE = {"any, autocast": 0.02}
+
+
+@pytest.fixture
+def run(tmp_path) -> Callable[..., dict]:
+    """Runs a program of ``programs.py`` in a new process, with the caches of the test or of another name."""
+
+    def start(program: str, *arguments: str, caches: str = "caches") -> dict:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / caches), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", "-m", "tests.door.programs", program, *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+        assert done.returncode == 0 and results, done.stderr
+        return json.loads(results[-1].partition(" ")[2])
+
+    return start
+
+
+def check(outcomes: dict[str, dict]) -> None:
+    """What is explained is what is reported and what runs, and trains like eager mode."""
+    said = {name: (found["explained"], found["reported"], found["ran"]) for name, found in outcomes.items()}
+    assert said == dict.fromkeys(outcomes, (LAYERS, True, LAYERS))
+    assert {name: found["error"] for name, found in outcomes.items() if found["error"] > CLOSE.get(name, 1e-4)} == {}
+
+
+def test_ways_to_run_a_model(run):
+    cold, warm = run("ways"), run("ways")
+    check(cold)
+    check(warm)
+    assert {name: found["misses"] for name, found in warm.items() if found["misses"]} == {}
+    assert warm["any, lengths"]["graphs"] <= 2
+
+
+def test_knob_of_another_run(run):
+    assert run("knobs", "preactivation") == {"kept": LAYERS, "not kept": 0, "hits": 0}
+    assert run("knobs", "input") == {"kept": 0, "not kept": LAYERS, "hits": 0}
+    assert run("knobs", "preactivation") == {"kept": LAYERS, "not kept": 0, "hits": 1}
+
+
+def test_free_memory_of_another_run(run):
+    """What another process had memory for is not what this one runs."""
+    assert run("knobs", "auto", str(1 << 40)) == {"kept": LAYERS, "not kept": 0, "hits": 0}
+    assert run("knobs", "auto", "1000") == {"kept": 0, "not kept": LAYERS, "hits": 0}
+    assert run("knobs", "auto", str(1 << 41)) == {"kept": LAYERS, "not kept": 0, "hits": 1}
+
+
+def test_what_comes_out_of_a_cache_is_verified(run):
+    assert run("verified") == {"compared": 1, "agrees": True, "hits": 0}
+    assert run("verified") == {"compared": 1, "agrees": True, "hits": 1}
+
+
+def test_adapters_and_replay(run):
+    cold, warm = run("ours", "1"), run("ours", "2")
+    assert cold["error"] < 1e-4 and warm["error"] < 1e-4
+    assert cold["hits"] == 0 and warm["hits"] > 0
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="this torch has no such file")
+def test_cache_in_a_file(run, tmp_path):
+    file = str(tmp_path / "artifacts")
+    cold, warm = run("mega_cache", file), run("mega_cache", file, caches="others")
+    check(cold)
+    check(warm)
+    assert warm["any, whole"]["hits"] > 0 and warm["any, whole"]["misses"] == 0
