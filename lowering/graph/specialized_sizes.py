@@ -37,14 +37,15 @@ def specialize(node: fx.Node) -> None:
 
 
 def _symbols(fake: torch.Tensor) -> set:
-    return {symbol for size in fake.shape if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    sizes: list = [size for size in fake.shape if isinstance(size, torch.SymInt)]
+    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
 
 
 def _kept_dynamic(graph: fx.Graph) -> set:
     """The symbols of axes that the user wants to be any."""
-    kept = set()
+    kept: set = set()
     for node in graph.find_nodes(op="placeholder"):
         for dim in marked_dynamic(node):
-            size = fake_of(node).shape[dim]
+            size: int | torch.SymInt = fake_of(node).shape[dim]
             kept |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
     return kept

@@ -12,7 +12,7 @@ One function has several sums: over experts in turn or by a bound number, over s
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -31,6 +31,10 @@ _LEVEL = 100
 """Bound variables of a statement are numbered from here until they are bound: above those of tokens and features."""
 
 
+Experts: TypeAlias = Literal["listed", "summed", "indexed"]
+Slots: TypeAlias = Literal["inside", "around", "listed"]
+
+
 @dataclass(frozen=True)
 class Form:
     """How the sum over experts and slots is written.
@@ -39,8 +43,8 @@ class Form:
     around the expert, or one term each. ``masked``: the expert's output is zero for tokens without it; otherwise its input is.
     """
 
-    experts: Literal["listed", "summed", "indexed"]
-    slots: Literal["inside", "around", "listed"]
+    experts: Experts
+    slots: Slots
     masked: bool = True
 
 
@@ -62,7 +66,7 @@ class Statement:
         match = self._match
         apart = any(view.apart for view in (*match.w_up, *match.b_up, match.w_down, *filter(None, [match.b_down])))
         by_ids = match.experts is not None and not apart
-        for experts, slots in product(("listed", "summed", "indexed"), ("inside", "around", "listed")):
+        for experts, slots in product(get_args(Experts), get_args(Slots)):
             if (experts != "listed" and (apart or match.numbers)) or (experts == "indexed" and (slots == "inside" or not by_ids)):
                 continue
             if (self._slots_apart and slots == "around") or (match.experts is None and slots != "inside"):
