@@ -29,14 +29,12 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend, reset_code
 from torch._dynamo.utils import counters
 from torch._inductor import codecache
-from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "counters",
     "dynamo_config",
     "inductor_config",
-    "reparametrized",
 ]
 
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
-
-from moeblaze_ops.lowering.torch_internals import reparametrized
+from torch.nn.utils.stateless import _reparametrize_module  # what torch.func.functional_call is made of; Dynamo knows it
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -76,5 +75,5 @@ def _sum_in_place(self: Any, adapters: list[str]) -> Iterator[None]:
             w = torch.baddbmm(w, lhs, rhs, alpha=scale)
     else:
         w = w + functools.reduce(torch.add, [self.get_delta_weight(name) for name in adapters])
-    with reparametrized(self.get_base_layer(), {self.parameter_name: w}):
+    with _reparametrize_module(self.get_base_layer(), {self.parameter_name: w}):
         yield

@@ -142,6 +142,7 @@ def test_trainer(make, checkpointing, tmp_path):
 
 def test_accelerate():
     def run(model, compiled):
+        accelerate.state.AcceleratorState._reset_state(True)  # of the process, with the backend of the first accelerator
         accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="inductor" if compiled else "no")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         loader = torch.utils.data.DataLoader(rows(), batch_size=BATCH)
