@@ -48,7 +48,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 36, "lowering": 35, "moeblaze_ops": 50}
+MOST_ARROWS = {"kernels": 36, "lowering": 35, "moeblaze_ops": 51}
 MOST_FILES = 15
 
 # What a package may know of the others. The switch hands graphs to lowering.
