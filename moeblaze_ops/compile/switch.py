@@ -21,6 +21,7 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
 from moeblaze_ops.compile.records import FrameRecord, keep
+from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
 
@@ -35,6 +36,7 @@ def enable() -> None:
     """
     global _enabled
     _enabled = True
+    peft.set_everywhere(True)
     torch_internals.install_graph_hook(_rewrite_if_enabled)
 
 
@@ -42,6 +44,7 @@ def disable() -> None:
     """Undo ``enable``: plain ``torch.compile`` leaves MoE layers alone again."""
     global _enabled
     _enabled = False
+    peft.set_everywhere(False)
 
 
 @contextlib.contextmanager
@@ -166,6 +169,12 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
         raise
 
 
+def _compile_as_traceable(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
+    """Compile a frame, where it may be rewritten with other libraries as Dynamo can trace them."""
+    with peft.seen_through() if _rewrite_for(frame.backend) else contextlib.nullcontext():
+        return _compile_frame(compile_frame, frame)
+
+
 def _may_capture(frame: torch_internals.Frame) -> bool:
     return not frame.export and _rewrite_for(frame.backend) is not None
 
@@ -179,6 +188,6 @@ def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:
 
 
 _rewriting_backends: list[tuple[Callable, Callable[[fx.GraphModule], Any]]] = [(moeblaze_backend, rewrite)]
-torch_internals.install_frame_hook(_compile_frame, _rewriting_first)
+torch_internals.install_frame_hook(_compile_as_traceable, _rewriting_first)
 torch_internals.install_key_hook(_before_lookup)
 torch_internals.register_backend(moeblaze_backend, "moeblaze")

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on the experts of transformers' models: stock files load here and there, trained by what people train with."""
+"""Adapters of PEFT on the experts of transformers' models: stock files load here and there."""
 
 import pytest
 import torch
@@ -145,20 +145,6 @@ def test_gradient_checkpointing(name, tokens):
     assert became(backend) == 2 * BECAME  # in forward, and when backward repeats it
 
 
-def test_checkpointing_within_what_is_compiled_is_left_alone():
-    """PEFT breaks the graph within the checkpointed layer, which torch then runs in eager mode. ``explain`` names that."""
-    torch._dynamo.reset()
-    model = adapted("qwen3_moe").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    layer, x = model.base_model.model.model.layers[0], torch.randn(2, 12, 32, requires_grad=True)
-    positions = model.base_model.model.model.rotary_emb(x, torch.arange(12)[None])
-    expected = layer(x, position_embeddings=positions)
-    seen = moeblaze_ops.explain(layer, x, position_embeddings=positions)
-    assert not seen.candidates
-    assert any("graph break" in note for note in seen.notes)
-    torch.testing.assert_close(torch.compile(layer, backend=Rewriting())(x, position_embeddings=positions), expected)
-
-
 def test_prepared_for_training_on_few_bits(name, tokens):
     """What PEFT does to a quantised model before it is trained: norms in fp32, gradients of the inputs, checkpointing."""
     model = base(name)
@@ -171,68 +157,3 @@ def test_prepared_for_training_on_few_bits(name, tokens):
     backend = compile_blocks(model)
     assert_close(step(model, tokens), expected)
     assert became(backend) == 2 * BECAME
-
-
-def losses_of_trainer(model, tokens, tmp_path, **options):
-    data = [{"input_ids": row, "labels": row} for row in tokens.repeat(4, 1)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2,
-        max_steps=3, logging_steps=1, learning_rate=1e-2, report_to=[], **options,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=data)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_trainer(name, tokens, tmp_path):
-    """Losses of three steps are those of eager mode."""
-    pytest.importorskip("accelerate")
-    expected = losses_of_trainer(adapted(name), tokens, tmp_path)
-    model = adapted(name)
-    backend = compile_blocks(model)
-    assert losses_of_trainer(model, tokens, tmp_path) == pytest.approx(expected, rel=1e-3)
-    assert became(backend)[:1] == BECAME
-    assert expected[-1] < expected[0]
-
-
-def test_trainer_that_compiles_the_whole_model(tokens, tmp_path):
-    """By Inductor, without code of its own: the C++ of a dozen graphs would take a minute and show nothing of PEFT."""
-    pytest.importorskip("accelerate")
-    torch._dynamo.reset()
-    expected = losses_of_trainer(adapted("qwen3_moe"), tokens, tmp_path)
-    torch._dynamo.utils.counters["moeblaze"].clear()
-    with moeblaze_ops.enabled(), torch._inductor.config.patch(fallback_by_default=True):
-        actual = losses_of_trainer(adapted("qwen3_moe"), tokens, tmp_path, torch_compile=True)
-    assert actual == pytest.approx(expected, rel=1e-3)
-    assert torch._dynamo.utils.counters["moeblaze"]["rewritten"] >= 1
-
-
-def test_sft_trainer(name, tmp_path):
-    """TRL's, on rows of tokens: the losses of eager mode, and lower ones with each step."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    rows = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1)).repeat(4, 1).tolist()
-    data = datasets.Dataset.from_dict({"input_ids": rows})
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), pad_token="0", eos_token="1")
-
-    def losses(model):
-        arguments = trl.SFTConfig(
-            output_dir=str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=3, report_to=[],
-            per_device_train_batch_size=2, bf16=False, logging_steps=1, learning_rate=1e-2,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    expected = losses(adapted(name))
-    model = adapted(name)
-    backend = compile_blocks(model)
-    assert losses(model) == pytest.approx(expected, rel=1e-3)
-    assert became(backend)[:1] == BECAME
-    assert expected[-1] < expected[0]
-
-
-def _tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    return tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
