@@ -326,11 +326,11 @@ def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], boo
     _offer(CallFunction(op, Arg(), Arg()), rewrite, joint)
 
 
-def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None]) -> None:
-    """Show each call of ``op`` in a graph of forward and backward to ``visit``, before Inductor partitions it."""
+def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None], *, joint: bool = True) -> None:
+    """Show each call of ``op``, of whatever arguments, to ``visit``; when, see ``_offer``."""
     from torch._inductor.pattern_matcher import CallFunctionVarArgs
 
-    _offer(CallFunctionVarArgs(op), visit, joint=True)
+    _offer(CallFunctionVarArgs(op), visit, joint)
 
 
 def _offer(calls: Any, take: Callable[[fx.Node], Any], joint: bool) -> None:
@@ -418,6 +418,35 @@ def _call_implementations(operations: list) -> None:
         if isinstance(operation, ir.FallbackKernel) and hasattr(operation.op_overload, "implementation"):
             operation.set_python_kernel_name(None)
             operation.set_python_kernel_name(f"{operation.python_kernel_name}.implementation")
+
+
+def may_return_nothing() -> bool:
+    """True if code that is about to be generated may return None in place of a tensor, and write to memory that it is not given.
+
+    Code in C++ has handles of tensors. A CUDA graph would write to the memory of its capture for ever.
+    """
+    from torch._inductor.virtualized import V
+
+    code_in_cpp = inductor_config.cpp_wrapper or getattr(inductor_config, "fx_wrapper", False)
+    return not code_in_cpp and not V.aot_compilation and not inductor_config.triton.cudagraphs
+
+
+def results_may_be_none(op: torch._ops.OpOverload) -> Callable:
+    """The lowering that calls ``op.implementation``, which may return None in place of each tensor, from the generated code."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    call_op = fallback(op)
+
+    def call(*args, **kwargs):
+        num_before = len(V.graph.operations)
+        results = call_op(*args, **kwargs)
+        for operation in V.graph.operations[num_before:]:
+            if isinstance(operation, ir.MultiOutput):
+                operation.skip_size_stride_alignment_checks = True
+        return results
+
+    return call
 
 
 def saved_tensors_hooks_are_disabled() -> bool:

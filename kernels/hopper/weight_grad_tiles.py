@@ -2,15 +2,14 @@
 
 Written by TMA through shared memory. To accumulate, TMA brings what dW holds there while the product is taken, but for experts
 that are marked as fresh. A dW of fp32, for which there is no such room, is added to behind the last step: a consumer reads,
-adds and writes its half tile straight from the layout of its accumulator, eight bytes a thread and row, a whole sector for
-four threads. Either rounds once.
+adds and writes its half tile in whole lines of memory, one of each row at a time, and reads one ahead. Either rounds once.
 """
 
 from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gl, gluon, mbarrier, tma_store, tma_store_wait
-from moeblaze_ops.kernels.hopper.tiles import CHUNK, accumulator_layout, box_of, load_matrix, strip_of
+from moeblaze_ops.kernels.hopper.tiles import CHUNK, box_of, load_matrix, strip_of
 
-ADD_COLUMNS = gl.constexpr(32)
-"""Columns of dW that a consumer reads at a time when it adds to them: 16 numbers a thread."""
+_LINE = gl.constexpr(32)
+"""Numbers of fp32 in a line of memory."""
 
 
 @gluon.jit
@@ -87,9 +86,7 @@ def _stage(staging, HALF: gl.constexpr, sums, FIRST_CHUNK: gl.constexpr, is_adde
 
 
 @gluon.jit
-def write_fetched_tile(
-    HALF: gl.constexpr, staging, sums, is_added, dw_descs, part, expert, row, column, PLAN: gl.constexpr
-):
+def write_fetched_tile(HALF: gl.constexpr, staging, sums, is_added, dw_descs, part, expert, row, column, PLAN: gl.constexpr):
     """Hands a half tile to TMA, with ``is_added`` on top of what has been fetched."""
     if is_added == 0:
         tma_store_wait(0)
@@ -98,9 +95,9 @@ def write_fetched_tile(
 
 
 @gluon.jit
-def _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN: gl.constexpr):
-    """``(dw_ptr, row offsets, whether a row is inside)`` of a half tile, a row of the accumulator's layout each."""
-    rows = row + gl.arange(0, PLAN.tile.half_m, gl.SliceLayout(1, accumulator_layout(PLAN)))
+def _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, layout: gl.constexpr, PLAN: gl.constexpr):
+    """``(dw_ptr, row offsets, whether a row is inside)`` of a half tile, in a layout of its rows."""
+    rows = row + gl.arange(0, PLAN.tile.half_m, layout)
     dw_ptr = dw_ptrs[0]
     if PLAN.parts == 2:
         dw_ptr = gl.where(part == 0, dw_ptrs[0], dw_ptrs[1])
@@ -108,31 +105,40 @@ def _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN: 
 
 
 @gluon.jit
-def _pointers(dw_ptr, row_offsets, rows_inside, column, WIDTH: gl.constexpr, layout: gl.constexpr, PLAN: gl.constexpr):
-    """Where WIDTH columns of some rows are in dW, and whether they are inside of it."""
-    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    offsets = gl.convert_layout(row_offsets, gl.SliceLayout(1, layout), assert_trivial=True)
-    inside = gl.convert_layout(rows_inside, gl.SliceLayout(1, layout), assert_trivial=True)
-    ptrs = gl.expand_dims(dw_ptr + columns, 0) + gl.expand_dims(offsets, 1)
-    return ptrs, gl.expand_dims(inside, 1) & gl.expand_dims(columns < PLAN.n, 0)
+def _lines(dw_ptr, row_offsets, rows_inside, column, layout: gl.constexpr, PLAN: gl.constexpr):
+    """Where a line of each row is in dW, and which of it is inside."""
+    columns = column + gl.arange(0, _LINE, gl.SliceLayout(0, layout))
+    ptrs = gl.expand_dims(dw_ptr + columns, 0) + gl.expand_dims(row_offsets, 1)
+    return ptrs, gl.expand_dims(rows_inside, 1) & gl.expand_dims(columns < PLAN.n, 0)
 
 
 @gluon.jit
-def _add(values, dw_ptr, row_offsets, rows_inside, column, PLAN: gl.constexpr):
-    """Adds a matrix to dW, ADD_COLUMNS at a time so that what is read fits beside the accumulator in registers."""
+def _add(values, held, rows, column, IS_LAST: gl.constexpr, layout: gl.constexpr, PLAN: gl.constexpr):
+    """Adds a matrix to dW, a line of each row at a time; returns what dW holds of the next one.
+
+    ``held``, what dW holds of the first, is read a line ahead. More would not fit beside the accumulator in registers.
+    """
     width: gl.constexpr = values.shape[1]
-    if width > ADD_COLUMNS:
+    if width > _LINE:
         left, right = _halves(values)
-        _add(left, dw_ptr, row_offsets, rows_inside, column, PLAN)
-        _add(right, dw_ptr, row_offsets, rows_inside, column + width // 2, PLAN)
+        held = _add(left, held, rows, column, False, layout, PLAN)
+        held = _add(right, held, rows, column + width // 2, IS_LAST, layout, PLAN)
     else:
-        layout: gl.constexpr = values.type.layout
-        ptrs, inside = _pointers(dw_ptr, row_offsets, rows_inside, column, width, layout, PLAN)
-        gl.store(ptrs, gl.load(ptrs, mask=inside, other=0.0) + values, mask=inside)
+        ptrs, inside = _lines(*rows, column, layout, PLAN)
+        sums = gl.convert_layout(values, layout) + held
+        if not IS_LAST:
+            next_ptrs, next_inside = _lines(*rows, column + width, layout, PLAN)
+            held = gl.load(next_ptrs, mask=next_inside, other=0.0)
+        gl.store(ptrs, sums, mask=inside)
+    return held
 
 
 @gluon.jit
 def add_tile(sums, dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, column, PLAN: gl.constexpr):
-    """Adds a half tile to dW."""
-    dw_ptr, offsets, inside = _rows_of_tile(dw_ptrs, stride_dw_e8, stride_dw_m8, part, expert, row, PLAN)
-    _add(sums, dw_ptr, offsets, inside, column, PLAN)
+    """Adds a half tile to dW, where it is fp32."""
+    # Eight threads read a line; a warp has the rows that it has of the accumulator.
+    layout: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    place = (stride_dw_e8, stride_dw_m8, part, expert, row)
+    rows = _rows_of_tile(dw_ptrs, *place, gl.SliceLayout(1, layout), PLAN)
+    ptrs, inside = _lines(*rows, column, layout, PLAN)
+    _add(sums, gl.load(ptrs, mask=inside, other=0.0), rows, column, True, layout, PLAN)

@@ -22,6 +22,7 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
+from moeblaze_ops.lowering.inductor.accumulated_gradients import accumulate_in_place
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
@@ -31,6 +32,7 @@ from moeblaze_ops.lowering.inductor.whole_columns import join_columns
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
+from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_or_add
 
 
 def register_lowerings() -> None:
@@ -40,6 +42,8 @@ def register_lowerings() -> None:
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
     torch_internals.register_visit(torch.ops.aten.cat.default, join_columns)
+    torch_internals.register_visit(expert_weight_grad, accumulate_in_place, joint=False)
+    torch_internals.register_lowering(expert_weight_grad_or_add, torch_internals.results_may_be_none(expert_weight_grad_or_add))
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, join_router_gradients, joint=True)
     torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):

@@ -24,6 +24,7 @@ from moeblaze_ops.compile.records import FrameRecord, keep
 from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.ops import accumulation
 
 _enabled = False
 
@@ -86,11 +87,13 @@ def on_trace() -> None:
 def cache_key(devices: Iterable[torch.device] = ()) -> str:
     """A digest of all that decides what is compiled beside a rewritten graph.
 
-    That is our sources, the versions of torch and Triton, the knobs, and what kernels read of ``devices``.
+    That is our sources, the versions of torch and Triton, the knobs, whether gradients accumulate in place, and what kernels
+    read of ``devices``.
     """
     versions = f"{torch.__version__} {_triton_version()}"
     answers = sorted((str(device), *all_that_is_asked(device)) for device in devices if device.type == "cuda")
-    return hashlib.sha256(f"{sources.DIGEST} {versions} {config.snapshot()} {answers}".encode()).hexdigest()
+    settings = f"{config.snapshot()} {accumulation.is_in_use()}"
+    return hashlib.sha256(f"{sources.DIGEST} {versions} {settings} {answers}".encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from moeblaze_ops.arguments.validation_gradients import (
     check_weight_grad_like,
 )
 from moeblaze_ops.cpu import weight_grad as cpu_gradients
-from moeblaze_ops.ops.accumulation import buffers_of
+from moeblaze_ops.ops.accumulation import buffers_of, buffers_of_parameters, in_form_of
 from moeblaze_ops.ops.direct import call
-from moeblaze_ops.ops.register import register_op
+from moeblaze_ops.ops.register import register_op, register_plain_op
 
 
 def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k) -> list[Tensor]:
@@ -136,6 +136,35 @@ def weight_gradients(
         return call(expert_weight_grad, gathered_TD, grouped_NGF, weights, weights_TK, slots_N, offsets_E1, top_k)
     call(expert_weight_grad_add, gathered_TD, grouped_NGF, buffers, weights_TK, slots_N, offsets_E1, top_k)
     return [None] * len(weights)
+
+
+def _gradients(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k, parameters) -> list[Tensor]:
+    gradients = call(expert_weight_grad, gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k)
+    return [gradient.to(p.dtype) for gradient, p in zip(in_form_of(parameters, gradients), parameters, strict=True)]
+
+
+def _gradients_or_add(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k, parameters) -> list[Tensor | None]:
+    buffers = buffers_of_parameters(parameters)
+    rest = (weights_TK, slots_N, offsets_E1, top_k)
+    if buffers is None:
+        return list[Tensor | None](_gradients(gathered_TD, grouped_NGF, like, *rest, parameters))
+    call(expert_weight_grad_add, gathered_TD, grouped_NGF, in_form_of(like, buffers), *rest)
+    return [None] * len(parameters)
+
+
+expert_weight_grad_or_add = register_plain_op(
+    "expert_weight_grad_or_add",
+    "(Tensor gathered_TD, Tensor grouped_NGF, Tensor[] like, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
+    " SymInt top_k, Tensor[] parameters) -> Tensor[]",
+    _gradients,
+    lambda *args: [torch.empty_like(parameter) for parameter in args[-1]],
+)
+"""``expert_weight_grad`` in the shapes, strides and dtypes of parameters, whose memory has the order of ``like``.
+
+Compiled code calls ``implementation``. It returns None for all of them where ``accumulate_grad`` says what they are added to.
+Parameters are fp32 or have the dtype of ``like``.
+"""
+expert_weight_grad_or_add.implementation = _gradients_or_add  # type: ignore[attr-defined]
 
 
 def up_bias_gradients(dh_NGF: Tensor, slots_N: Tensor, offsets_E1: Tensor, top_k: int, num_b_up: int) -> list[Tensor]:

@@ -165,3 +165,29 @@ def test_a_router_in_fp32_over_bf16_tokens_is_as_exact(router_dtype):
     # Tensor cores cut off what they sum: 4.4e-6 here, whatever is multiplied.
     limit = 1e-5 if router_dtype == torch.float32 else 3e-3
     assert ((router.grad - gradient).norm() / gradient.norm()).item() < limit
+
+
+@pytest.mark.parametrize("sums", [None, torch.float32], ids=["grad", "fp32"])
+def test_gradients_are_added_in_place(path, sums):
+    """The sums of two steps are those of eager mode, and no gradient of a weight's size is allocated for them."""
+    layers = [model(1, sizes=(512, 1024, 8, 2)) for _ in range(2)]
+    xs = torch.randn(2, 256, 512, device="cuda", dtype=torch.bfloat16)
+    results, allocated = [], []
+    for layer, run in zip(layers, (layers[0], torch.compile(layers[1], backend="moeblaze")), strict=True):
+        experts = [layer[0].gate_up, layer[0].down]
+        buffers = [None if sums is None else torch.zeros_like(p, dtype=sums) for p in experts]
+        handles = [moeblaze_ops.accumulate_grad(p, buffer) for p, buffer in zip(experts, buffers, strict=True)]
+        torch._dynamo.reset()
+        for x in xs:
+            out = run(x)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            out.float().square().mean().backward()
+            allocated.append(torch.cuda.max_memory_allocated() - before)
+        results.append([p.grad if buffer is None else buffer for p, buffer in zip(experts, buffers, strict=True)])
+        assert sums is None or all(p.grad is None for p in experts)
+        for handle in handles:
+            handle.remove()
+    for got, want in zip(*results, strict=True):
+        assert (got.float() - want.float()).norm() < 2e-2 * want.float().norm()
+    assert allocated[-1] < layers[1][0].down.nbytes

@@ -81,6 +81,7 @@ def test_gradients_are_added_to_fp32_buffers(make_layer, keep):
 
 
 def test_gradients_that_come_another_way_are_moved_to_the_buffer(make_layer):
+    """As those of code that another compiler than Inductor made, and of another use of the weight."""
     module, x = make_layer("preactivation")
     twin = copy.deepcopy(module)
     gradients_of(twin, x, 2)
@@ -151,6 +152,24 @@ def test_nothing_is_added_where_the_gradient_is_differentiated(make_layer):
         with OurOps() as ours:
             loss.backward(create_graph=True)
     assert ADD not in ours.names
+
+
+@pytest.mark.parametrize("way", ["grad of the weight", "grad of x", "backward to x"])
+def test_what_does_not_accumulate_leaves_sums_alone(make_layer, way):
+    module, x = make_layer("preactivation")
+    (want,) = torch.autograd.grad(module(x).square().sum(), [module.w_up])
+    gradients_of(module, x, 1)
+    moeblaze_ops.accumulate_grad(module.w_up)
+    before = module.w_up.grad.clone()
+    loss = module(x).square().sum()
+    with OurOps() as ours:
+        if way == "grad of the weight":
+            assert torch.equal(torch.autograd.grad(loss, [module.w_up])[0], want)
+        elif way == "grad of x":
+            torch.autograd.grad(loss, x)
+        else:
+            loss.backward(inputs=[x])
+    assert ADD not in ours.names and torch.equal(module.w_up.grad, before)
 
 
 def test_frozen_weights_stay_without_gradients(make_layer):

@@ -107,6 +107,18 @@ def test_adding_opcheck(case, stored_as):
     opcheck(ops.expert_bias_grad_add.default, (layer.x_TD, torch.randn(5, 24), *rest))
 
 
+@pytest.mark.parametrize("stored_as", ["packed", "split_transposed"])
+def test_expert_weight_grad_or_add_returns_gradients_of_parameters(stored_as):
+    """What it adds, and when, is tested where compiled code calls it."""
+    torch.manual_seed(5)
+    for gathered, grouped, like, *rest in up_and_down(make(stored_as=stored_as, dtype=torch.float32)):
+        parameters = [w.as_strided((w.numel(),), (1,)) for w in like]
+        gradients = ops.expert_weight_grad_or_add(gathered, grouped, like, *rest, parameters)
+        for got, want in zip(gradients, ops.expert_weight_grad(gathered, grouped, like, *rest), strict=True):
+            assert torch.equal(got.as_strided(want.shape, want.stride()), want)
+        opcheck(ops.expert_weight_grad_or_add.default, (gathered, grouped, like, *rest, parameters))
+
+
 def test_adding_compiles_in_place():
     torch.manual_seed(6)
     gathered, grouped, like, *rest = next(up_and_down(make()))

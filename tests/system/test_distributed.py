@@ -1,6 +1,8 @@
-"""FSDP2, DistributedDataParallel and DTensor parameters: two processes on the CPU, with rewriting and without Inductor."""
+"""FSDP2, DistributedDataParallel and DTensor parameters: two processes on the CPU, with rewriting and mostly without Inductor."""
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moeblaze_ops import compile as switch
+from moeblaze_ops.ops import weight_grad
 from tests.corpus.zoo import catalogue as zoo
 from tests.tools.ranks import start_ranks
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
@@ -127,6 +130,29 @@ def check_dtensor(x: torch.Tensor) -> None:
     torch.testing.assert_close(layer(x.to_local()), wanted)
 
 
+def check_microbatches(compiled: bool, x: torch.Tensor) -> None:
+    """What is added to ``.grad`` in place, without the reduction and in the last microbatch with it, is what is reduced."""
+    import moeblaze_ops
+
+    def gradients_of(layer: nn.Module, compiled: bool) -> list[torch.Tensor]:
+        replica = nn.parallel.DistributedDataParallel(layer)
+        run = torch.compile(replica, backend="moeblaze") if compiled else replica
+        for last, scale in ((False, 1.0), (False, 2.0), (True, 3.0)):
+            with nullcontext() if last else replica.no_sync():
+                run(scale * x).square().sum().backward()
+        return [p.grad for p in layer.parameters()]
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = moeblaze_ops.MoE(D=zoo.D, F=zoo.FF, E=zoo.E, K=zoo.K)
+    wanted = gradients_of(copy.deepcopy(layer), False)
+    for p in (layer.w_up, layer.w_down):
+        moeblaze_ops.accumulate_grad(p)
+    with mock.patch.object(weight_grad, "call", wraps=weight_grad.call) as calls:
+        torch.testing.assert_close(gradients_of(layer, compiled), wanted)
+    assert [call.args[0] for call in calls.mock_calls].count(weight_grad.expert_weight_grad_add) == 4
+
+
 def compiles(model: nn.Module, x: torch.Tensor) -> bool:
     """Whether torch compiles the model without us."""
     torch._dynamo.reset()
@@ -139,12 +165,19 @@ def compiles(model: nn.Module, x: torch.Tensor) -> bool:
     return True
 
 
+CHECKS = {
+    "dtensor": check_dtensor,
+    "microbatches, eager": partial(check_microbatches, False),
+    "microbatches, compiled": partial(check_microbatches, True),
+}
+
+
 def work(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     outcomes = {}
     checks = {name: lambda x, name=name: check_wrapper(name, x) for name in WRAPPERS}
-    for name, check in {**checks, "dtensor": check_dtensor}.items():
+    for name, check in {**checks, **CHECKS}.items():
         x = torch.randn(24, zoo.D, generator=torch.Generator().manual_seed(rank))
         try:
             check(copy.deepcopy(x))
@@ -163,6 +196,6 @@ def outcomes(tmp_path_factory) -> list[dict[str, str]]:
     return [torch.load(folder / str(rank)) for rank in range(PROCESSES)]
 
 
-@pytest.mark.parametrize("name", [*WRAPPERS, "dtensor"])
+@pytest.mark.parametrize("name", [*WRAPPERS, *CHECKS])
 def test_distributed(outcomes, name):
     assert [of_rank[name] for of_rank in outcomes] == ["passed"] * PROCESSES
