@@ -65,13 +65,13 @@ def generated(
     """Forward and backward of a layer whose tokens move, in a graph as the rewriter leaves it."""
 
     def start(x):
-        rows = most_tokens(x, group) if exact else T
+        rows = most_tokens(x, group, "a layer") if exact else T
         if all_to_all:
             return x
         return start_gather_of_tokens(x, rows, RANKS, group, copies)
 
     def experts(x, gathered, weights, ids, w_up, w_down):
-        settings = ("swiglu", False, RANKS, group, copies, exact, True)
+        settings = ("swiglu", False, list(range(RANKS)), group, copies, exact, True)
         given = None if all_to_all else gathered
         return experts_over_ranks(x, given, weights, ids, [w_up], [], [w_down], [], *settings)
 
