@@ -167,10 +167,10 @@ def insert_moved_tokens(
 
 
 def _start_gather(insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, copies: bool) -> fx.Node:
-    x, early = fake_of(x_TD), _is_unwritten(match)
+    x, place = fake_of(x_TD), _where_tokens_leave(match, moving.sharded)
     ranks, group = moving.sharded.ranks, moving.sharded.group
-    first = insert.at(_behind_inputs(match.x.node)) if early else insert
-    early_TD = first.rows(match.x, match.D) if early else x_TD
+    first = insert if place is None else insert.at(place)
+    early_TD = x_TD if place is None else first.rows(match.x, match.D)
     with x.fake_mode:
         # What copies have started holds nothing yet.
         everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if copies else []))
@@ -257,24 +257,39 @@ def _own(view: WeightView, parts: tuple[Part, ...], count: int) -> WeightView:
     return replace(view, parts=parts, sizes=(count, *view.sizes[1:]))
 
 
-def _is_unwritten(match: MoEMatch) -> bool:
-    """Whether nothing writes to a tensor between the tokens' node and the layer: they may leave right behind their node.
+def _where_tokens_leave(match: MoEMatch, sharded: ShardedWeights) -> fx.Node | None:
+    """The node behind which the layer's tokens may leave: their own, or a later one where ranks talk about something else.
 
-    It accepts ``y = norm(x); w, i = router(y); return layer(y, w, i)`` and refuses ``y = norm(x); y.mul_(2); ...``.
+    All ranks talk in the order of the program. Tokens have a node of their own right before the layer where this rank has none of
+    them, so they may not leave before what stands between. None: something writes to a tensor in between.
+
+        y = norm(x); w, i = router(y); return layer(y, w, i)       behind norm
+        y = norm(x); a = other_layer(x); return a + layer(y)       behind other_layer, if its experts are sharded
+        y = norm(x); y.mul_(2); return layer(y)                    None
     """
-    behind = False
-    for node in match.x.node.graph.nodes:
-        behind = behind or node is match.x.node
-        if node is match.root:
-            return True
-        if behind and node is not match.x.node and inplace_name(node) is not None and node not in match.region.nodes:
-            return False
-    return False
+    own = {match.root, *sharded.stored, *(whole.args[0] for whole in sharded.stored)}
+    inputs = match.root.graph.find_nodes(op="placeholder")
+    place, node = None, match.root
+    while node is not match.x.node and node.op != "placeholder":
+        if place is None and node not in own and _is_talk(node):
+            place = node
+        if node is not match.root and inplace_name(node) is not None and node not in match.region.nodes:
+            return None
+        node = node.prev
+    return place or (inputs[-1] if node.op == "placeholder" else node)
 
 
-def _behind_inputs(node: fx.Node) -> fx.Node:
-    """The node itself, or the last input of the graph for an input."""
-    return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+def _is_talk(node: fx.Node) -> bool:
+    """True if ranks talk to each other where a node runs, or may: in a graph inside of this one, too.
+
+        dist.all_reduce(x), w.redistribute(placements=[Replicate()]), checkpoint(f, x)        and not        x.to_local()
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator) or _is_call(node, "redistribute") or target == "full_tensor":
+        return True
+    module = getattr(target, "__module__", None) or ""
+    ours = target in (most_tokens, start_gather_of_tokens, experts_over_ranks)
+    return ours or getattr(target, "namespace", None) == "_c10d_functional" or module.startswith("torch.distributed")
 
 
 def _size(num_bytes: int | torch.SymInt) -> str:
