@@ -310,13 +310,13 @@ def main() -> None:
     begin, end = map(int, arguments.seeds.split(":"))
     bad = moved = 0
     started = time.monotonic()
-    for first in range(begin, end, 50):
-        for seed, outcomes in run_programs(range(first, min(first + 50, end)), arguments.ranks, arguments.compiler).items():
+    for first in range(begin, end, 20):
+        for seed, outcomes in run_programs(range(first, min(first + 20, end)), arguments.ranks, arguments.compiler).items():
             moved += outcomes[0][1]
             if any(outcome != "right" for outcome, _ in outcomes):
                 bad += 1
                 print(f"seed {seed}:", *(f"  rank {rank}: {outcome}" for rank, (outcome, _) in enumerate(outcomes)), sep="\n")
-        text = f"{min(first + 50, end) - begin} programs, {bad} bad, {moved} layers moved their tokens"
+        text = f"{min(first + 20, end) - begin} programs, {bad} bad, {moved} layers moved their tokens"
         print(f"{text}, {time.monotonic() - started:.0f} s", flush=True)
     sys.exit(bad > 0)
 
