@@ -372,21 +372,21 @@ def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
     Inductor chooses an order by the memory that it takes with the sizes of this rank, and ranks have different sizes.
     """
     from torch._inductor import ir
-    from torch._inductor.graph import GraphLowering
-
-    original = GraphLowering._update_scheduler
 
     def is_talk(operation: Any) -> bool:
         is_collective = isinstance(operation, ir._CollectiveKernel) and not isinstance(operation, ir._WaitKernel)
         return is_collective or getattr(operation, "op_overload", None) in ops
 
-    @functools.wraps(original)
-    def update(self: Any) -> None:
-        if any(self.graph.find_nodes(op="call_function", target=op) for op in ops):
-            _keep_order(self, filter(is_talk, self.operations))
-        original(self)
+    def replacement(original):
+        @functools.wraps(original)
+        def update(self: Any) -> None:
+            if any(self.graph.find_nodes(op="call_function", target=op) for op in ops):
+                _keep_order(self, filter(is_talk, self.operations))
+            original(self)
 
-    GraphLowering._update_scheduler = update  # type: ignore[method-assign]
+        return update
+
+    patches.install("order", {"GraphLowering._update_scheduler": replacement})
 
 
 def _keep_order(graph: Any, operations: Iterable) -> None:

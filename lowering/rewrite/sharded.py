@@ -174,7 +174,9 @@ def _start_gather(insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.No
     with x.fake_mode:
         # What copies have started holds nothing yet.
         everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if copies else []))
-    rows = config.tokens_per_rank or _most_tokens(first, early_TD, group, f"{moving.layer}, by {'copies' if copies else 'collectives'}")
+    rows = config.tokens_per_rank or _most_tokens(
+        first, early_TD, group, f"{moving.layer}, by {'copies' if copies else 'collectives'}"
+    )
     return first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group, copies)
 
 
@@ -282,7 +284,7 @@ def _where_tokens_leave(match: MoEMatch, sharded: ShardedWeights) -> fx.Node | N
 def _is_talk(node: fx.Node) -> bool:
     """True if ranks talk to each other where a node runs, or may: in a graph inside of this one, too.
 
-        dist.all_reduce(x), w.redistribute(placements=[Replicate()]), checkpoint(f, x)        and not        x.to_local()
+    dist.all_reduce(x), w.redistribute(placements=[Replicate()]), checkpoint(f, x)        and not        x.to_local()
     """
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator) or _is_call(node, "redistribute") or target == "full_tensor":

@@ -48,7 +48,7 @@ def check_by_name() -> None:
 
 
 def check_second_world() -> None:
-    """What was kept for a group goes with it: another one of the same name begins again, with fewer ranks and in another order."""
+    """What was kept for a group goes with it: one of the same name begins again, with fewer ranks, or in another order."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = {name := dist.group.WORLD.group_name}
     assert host_numbers.largest_number(rank, name, "a layer") == ranks - 1
@@ -61,7 +61,9 @@ def check_second_world() -> None:
         gc.collect()
         assert kept() is None
         store = dist.FileStore(f"{folder[0]}/{number}{rank if size == 1 else ''}", size)
-        dist.init_process_group("gloo", store=store, rank=0 if size == 1 else new_rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=0 if size == 1 else new_rank, world_size=size, timeout=timedelta(seconds=60)
+        )
         names.add(name := dist.group.WORLD.group_name)
         assert host_numbers.largest_number(new_rank, name, "a layer") == (rank if size == 1 else ranks - 1)
     assert len(names) == 1

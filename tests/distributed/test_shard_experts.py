@@ -210,7 +210,7 @@ def check_uneven_tokens() -> None:
 
 
 class Skipping(nn.Module):
-    """A loop over experts that skips those without tokens, and all of them without any; it may read how many experts there are."""
+    """A loop over experts that skips those without tokens, and all of them without any; it may read how many there are."""
 
     def __init__(self, leaves_early: bool, counts: bool = False) -> None:
         super().__init__()

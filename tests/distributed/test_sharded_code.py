@@ -253,7 +253,9 @@ def test_ranks_talk_in_the_order_of_the_program(group, copies):
         mock.patch.object(dist, "all_to_all_single", as_many_come),
         mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", last_first),
     ):
-        torch.compile(lambda *tensors: both(*tensors), backend=rewritten)(x, y, torch.zeros(T, K, dtype=torch.int64), *weights).backward()
+        torch.compile(lambda *tensors: both(*tensors), backend=rewritten)(
+            x, y, torch.zeros(T, K, dtype=torch.int64), *weights
+        ).backward()
     gathers, sums = ("gather_rows", "sum_parts") if copies else ("all_gather_into_tensor", "reduce_scatter_tensor")
     starts = rf"\w = torch\.ops\.\w+\.({gathers}|{sums}|row_numbers|all_to_all_single)\b"
     forward, backward = (re.findall(starts, code) for code in sources)

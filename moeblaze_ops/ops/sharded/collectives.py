@@ -192,9 +192,7 @@ Raises:
     RuntimeError: the name of the group is that of one with other members by now.
 """
 
-most_tokens = register_plain_op(
-    "most_tokens", "(Tensor x_TD, str group, str layer) -> Tensor", _most_tokens, _most_tokens_fake
-)
+most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group, str layer) -> Tensor", _most_tokens, _most_tokens_fake)
 """[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other.
 
 Args:
