@@ -284,7 +284,7 @@ def _where_tokens_leave(match: MoEMatch, sharded: ShardedWeights) -> fx.Node | N
 def _is_talk(node: fx.Node) -> bool:
     """True if ranks talk to each other where a node runs, or may: in a graph inside of this one, too.
 
-    dist.all_reduce(x), w.redistribute(placements=[Replicate()]), checkpoint(f, x)        and not        x.to_local()
+        dist.all_reduce(x), w.redistribute(placements=[Replicate()]), checkpoint(f, x)        and not        x.to_local()
     """
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator) or _is_call(node, "redistribute") or target == "full_tensor":
