@@ -5,9 +5,9 @@ breaks between them: on all ranks, or on one. From step to step ranks have other
 compiles anew. Ranks that do not make the same sequence of collectives wait for each other until the time of their group is over,
 or compute other numbers.
 
-    python tests/tools/rank_programs.py --seeds 0:500 --ranks 2
-    python tests/tools/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # with caches on disk that ranks share
-    python tests/tools/rank_programs.py --show 7
+    python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2
+    python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # with caches on disk that ranks share
+    python tests/distributed/rank_programs.py --show 7
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -264,7 +264,7 @@ def check(seed: int, compiler: str | None = None) -> tuple[str, int]:
     return "right", moved
 
 
-def _work(rank: int, ranks: int, seeds: range, compiler: str | None, folder: str) -> None:
+def _work(rank: int, ranks: int, seeds: Sequence[int], compiler: str | None, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     compile_quickly()
@@ -286,7 +286,7 @@ def _work(rank: int, ranks: int, seeds: range, compiler: str | None, folder: str
     dist.destroy_process_group()
 
 
-def run_programs(seeds: range, ranks: int, compiler: str | None = None) -> dict[int, list[tuple[str, int]]]:
+def run_programs(seeds: Sequence[int], ranks: int, compiler: str | None = None) -> dict[int, list[tuple[str, int]]]:
     """What became of each program on each rank. Processes serve many programs, and are started anew behind one that raised."""
     results: dict[int, list[tuple[str, int]]] = {}
     while len(results) < len(seeds):
