@@ -25,6 +25,7 @@ LOST = {
     "graphs": "layers in graphs of a backend of one's own, or exported ones, stay as they are; all others are rewritten",
     "keys": "compiled code is not kept in caches, as by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1",
     "launches": "a rank that sends no token to any expert may raise",
+    "order": "ranks with different numbers of tokens may wait for each other",
 }
 """What does not work without the functions of a part."""
 
@@ -70,6 +71,9 @@ PATCHES = {
     ),
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate": Patch(
         "a kernel over two axes is launched for 0 rows of a number that follows from data", "self, meta, ...", "launches"
+    ),
+    "torch._inductor.graph.GraphLowering._update_scheduler": Patch(
+        "ranks talk in the order of a graph with tokens that move", "self", "order"
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.__init__": Patch(_JUMPS, "self, ..."),

@@ -366,6 +366,36 @@ def launch_nothing_for_no_rows() -> None:
     patches.install("launches", {"Grid2DWithYZOverflow.generate": replacement})
 
 
+def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
+    """Let collectives, and ``ops`` in which ranks wait for each other, run in the order of the graph, if it has some of ``ops``.
+
+    Inductor chooses an order by the memory that it takes with the sizes of this rank, and ranks have different sizes.
+    """
+    from torch._inductor import ir
+
+    def is_talk(operation: Any) -> bool:
+        is_collective = isinstance(operation, ir._CollectiveKernel) and not isinstance(operation, ir._WaitKernel)
+        return is_collective or getattr(operation, "op_overload", None) in ops
+
+    def replacement(original):
+        @functools.wraps(original)
+        def update(self: Any) -> None:
+            if any(self.graph.find_nodes(op="call_function", target=op) for op in ops):
+                _keep_order(self, filter(is_talk, self.operations))
+            original(self)
+
+        return update
+
+    patches.install("order", {"GraphLowering._update_scheduler": replacement})
+
+
+def _keep_order(graph: Any, operations: Iterable) -> None:
+    previous: list[str] = []
+    for operation in operations:
+        graph.additional_buffer_deps[operation.get_operation_name()].update(previous)
+        previous = [buffer.get_name() for buffer in operation.get_outputs()] or previous
+
+
 def may_be_repeated(node: fx.Node) -> bool:
     """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
     settings = torch._functorch.config
@@ -505,9 +535,5 @@ def inline(graph: fx.GraphModule, inputs: list, name: str, in_order: bool = Fals
     outputs = inline_subgraph_to_ir_nodes(graph, boxes, name)
     _call_implementations(V.graph.operations[num_before:])
     if in_order:
-        previous: list[str] = []
-        for operation in V.graph.operations[num_before:]:
-            if isinstance(operation, ir.ExternKernel):
-                V.graph.additional_buffer_deps[operation.get_operation_name()].update(previous)
-                previous = [buffer.get_name() for buffer in operation.get_outputs()] or previous
+        _keep_order(V.graph, (each for each in V.graph.operations[num_before:] if isinstance(each, ir.ExternKernel)))
     return outputs

@@ -19,12 +19,12 @@ from moeblaze_ops import config
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import inplace_name
-from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
+from moeblaze_ops.ops.sharded.groups import members_of
 from moeblaze_ops.ops.sharded.peer_copies import copies_between
 
 _TOKEN_LEGS, _WEIGHT_LEGS = 5, 3
@@ -37,8 +37,12 @@ class ShardedWeights:
 
     stored: dict[fx.Node, fx.Node]
     group: str
-    ranks: int
+    members: list[int]
     weight_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.members)
 
     def token_bytes(self, T: int | torch.SymInt, D: int, itemsize: int) -> int | torch.SymInt:
         """Bytes that a rank receives in forward and backward where tokens move to every rank."""
@@ -68,7 +72,8 @@ def sharded_weights(match: MoEMatch) -> ShardedWeights | None:
         return None
     (mesh,) = meshes
     sizes = [math.prod(fake_of(source).shape) * fake_of(source).element_size() for source in stored.values()]
-    return ShardedWeights(stored, mesh.get_group().group_name, mesh.size(), sum(sizes))
+    group = mesh.get_group().group_name
+    return ShardedWeights(stored, group, members_of(group), sum(sizes))
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,11 @@ class Moving:
     x: torch.Tensor
     E: int
     K: int
+
+    @property
+    def layer(self) -> str:
+        """The layer in words that are the same on every rank."""
+        return f"{self.E} experts of {_size(self.sharded.weight_bytes)} for tokens in {self.x.dtype}, {self.K} a token"
 
     @property
     def tokens(self) -> bool:
@@ -139,8 +149,7 @@ def insert_moved_tokens(
     """Insert the layer with tokens that move. They leave before the router chooses, unless it says where they go."""
     x, sharded = fake_of(x_TD), moving.sharded
     copies = x.is_cuda and not moving.all_to_all and copies_between(sharded.group)
-    together = sharded.ranks, sharded.group, copies
-    gathered = None if moving.all_to_all else _start_gather(insert, match, x_TD, *together)
+    gathered = None if moving.all_to_all else _start_gather(insert, match, moving, x_TD, copies)
     w_up, b_up, w_down, b_down = (
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
@@ -148,6 +157,7 @@ def insert_moved_tokens(
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
     keep_h = learns and config.keep == "preactivation"
+    together = sharded.members, sharded.group, copies
     settings = (match.activation, match.weights_on_input, *together, config.arrived_rows == "exact", keep_h)
     parameters = (w_up, b_up, w_down, b_down)
     operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
@@ -156,27 +166,29 @@ def insert_moved_tokens(
     return insert.given(value.requires_grad_(learns), experts_over_ranks, *operands)
 
 
-def _start_gather(insert: Inserter, match: MoEMatch, x_TD: fx.Node, ranks: int, group: str, copies: bool) -> fx.Node:
-    x, early = fake_of(x_TD), _is_unwritten(match)
-    first = insert.at(_behind_inputs(match.x.node)) if early else insert
-    early_TD = first.rows(match.x, match.D) if early else x_TD
+def _start_gather(insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, copies: bool) -> fx.Node:
+    x, place = fake_of(x_TD), _where_tokens_leave(match, moving.sharded)
+    ranks, group = moving.sharded.ranks, moving.sharded.group
+    first = insert if place is None else insert.at(place)
+    early_TD = x_TD if place is None else first.rows(match.x, match.D)
     with x.fake_mode:
         # What copies have started holds nothing yet.
         everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if copies else []))
-    rows = config.tokens_per_rank or _most_tokens(first, early_TD, group)
+    rows = config.tokens_per_rank or _most_tokens(
+        first, early_TD, group, f"{moving.layer}, by {'copies' if copies else 'collectives'}"
+    )
     return first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group, copies)
 
 
-def _most_tokens(first: Inserter, x_TD: fx.Node, group: str) -> fx.Node:
-    """How many tokens the ranks have at most: they tell each other once in a graph for each number of their own."""
-    T = size_of(fake_of(x_TD).shape[0])
-    for asked in x_TD.graph.find_nodes(op="call_function", target=most_tokens):
-        if asked.args[1] == group and asked < x_TD and same_size(size_of(fake_of(asked).shape[0]), T):
-            return asked
+def _most_tokens(first: Inserter, x_TD: fx.Node, group: str, layer: str) -> fx.Node:
+    """How many tokens the ranks have at most: they tell each other once for each layer.
+
+    Two layers that have equally many on this rank may have different numbers on another, which asks twice then.
+    """
     x = fake_of(x_TD)
     with x.fake_mode:
         value = x.new_empty(x.shape[0], 0)
-    return first.given(value, most_tokens, x_TD, group)
+    return first.given(value, most_tokens, x_TD, group, layer)
 
 
 def join_gathers(graph: fx.Graph) -> None:
@@ -247,24 +259,39 @@ def _own(view: WeightView, parts: tuple[Part, ...], count: int) -> WeightView:
     return replace(view, parts=parts, sizes=(count, *view.sizes[1:]))
 
 
-def _is_unwritten(match: MoEMatch) -> bool:
-    """Whether nothing writes to a tensor between the tokens' node and the layer: they may leave right behind their node.
+def _where_tokens_leave(match: MoEMatch, sharded: ShardedWeights) -> fx.Node | None:
+    """The node behind which the layer's tokens may leave: their own, or a later one where ranks talk about something else.
 
-    It accepts ``y = norm(x); w, i = router(y); return layer(y, w, i)`` and refuses ``y = norm(x); y.mul_(2); ...``.
+    All ranks talk in the order of the program. Tokens have a node of their own right before the layer where this rank has none of
+    them, so they may not leave before what stands between. None: something writes to a tensor in between.
+
+        y = norm(x); w, i = router(y); return layer(y, w, i)       behind norm
+        y = norm(x); a = other_layer(x); return a + layer(y)       behind other_layer, if its experts are sharded
+        y = norm(x); y.mul_(2); return layer(y)                    None
     """
-    behind = False
-    for node in match.x.node.graph.nodes:
-        behind = behind or node is match.x.node
-        if node is match.root:
-            return True
-        if behind and node is not match.x.node and inplace_name(node) is not None and node not in match.region.nodes:
-            return False
-    return False
+    own = {match.root, *sharded.stored, *(whole.args[0] for whole in sharded.stored)}
+    inputs = match.root.graph.find_nodes(op="placeholder")
+    place, node = None, match.root
+    while node is not match.x.node and node.op != "placeholder":
+        if place is None and node not in own and _is_talk(node):
+            place = node
+        if node is not match.root and inplace_name(node) is not None and node not in match.region.nodes:
+            return None
+        node = node.prev
+    return place or (inputs[-1] if node.op == "placeholder" else node)
 
 
-def _behind_inputs(node: fx.Node) -> fx.Node:
-    """The node itself, or the last input of the graph for an input."""
-    return node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+def _is_talk(node: fx.Node) -> bool:
+    """True if ranks talk to each other where a node runs, or may: in a graph inside of this one, too.
+
+        dist.all_reduce(x), w.redistribute(placements=[Replicate()]), checkpoint(f, x)        and not        x.to_local()
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator) or _is_call(node, "redistribute") or target == "full_tensor":
+        return True
+    module = getattr(target, "__module__", None) or ""
+    ours = target in (most_tokens, start_gather_of_tokens, experts_over_ranks)
+    return ours or getattr(target, "namespace", None) == "_c10d_functional" or module.startswith("torch.distributed")
 
 
 def _size(num_bytes: int | torch.SymInt) -> str:

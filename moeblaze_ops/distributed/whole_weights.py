@@ -36,7 +36,6 @@ class RunningLayer:
     def __init__(self) -> None:
         self.depth = 0
         self.weights: list[WholeWeights] = []
-        self.is_read = False
 
     def run(self, function: Callable, /, *args: object, **kwargs: object) -> object:
         """Call ``function`` as the layer, or as a part of it."""
@@ -44,19 +43,19 @@ class RunningLayer:
             return _as_with_tokens(function, args, kwargs)
         self.depth += 1
         try:
-            whole = self._gather() if self.depth == 1 else []
+            whole = self._gather()
             result = function(*args, **kwargs)
-            return _tied(result, whole) if whole and not self.is_read else result
+            return _tied(result, whole) if any(weight.requires_grad for weight in whole) else result
         finally:
             self.depth -= 1
             if self.depth == 0:
-                self.is_read = False
                 for weights in self.weights:
                     weights.whole.clear()
 
     def _gather(self) -> list[Tensor]:
-        """All weights of the layer; those that ``fully_shard`` unshards later, in a module inside, are gathered when read."""
-        here = [(w, name) for w in self.weights for name in w.names if w.parameters[name].device_mesh.ndim == 1]
+        """All weights of the layer, but for those that ``fully_shard`` unshards for a part of it: they are gathered there."""
+        here = [(w, name) for w in self.weights for name in w.names if name not in w.whole]
+        here = [(w, name) for w, name in here if w.parameters[name].device_mesh.ndim == 1]
         if not here:
             return []
         stored = [weights.parameters[name] for weights, name in here]
@@ -89,7 +88,6 @@ class WholeWeights:
             return whole_of(self.parameters[name])
         if name not in self.whole:
             self.whole[name] = whole_of(self.parameters[name])
-        self.layer.is_read = True
         return self.whole[name]
 
 

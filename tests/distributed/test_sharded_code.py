@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.memory
 import torch.distributed as dist
 
 from moeblaze_ops.lowering import torch_internals
@@ -43,6 +44,12 @@ def ends(x, gathered, weights, ids, w_up, w_down):
     return x.clone()
 
 
+@torch._dynamo.allow_in_graph
+def both(x, y, ids, *weights):
+    """Stands where two layers are."""
+    return x.sum() + y.sum()
+
+
 def as_many_come(arriving_R2, leaving_R2, group):
     """As many rows arrive as leave, with all slots, whatever they hold: this group moves nothing."""
     arriving_R2[:, 0] = leaving_R2[:, 0]
@@ -65,13 +72,13 @@ def generated(
     """Forward and backward of a layer whose tokens move, in a graph as the rewriter leaves it."""
 
     def start(x):
-        rows = most_tokens(x, group) if exact else T
+        rows = most_tokens(x, group, "a layer") if exact else T
         if all_to_all:
             return x
         return start_gather_of_tokens(x, rows, RANKS, group, copies)
 
     def experts(x, gathered, weights, ids, w_up, w_down):
-        settings = ("swiglu", False, RANKS, group, copies, exact, True)
+        settings = ("swiglu", False, list(range(RANKS)), group, copies, exact, True)
         given = None if all_to_all else gathered
         return experts_over_ranks(x, given, weights, ids, [w_up], [], [w_down], [], *settings)
 
@@ -88,7 +95,7 @@ def generated(
     torch._dynamo.reset()
     with (
         rank_of(RANKS),
-        mock.patch.object(collectives, "largest_number", lambda mine, group: mine),
+        mock.patch.object(collectives, "largest_number", lambda mine, group, layer: mine),
         mock.patch.object(dist, "all_to_all_single", as_many_come),
     ):
         torch.compile(layer, backend=rewritten)(*inputs).sum().backward()
@@ -207,6 +214,54 @@ def test_all_to_all_runs_beside_products(group):
         "_combine_kernel",
     ]
     assert forward.count("row_numbers.default(") == 1 and "row_numbers" not in backward and "used_slots" not in forward
+
+
+def last_first(nodes, *_):
+    """An order that Inductor may choose: what stands last in the graph runs as soon as it can."""
+    made_by = {name: node for node in nodes for name in node.get_buffer_names()}
+    needs = {node: {made_by[d.name] for d in node.unmet_dependencies if d.name in made_by} - {node} for node in nodes}
+    rest, order = list(nodes), []
+    while rest:
+        order.append(next(node for node in reversed(rest) if needs[node].issubset(order)))
+        rest.remove(order[-1])
+    return order
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_ranks_talk_in_the_order_of_the_program(group, copies):
+    """Inductor chooses an order by the memory that it takes with a rank's own sizes."""
+
+    def two(x, y, ids, *weights):
+        settings = ("swiglu", False, list(range(RANKS)), group, copies, False, True)
+        given = start_gather_of_tokens(x, T, RANKS, group, copies), None
+        pairs = zip((x, y), given, (weights[:2], weights[2:]), strict=True)
+        return sum(experts_over_ranks(t, g, None, ids, [up], [], [down], [], *settings).sum() for t, g, (up, down) in pairs)
+
+    def rewritten(graph, inputs):
+        for node in graph.graph.nodes:
+            node.target = two if node.target is both else node.target
+        graph.recompile()
+        return shadow(graph, inputs)
+
+    shapes = (T, D), (T, D), *[(E // RANKS, 2, F, D), (E // RANKS, F, D)] * 2
+    x, y, *weights = (torch.randn(*shape, requires_grad=True) for shape in shapes)
+    sources: list[str] = []
+    shadow = fakecuda.shadow_backend(sources)
+    torch._dynamo.reset()
+    with (
+        rank_of(RANKS),
+        mock.patch.object(dist, "all_to_all_single", as_many_come),
+        mock.patch.object(torch._inductor.memory, "reorder_for_peak_memory", last_first),
+    ):
+        torch.compile(lambda *tensors: both(*tensors), backend=rewritten)(
+            x, y, torch.zeros(T, K, dtype=torch.int64), *weights
+        ).backward()
+    gathers, sums = ("gather_rows", "sum_parts") if copies else ("all_gather_into_tensor", "reduce_scatter_tensor")
+    starts = rf"\w = torch\.ops\.\w+\.({gathers}|{sums}|row_numbers|all_to_all_single)\b"
+    forward, backward = (re.findall(starts, code) for code in sources)
+    sent = "all_to_all_single"
+    assert forward == [gathers, gathers, sums, "row_numbers", sent, sent, sent]
+    assert backward == [sent, sent, sent, *[gathers] * (1 if copies else 2), *[sums] * 1]
 
 
 @pytest.mark.parametrize("rows, programs", [(0, (0, 0)), (5, (1, 1)), (16 * 65536, (32768, 2))])

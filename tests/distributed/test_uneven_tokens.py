@@ -129,8 +129,8 @@ class TwoLayers(nn.Module):
         return x + self.second(x + self.first(x))
 
 
-def check_asks_once() -> None:
-    """Two layers of a graph with the same tokens ask once; another number is another question."""
+def check_asks_for_each_layer() -> None:
+    """Two layers of a graph ask twice, whether or not they have equally many tokens on this rank."""
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
@@ -142,11 +142,39 @@ def check_asks_once() -> None:
     expected = harness.train(model, model, x)
     harness.assert_close(harness.train(model, run, x), expected)
     names = names_in(graphs)
-    assert names.count("experts_over_ranks") == 2 and names.count("most_tokens.default") == 1, names
+    assert names.count("experts_over_ranks") == 2 and names.count("most_tokens.default") == 2, names
     run, graphs, reports = compiled(lambda x: model.second(model.first(x)[: len(x) // 2]))
     run(x)
     names = names_in(graphs)
     assert names.count("experts_over_ranks") == 2 and names.count("most_tokens.default") == 2, names
+
+
+class Beside(nn.Module):
+    """A layer that takes more rows than those that it routes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer("stacked_loop")
+
+    def forward(self, x: Tensor, others: Tensor) -> Tensor:
+        return torch.cat([others, self.layer(x)])
+
+
+def check_none_beside() -> None:
+    """A tensor without rows beside the tokens, on one rank: gradients of the tokens are what they were."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    rank = dist.get_rank()
+    pairs = [(harness.tokens_of(r, zoo.D, 5), harness.tokens_of(9, zoo.D, 3 * (1 - r))) for r in range(2)]
+    one, model = Beside(), Beside()
+    results = [harness.train(one, lambda x, others=others: one(x, others), x) for x, others in pairs]
+    shard_experts(model, harness.axis())
+    run, graphs, _ = compiled(model)
+    got = harness.train(model, lambda x: run(x, pairs[rank][1]), pairs[rank][0])
+    for name in ("output", "gradient of x"):
+        torch.testing.assert_close(got[name], results[rank][name], atol=harness.TOLERANCE, rtol=0)
+    assert names_in(graphs).count("experts_over_ranks") == 1
 
 
 def check_skipped_experts() -> None:
@@ -205,8 +233,9 @@ CHECKS = {
     "through Inductor": functools.partial(check_steps, "masked_sum", FEW_STEPS, backend="inductor"),
     "checkpointed from outside": functools.partial(check_checkpointed, within_graph=False),
     "checkpointed in the graph": functools.partial(check_checkpointed, within_graph=True),
+    "none beside the tokens": check_none_beside,
     "too many": check_too_many,
-    "asks once": check_asks_once,
+    "asks for each layer": check_asks_for_each_layer,
     "calls": check_calls,
 }
 RANKS = {2: CHECKS, 4: {"stacked_loop": functools.partial(check_steps, "stacked_loop", exchange="all_gather")}}

@@ -64,6 +64,9 @@ def try_without(name, how, *spellings, with_inductor=False):
     if patches.PATCHES[name].part == "launches":
         from moeblaze_ops.lowering.torch_internals import launch_nothing_for_no_rows
         launch_nothing_for_no_rows()
+    if patches.PATCHES[name].part == "order":
+        from moeblaze_ops.lowering.torch_internals import keep_order_of_talk
+        keep_order_of_talk(())
     restore(kept)
     replaced = [name for name in before if list(functions(name)) != before[name]]
     rewritten = [spelling for spelling in spellings if is_rewritten(spelling, with_inductor)]

@@ -156,8 +156,8 @@ def test_there_is_a_call_of_every_operator():
     registered = [
         name.removeprefix("moeblaze::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")
     ]
-    of_ranks = {"any_number", "experts_over_ranks_backward", "gather_rows", "most_tokens", "settled", "sized", "sum_parts"}
-    of_ranks |= {"arrived", "row_numbers", "sum_rows", "used_slots", "with_rows"}
+    of_ranks = {"any_number", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "most_tokens", "settled", "sized"}
+    of_ranks |= {"arrived", "row_numbers", "sum_parts", "sum_rows", "used_slots", "with_rows"}
     assert set(registered) - of_ranks == set(arguments())  # theirs are in tests/distributed
     assert sum(len(list(bad_operands(op))) for op in arguments()) > 120
 

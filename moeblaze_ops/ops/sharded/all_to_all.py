@@ -17,7 +17,8 @@ from torch import Tensor
 from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
-from moeblaze_ops.ops.sharded.collectives import Size, first_rows, process_group
+from moeblaze_ops.ops.sharded.collectives import Size, first_rows
+from moeblaze_ops.ops.sharded.groups import process_group
 
 _functional = torch.ops._c10d_functional
 

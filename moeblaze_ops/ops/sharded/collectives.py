@@ -7,12 +7,12 @@ They start at once, by the name of a process group, and are waited for. Copy eng
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moeblaze_ops.ops.dispatch import used_slots
 from moeblaze_ops.ops.register import number_of_data, register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
+from moeblaze_ops.ops.sharded.groups import members_of, process_group
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
 
 Size = int | torch.SymInt
@@ -117,15 +117,22 @@ def local_shard(sharded: Tensor) -> Tensor:
     return sharded.to_local()
 
 
-def process_group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+def _first_of_rank(x: Tensor, num_local: int, group: str, members: list[int]) -> Tensor:
+    if members != (now := members_of(group)):
+        rule = f"process group {group!r} must have the ranks {members} for which the graph was compiled"
+        raise RuntimeError(f"sharded experts: {rule}, got {now}; torch.compiler.reset() has it compiled anew")
+    return x.new_full((), process_group(group).rank() * num_local, dtype=torch.int32)
 
 
-def _most_tokens(x_TD: Tensor, group: str) -> Tensor:
-    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group)), 0)
+def _first_of_rank_fake(x: Tensor, num_local: int, group: str, members: list[int]) -> Tensor:
+    return x.new_empty((), dtype=torch.int32)
 
 
-def _most_tokens_fake(x_TD: Tensor, group: str) -> Tensor:
+def _most_tokens(x_TD: Tensor, group: str, layer: str) -> Tensor:
+    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group, layer)), 0)
+
+
+def _most_tokens_fake(x_TD: Tensor, group: str, layer: str) -> Tensor:
     most = number_of_data()
     torch._check(most >= 1)
     torch._check(most >= x_TD.shape[0])
@@ -173,8 +180,24 @@ arrived = register_plain_op(
 )
 """The result of what ``gather_rows`` or ``sum_parts`` started, of which each is taken once; the current stream waits for it."""
 
-most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group) -> Tensor", _most_tokens, _most_tokens_fake)
-"""[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other."""
+first_of_rank = register_plain_op(
+    "first_of_rank",
+    "(Tensor x, int num_local, str group, int[] members) -> Tensor",
+    _first_of_rank,
+    _first_of_rank_fake,
+)
+"""[], int32, where x is: the number of the first expert on this rank, each having so many. Code of one rank is that of another.
+
+Raises:
+    RuntimeError: the name of the group is that of one with other members by now.
+"""
+
+most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group, str layer) -> Tensor", _most_tokens, _most_tokens_fake)
+"""[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other.
+
+Args:
+    layer: what all ranks have to ask for, in words.
+"""
 
 with_rows = register_plain_op("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
 """A copy with so many rows, the last ones filled with -1: no expert's id.

@@ -21,23 +21,27 @@ from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
 from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
 from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
-from moeblaze_ops.ops.sharded.collectives import Gathering, process_group
+from moeblaze_ops.ops.sharded.collectives import Gathering, first_of_rank
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
 
 class Ranks(NamedTuple):
     """Where the experts are, and how the layer runs there.
 
-    ``size`` ranks are in the process group ``group``. ``copies``: copy engines move what they exchange.
+    ``members`` are the ranks of the process group ``group``. ``copies``: copy engines move what they exchange.
     ``exact``: the host reads how many rows arrived, and h is as long;
     otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection.
     """
 
-    size: int
+    members: list[int]
     group: str
     copies: bool
     exact: bool
     keep_h: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
 
 
 def experts_over_ranks(
@@ -51,7 +55,7 @@ def experts_over_ranks(
     b_down: list[Tensor],
     activation: str,
     weight_on_input: bool,
-    size: int,
+    members: list[int],
     group: str,
     copies: bool,
     exact: bool,
@@ -65,13 +69,13 @@ def experts_over_ranks(
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        size, group, copies, exact, keep_h: see ``Ranks``.
+        members, group, copies, exact, keep_h: see ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(size, group, copies, exact, keep_h)
+    ranks = Ranks(members, group, copies, exact, keep_h)
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
     return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
@@ -86,7 +90,7 @@ class _Experts(torch.autograd.Function):
         ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, moving)
         if gathered_x is None:
             (gathered_x,) = moving.start_out([x_TD])
-        local = ids - first_of_rank(ranks.group, num_local)
+        local = ids - first_of_rank(ids, num_local, ranks.group, ranks.members)
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
         routing = (moving.used(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
@@ -146,10 +150,6 @@ def _routing_of_all(experts_TK: Tensor, weights_TK: Tensor | None, moving: Gathe
     (both,) = moving.start_out([torch.cat([ids.to(wide), weights_TK.to(wide)], 1)])
     ids, weights = moving.arrived(both).chunk(2, dim=1)
     return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()
-
-
-def first_of_rank(group: str, num_local: int) -> int:
-    return process_group(group).rank() * num_local
 
 
 def gradients_over_ranks(*args: Any) -> list[Tensor]:

@@ -1,110 +1,189 @@
 """Numbers that the processes of a group tell each other, on the host and past the GPU: how many tokens each has.
 
-Processes of one machine write them to memory that they share, a few microseconds; others send them through gloo.
+Processes of one machine write them to memory that they share, a few microseconds; others send them through gloo. A rank waits for
+the others as long as the group's timeout says, and says whom it waited for.
 """
 
-import functools
+import fcntl
 import mmap
 import os
 import secrets
 import tempfile
 import time
+import weakref
+import zlib
+from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from moeblaze_ops.ops.sharded.groups import members_of, once_a_group, process_group, timeout_of
+
 _WORD = 8
-_NUMBER_BITS = 40
-_PATIENCE_S = 10 * 60
-_TOKEN_BYTES = 16
+_NUMBER_BITS, _TURN_BITS, _LAYER_BITS = 32, 8, 23
+_SPINNING_S, _NAP_S, _LIVENESS_S = 0.01, 0.0002, 0.5
+"""How long a rank asks again at once, how long it sleeps between questions then, and how often it looks whether others live."""
+_MOMENT_S = 2.0
 
 
 class _Ways(Protocol):
-    def largest(self, mine: int) -> int: ...
+    def largest(self, mine: int, layer: str) -> int: ...
 
 
-def largest_number(mine: int, group: str) -> int:
+def largest_number(mine: int, group: str, layer: str) -> int:
     """The largest of the numbers that the ranks of a group have, 0 or more; each waits for the others.
 
+    Args:
+        layer: what the number is for, in words. All ranks have to ask for the same.
+
     Raises:
-        RuntimeError: a rank did not tell its number for ten minutes.
+        RuntimeError: a rank ended, asks for another layer, or did not tell its number within the timeout of the group.
     """
-    return _way(group).largest(mine)
+    return _way(group).largest(mine, layer)
 
 
-@functools.cache
+@once_a_group
 def _way(name: str) -> _Ways:
-    group = dist.distributed_c10d._resolve_process_group(name)
+    group = process_group(name)
     if dist.get_backend(group) != "gloo":
-        group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    return _shared_memory(group) or _Messages(group)
+        group = dist.new_group(members_of(name), timeout_of(group), "gloo", use_local_synchronization=True)
+    messages = _Messages(group)
+    return _shared_memory(messages) or messages
+
+
+def _silent(whom: str) -> RuntimeError:
+    return RuntimeError(f"sharded experts: every rank must run the layer, got no word of {whom}")
+
+
+def _of_layer(layer: str) -> int:
+    return zlib.crc32(layer.encode()) & (1 << _LAYER_BITS) - 1
+
+
+def _check_layers(layers: list[int], members: list[int], layer: str) -> None:
+    for rank, other in zip(members, layers, strict=True):
+        if other != _of_layer(layer):
+            rule = "every rank must run the same layers in the same order"
+            raise RuntimeError(f"sharded experts: {rule}, got another one on rank {rank} than here: {layer}")
 
 
 class _Messages:
     """Numbers travel in messages of gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.rank, self.members = group.rank(), dist.get_process_group_ranks(group)
+        self.timeout_s = timeout_of(group).total_seconds()
+        self._group = weakref.ref(group)
+        self._failure: str | None = None
 
-    def largest(self, mine: int) -> int:
-        everyone = torch.empty(self._group.size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, torch.tensor([mine], dtype=torch.int64), group=self._group)
-        return int(everyone.max())
+    def largest(self, mine: int, layer: str) -> int:
+        numbers, layers = self.exchange(mine, _of_layer(layer)).unbind(1)
+        _check_layers(layers.tolist(), self.members, layer)
+        return int(numbers.max())
+
+    def exchange(self, *mine: int) -> torch.Tensor:
+        """[R, n]: the n numbers of each rank."""
+        own = torch.tensor([mine], dtype=torch.int64)
+        everyone = own.repeat(len(self.members), 1)
+        try:
+            self._group()._allgather_base(everyone, own).wait()
+        except RuntimeError as error:
+            self._failure = self._failure or f"{self._silent_ranks()} ({error})"
+            raise _silent(self._failure) from error
+        return everyone
+
+    def _silent_ranks(self) -> str:
+        """Those that say nothing where all others tell each other that messages fail, which is within a moment."""
+        key, end = "moeblaze/failed/{}", time.monotonic() + _MOMENT_S
+        silent = self.members
+        try:
+            store = dist.distributed_c10d._get_process_group_store(self._group())
+            store.set(key.format(self.members[self.rank]), "")
+            while silent and time.monotonic() < end:
+                silent = [rank for rank in silent if not store.check([key.format(rank)])]
+                time.sleep(_MOMENT_S / 20)
+        except RuntimeError:  # the process that keeps the store has ended
+            silent = self.members[:1]
+        return f"rank {', '.join(map(str, silent))}" if silent else "some rank"
 
 
 class _Board:
     """Numbers stand in memory that all processes see, each in one word with the turn in which it was written.
 
     Two rows take turns. Nobody writes to one of them before all have read it: who begins the next turn has read all of this one.
+    Each rank holds a lock while it lives: the system frees it when the process ends, however it ends.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, ranks: int) -> None:
-        self._words = memoryview(memory).cast("q")
-        self._rank, self._ranks, self._turn = rank, ranks, 0
+    def __init__(self, file, memory: mmap.mmap, messages: _Messages) -> None:
+        self._file, self._words = file, memoryview(memory).cast("q")
+        self._rank, self._members, self._timeout_s = messages.rank, messages.members, messages.timeout_s
+        self._turn = 0
+        self._failure: str | None = None
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
 
-    def largest(self, mine: int) -> int:
+    def largest(self, mine: int, layer: str) -> int:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         self._turn += 1
-        row = range(first := self._turn % 2 * self._ranks, first + self._ranks)
-        self._words[row[self._rank]] = self._turn << _NUMBER_BITS | mine
-        return max(self._number(word) for word in row)
+        ranks, turn = len(self._members), self._turn % (1 << _TURN_BITS)
+        first = self._turn % 2 * ranks
+        asked = _of_layer(layer) << _TURN_BITS | turn
+        self._words[first + self._rank] = asked << _NUMBER_BITS | mine
+        try:
+            words = [self._word(first, peer, turn) for peer in range(ranks)]
+            if any(word >> _NUMBER_BITS != asked for word in words):
+                _check_layers([word >> _NUMBER_BITS + _TURN_BITS for word in words], self._members, layer)
+        except RuntimeError as error:
+            self._failure = str(error)
+            raise
+        return max(word & (1 << _NUMBER_BITS) - 1 for word in words)
 
-    def _number(self, word: int) -> int:
-        deadline = None
-        while (told := self._words[word]) >> _NUMBER_BITS < self._turn:
+    def _word(self, first: int, peer: int, turn: int) -> int:
+        """What a rank wrote in this turn."""
+        started = looked = None
+        while (told := self._words[first + peer]) >> _NUMBER_BITS & (1 << _TURN_BITS) - 1 != turn:
             now = time.monotonic()
-            deadline = deadline or now + _PATIENCE_S
-            if now > deadline:
-                raise RuntimeError(f"sharded experts: every rank must run the layer, got no word of rank {word % self._ranks}")
-            time.sleep(0)
-        return told & (1 << _NUMBER_BITS) - 1
+            started, looked = started or now, looked or now
+            if now - looked > _LIVENESS_S:
+                looked = now
+                # It may have written and ended in between.
+                if self._has_ended(peer) and self._words[first + peer] == told:
+                    raise _silent(f"rank {self._members[peer]}, which has ended")
+            if now - started > self._timeout_s:
+                raise _silent(f"rank {self._members[peer]} for {self._timeout_s:g} s")
+            time.sleep(_NAP_S if now - started > _SPINNING_S else 0)
+        return told
+
+    def _has_ended(self, peer: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, peer)
+        except OSError:
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, peer)
+        return True
 
 
-def _shared_memory(group: dist.ProcessGroup) -> _Board | None:
-    """A board of the processes of ``group``, if all of them see the memory of the first one."""
-    rank, ranks = group.rank(), group.size()
-    size = _TOKEN_BYTES + 2 * ranks * _WORD
-    where: list[tuple[str, bytes] | None] = [None]
-    if rank == 0:
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        handle, path = tempfile.mkstemp(prefix="moeblaze-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        os.write(handle, bytes(size - _TOKEN_BYTES) + token)
-        os.close(handle)
-        where = [(path, token)]
-    dist.broadcast_object_list(where, group=group, group_src=0)
-    path, token = where[0]
-    memory = _mapped(path, size)
-    is_same = memory is not None and memory[size - _TOKEN_BYTES : size] == token
-    everyone = torch.tensor([int(is_same)])
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN, group=group)
-    if rank == 0:
-        os.unlink(path)
-    return _Board(memory, rank, ranks) if everyone.item() else None
+def _shared_memory(messages: _Messages) -> _Board | None:
+    """A board of the processes of a group, if all of them see the memory of the first one."""
+    size = 2 * len(messages.members) * _WORD
+    token = secrets.token_hex(_WORD) if messages.rank == 0 else ""
+    shown = messages.exchange(int(token or "0", 16) - (1 << 63))[0]
+    token = f"{int(shown) + (1 << 63):016x}"
+    path = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir(), f"moeblaze-{token}")
+    if messages.rank == 0:
+        path.touch(mode=0o600, exist_ok=False)
+        os.truncate(path, size)
+    messages.exchange(0)
+    board = _board(path, size, messages)
+    everyone = messages.exchange(int(board is not None))
+    if messages.rank == 0:
+        path.unlink()
+    return board if everyone.all() else None
 
 
-def _mapped(path: str, size: int) -> mmap.mmap | None:
+def _board(path: Path, size: int, messages: _Messages) -> _Board | None:
     try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), size)
+        file = path.open("r+b")
+        return _Board(file, mmap.mmap(file.fileno(), size), messages)
     except OSError:
         return None

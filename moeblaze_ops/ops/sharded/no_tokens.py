@@ -4,6 +4,7 @@ A rank without tokens has to compile a layer the way that other ranks compile it
 that it knows to be 0 a compiler draws conclusions (``torch.where`` finds nothing), and a loop over experts is another program.
 """
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_false
@@ -19,16 +20,24 @@ def of_any_number(tensor: Tensor, number: Tensor) -> Tensor:
     return sized(tensor, [number.shape[0] if none else size for none, size in zip(empty, tensor.shape, strict=True)])
 
 
-def _sized(x: Tensor, size: list[int]) -> Tensor:
-    return x.new_empty(size)
-
-
 def _settled_fake(x: Tensor, number: Tensor) -> Tensor:
-    return x.new_empty([0 if of_data else size for of_data, size in zip(_of_data(x), x.shape, strict=True)])
+    return x.new_empty([_known(size - rows * number.shape[0]) for size, rows in zip(x.shape, _rows(x, number), strict=True)])
 
 
-def _of_data(x: Tensor) -> list[bool]:
-    return [isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size)) for size in x.shape]
+def _rows(x: Tensor, number: Tensor) -> list[int]:
+    """How much longer each axis gets for one more row in ``number``."""
+    sizes = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in x.shape]
+    symbols = free_unbacked_symbols(number)
+    return [sum(int(size.coeff(symbol)) for symbol in symbols) for size in sizes]
+
+
+def _known(size: int | torch.SymInt) -> int | torch.SymInt:
+    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return size if known is None else known
+
+
+def _copy(x: Tensor, *_: object) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 any_number = register_plain_op(
@@ -36,11 +45,11 @@ any_number = register_plain_op(
 )
 """[n, 0]; n is 0, which a compiler does not know."""
 
-sized = register_plain_op("sized", "(Tensor x, SymInt[] size) -> Tensor", _sized, _sized)
-"""A tensor without elements in another shape."""
+sized = register_plain_op("sized", "(Tensor x, SymInt[] size) -> Tensor", _copy, lambda x, size: x.new_empty(size))
+"""A copy of a tensor whose sizes are these, which a compiler may not know."""
 
-settled = register_plain_op("settled", "(Tensor x, Tensor number) -> Tensor", lambda x, number: x.clone(), _settled_fake)
-"""A copy of a tensor computed from ones of ``of_any_number``, with sizes of 0 that a compiler knows."""
+settled = register_plain_op("settled", "(Tensor x, Tensor number) -> Tensor", _copy, _settled_fake)
+"""A copy of a tensor computed from ones of ``of_any_number`` among others: a compiler knows that the number is 0."""
 
 
 def _sized_context(ctx, inputs: tuple, output: Tensor) -> None:
@@ -53,15 +62,14 @@ def _sized_backward(ctx, gradient: Tensor) -> tuple:
 
 def _settled_context(ctx, inputs: tuple, output: Tensor) -> None:
     x, number = inputs
-    ctx.of_data = _of_data(x)
+    ctx.rows = _rows(x, number)
     ctx.save_for_backward(number)
 
 
 def _settled_backward(ctx, gradient: Tensor) -> tuple:
     # The shape of x would do, but a checkpointed layer would gather once more to know it, on this rank alone.
     (number,) = ctx.saved_tensors
-    sizes = zip(ctx.of_data, gradient.shape, strict=True)
-    return sized(gradient, [number.shape[0] if of_data else size for of_data, size in sizes]), None
+    return sized(gradient, [size + rows * number.shape[0] for size, rows in zip(gradient.shape, ctx.rows, strict=True)]), None
 
 
 torch.library.register_autograd("moeblaze::sized", _sized_backward, setup_context=_sized_context)

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeblaze_ops import config
+from moeblaze_ops.ops.sharded.groups import members_of, once_a_group, process_group, timeout_of
 
 _ALIGNMENT = 256
-_TIMEOUT_MS = 10 * 60 * 1000
-"""A rank that waits so long for another one in a barrier raises."""
 
 
 def copies_between(group: str) -> bool:
@@ -32,13 +31,13 @@ def copies_between(group: str) -> bool:
     return config.transport == "copies"
 
 
-@functools.cache
+@once_a_group
 def _are_linked(group: str) -> bool:
     """Whether the ranks are processes of one host, one for each GPU, between any two of which there is NVLink.
 
     It says yes to ``torchrun --nproc-per-node 8`` on a host with NVLink, and no where each process sees one GPU only.
     """
-    ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+    ranks = members_of(group)
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if per_host < len(ranks) or len({rank // per_host for rank in ranks}) != 1:
         return False
@@ -161,10 +160,10 @@ class _Window:
     """Memory of this rank that the ranks of a group see. Transfers through it follow each other."""
 
     def __init__(self, group: str) -> None:
-        resolved = dist.distributed_c10d._resolve_process_group(group)
+        resolved = process_group(group)
         self.rank, self.ranks = resolved.rank(), resolved.size()
         self.others = [peer for peer in range(self.ranks) if peer != self.rank]
-        self._group = group
+        self._group, self._timeout_ms = group, int(timeout_of(resolved).total_seconds() * 1000)
         self._device = torch.cuda.current_device()
         self._memory: Tensor | None = None
         self._captured: list[Tensor] = []  # memory that CUDA graphs read and write
@@ -193,7 +192,7 @@ class _Window:
         if self._fetched is not None and self._fetched[0] == self._capture():
             self.wait(self._fetched[1])
             self.under_way.clear()
-        self._handle.barrier(0, _TIMEOUT_MS)
+        self._handle.barrier(0, self._timeout_ms)
         return places
 
     def lay(self, place: int, address: int, size: int) -> None:
@@ -206,7 +205,7 @@ class _Window:
 
     def show(self) -> None:
         """Let the others see what lies here, and see what they laid."""
-        self._handle.barrier(0, _TIMEOUT_MS)
+        self._handle.barrier(0, self._timeout_ms)
 
     def take(self, into: int, place: int, size: int) -> None:
         """Copy what lies here."""
@@ -272,7 +271,7 @@ class _Window:
         self._memory, self._room = memory, size
 
 
-@functools.cache
+@once_a_group
 def _window(group: str, name: str) -> _Window:
     return _Window(group)
 

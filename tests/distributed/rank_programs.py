@@ -1,0 +1,332 @@
+"""Random programs of sharded layers on several ranks: each computes what one process would, whoever has how many tokens.
+
+Layers with tokens of their own, one behind another or side by side, are eager or compiled, checkpointed or not, and the graph
+breaks between them: on all ranks, or on one. From step to step ranks have other numbers of tokens, none included, and one of them
+compiles anew. Ranks that do not make the same sequence of collectives wait for each other until the time of their group is over,
+or compute other numbers.
+
+    python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2
+    python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # with caches on disk that ranks share
+    python tests/distributed/rank_programs.py --show 7
+"""
+
+import argparse
+import contextlib
+import copy
+import linecache
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from moeblaze_ops import compile as switch  # noqa: E402
+from moeblaze_ops import config  # noqa: E402
+from tests.corpus.zoo import catalogue as zoo  # noqa: E402
+from tests.tools.compiling import compile_quickly, keep_what_is_imported  # noqa: E402
+from tests.tools.ranks import start_ranks  # noqa: E402
+
+KINDS = ("dense_einsum", "gathered_einsum", "stacked_loop", "masked_sum", "skipping", "unknown")
+COUNTS = (0, 1, 2, 5, 5, 8)
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step does on each rank. ``tokens``: of both inputs, for each microbatch and rank."""
+
+    tokens: list[list[tuple[int, int]]]
+    compiles_anew: int | None
+    with_gradients: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A network of layers, and what is done with it."""
+
+    layers: list[str]
+    lines: list[str]
+    frozen: list[int]
+    compiler: str
+    settings: dict[str, object]
+    steps: list[Step]
+
+    @property
+    def source(self) -> str:
+        return "\n    ".join(["def forward(self, x, y):", *self.lines, "return x, y\n"])
+
+
+def draw(seed: int, ranks: int, compiler: str | None = None) -> Program:
+    r = random.Random(seed)
+    layers = [r.choice(KINDS) for _ in range(r.choice([1, 1, 2, 2, 3, 4]))]
+    lines = []
+    for number in range(len(layers)):
+        lines += r.choices([[], ["graph_break()"], [f"if self.rank == {r.randrange(ranks)}: graph_break()"]], [4, 1, 1])[0]
+        lines += [f"x = {r.choice(['x[: len(x) // 2]', 'torch.cat([x, y])', 'x.relu()'])}"] if r.random() < 0.2 else []
+        names = r.choice([("x", "x"), ("x", "x"), ("y", "y"), ("x", "y")])
+        call = (
+            f"self.layers[{number}]({{}})"
+            if r.random() < 0.8
+            else f"checkpoint(self.layers[{number}], {{}}, use_reentrant=False)"
+        )
+        if r.random() < 0.2:
+            lines.append(f"{names[0]} = {call.format(names[0])}")
+        else:
+            lines += [f"{name} = {name} + {call.format(name)}" for name in dict.fromkeys(names)]
+    settings = {
+        "exchange": r.choice(["auto", "auto", "all_gather", "all_to_all"]),
+        "experts_move": r.choice(["auto", "auto", "auto", "weights"]),
+        "tokens_per_rank": r.choice([None, None, None, 64]),
+        "keep": r.choice(["preactivation", "input"]),
+    }
+    steps = [
+        Step(
+            [[(r.choice(COUNTS), r.choice(COUNTS)) for _ in range(ranks)] for _ in range(r.choice([1, 1, 2]))],
+            r.choice([None, None, *range(ranks)]),
+            r.random() < 0.9,
+        )
+        for _ in range(r.choice([1, 2, 3]))
+    ]
+    frozen = [number for number in range(len(layers)) if r.random() < 0.15]
+    drawn = r.choices(["graphs", "aot_eager", "none"], [5, 2, 1])[0]
+    return Program(layers, lines, frozen, compiler or drawn, settings, steps)
+
+
+class Cumulative(nn.Module):
+    """Each expert for the tokens of all before it as well: no layer that the rewriter knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = zoo.stacked("dense_einsum")
+        self.router, self.w1, self.w2 = whole.router, whole.w1, whole.w2
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x)
+        rows = [(x @ self.w1[e]) @ self.w2[e] * (weights * (ids <= e)).sum(-1, keepdim=True) for e in range(zoo.E)]
+        return torch.stack(rows).sum(0)
+
+
+class Skipping(nn.Module):
+    """A loop that reads how many experts there are, and skips those without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = zoo.stacked("stacked_loop")
+        self.router, self.w1, self.w2 = whole.router, whole.w1, whole.w2
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.w1)):
+            token, slot = torch.where(ids == e)
+            if len(token) == 0:
+                continue
+            rows = nn.functional.silu(x[token] @ self.w1[e]) @ self.w2[e]
+            out = out.index_add(0, token, rows * weights[token, slot, None])
+        return out
+
+
+def _layer(kind: str) -> nn.Module:
+    if kind == "masked_sum":
+        return zoo.ModuleListMoE(zoo.masked_sum)
+    return Cumulative() if kind == "unknown" else Skipping() if kind == "skipping" else zoo.stacked(kind)
+
+
+def _network(program: Program, seed: int, rank: int) -> nn.Module:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(seed)
+    names: dict = {"torch": torch, "checkpoint": checkpoint, "graph_break": torch._dynamo.graph_break}
+    file = f"<seed {seed}>"
+    linecache.cache[file] = len(program.source), None, program.source.splitlines(keepends=True), file
+    exec(compile(program.source, file, "exec"), names)
+    network = type("Network", (nn.Module,), {"forward": names["forward"]})()
+    network.rank, network.layers = rank, nn.ModuleList(map(_layer, program.layers))
+    for number in program.frozen:
+        for name, p in network.layers[number].named_parameters():
+            p.requires_grad_("router" in name)
+    return network
+
+
+def _run(network: Callable, microbatches: list[tuple[Tensor, Tensor]], with_gradients: bool) -> list[Tensor]:
+    """Outputs, and gradients of the inputs."""
+    leaves = [tuple(tensor.clone().requires_grad_() for tensor in pair) for pair in microbatches]
+    with contextlib.nullcontext() if with_gradients else torch.no_grad():
+        outputs = [tensor for pair in leaves for tensor in network(*pair)]
+    if with_gradients:
+        sum(out.square().sum() for out in outputs).backward()
+    inputs = [tensor for pair in leaves for tensor in pair]
+    return [*(out.detach() for out in outputs), *(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs)]
+
+
+def _gradients(network: nn.Module) -> dict[str, Tensor]:
+    """Of all parameters, zeros where there is none; of a list of experts, all entries together, as they are stored."""
+    found: dict[str, list[Tensor]] = {}
+    for name, p in network.named_parameters():
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        head, listed, tail = name.partition(".experts.")
+        entry, _, key = tail.partition(".")
+        if listed and entry.isdecimal():
+            name = f"{head}.experts.{key.replace('.', '_')}"
+        found.setdefault(name, []).append(gradient)
+    return {
+        name: tensors[0] if "experts" not in name or len(tensors) == 1 else torch.stack(tensors)
+        for name, tensors in found.items()
+    }
+
+
+def _differences(program: Program, one: nn.Module, network: nn.Module, run: Callable, number: int, step: Step) -> str:
+    """Take a step here and, for all ranks, in this process alone; what differs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(number)
+    inputs = [
+        [tuple(torch.randn(count, zoo.D, generator=generator) for count in counts) for counts in of_ranks]
+        for of_ranks in step.tokens
+    ]
+    network.zero_grad()
+    got = _run(run, [of_ranks[rank] for of_ranks in inputs], step.with_gradients)
+    own, total, wanted = {}, {}, []
+    for other in range(ranks):
+        one.zero_grad()
+        results = _run(one, [of_ranks[other] for of_ranks in inputs], step.with_gradients)
+        gradients = {name: gradient.clone() for name, gradient in _gradients(one).items()}
+        total = {name: total.get(name, 0) + gradient for name, gradient in gradients.items()}
+        if other == rank:
+            wanted, own = results, gradients
+    pairs = list(zip([f"result {i}" for i in range(len(got))], got, wanted, strict=True))
+    for name, gradient in _gradients(network).items():
+        sharded = hasattr(gradient, "to_local")
+        mine = gradient.to_local() if sharded else gradient
+        pairs.append((name, mine, total[name].chunk(ranks)[rank] if sharded else own[name]))
+    wrong = [f"{name} by {(a - b).abs().max():.2g}" for name, a, b in pairs if a.shape != b.shape or not _is_close(a, b)]
+    return ", ".join(wrong)
+
+
+def _is_close(got: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(got, wanted, atol=TOLERANCE * max(1.0, float(wanted.abs().max()) if wanted.numel() else 1.0), rtol=0)
+
+
+@contextlib.contextmanager
+def _compiled(program: Program, network: nn.Module) -> Iterator[Callable]:
+    if program.compiler == "none":
+        yield network
+        return
+    if program.compiler == "inductor":
+        with switch.enabled():
+            yield torch.compile(network)
+        return
+
+    def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
+        switch.rewrite(gm)
+        return gm.forward if program.compiler == "graphs" else lookup_backend("aot_eager")(gm, example_inputs)
+
+    with switch.rewriting(backend):
+        yield torch.compile(network, backend=backend)
+
+
+def check(seed: int, compiler: str | None = None) -> tuple[str, int]:
+    """``right`` or what differs on this rank, and how many layers of graphs moved their tokens."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools.sharded_layers import axis
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    program = draw(seed, ranks, compiler)
+    one, moved = _network(program, seed, rank), 0
+    network = copy.deepcopy(one)
+    shard_experts(network, axis())
+    before = config.snapshot()
+    for key, value in program.settings.items():
+        setattr(config, key, value)
+    torch._dynamo.reset()
+    try:
+        with switch.recording() as records, _compiled(program, network) as run:
+            for number, step in enumerate(program.steps):
+                if step.compiles_anew == rank:
+                    torch._dynamo.reset()
+                if wrong := _differences(program, one, network, run, number, step):
+                    return f"step {number}: {wrong}", 0
+        kept = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
+        moved = sum("experts_over_ranks" in str(c.became) for report in kept for c in report.candidates)
+    finally:
+        for key, value in before.items():
+            setattr(config, key, value)
+    return "right", moved
+
+
+def _work(rank: int, ranks: int, seeds: Sequence[int], compiler: str | None, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    compile_quickly()
+    keep_what_is_imported()
+    timeout = timedelta(seconds=400 if compiler == "inductor" else 150)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, timeout=timeout)
+    for seed in seeds:
+        try:
+            outcome: tuple[str, int] = check(seed, compiler)
+        except Exception:
+            outcome = f"raised\n{traceback.format_exc()}", 0
+        torch.save(outcome, f"{folder}/{seed}.{rank}")
+        if outcome[0].startswith("raised"):
+            return  # the group cannot be used any more
+        try:
+            dist.barrier()
+        except RuntimeError:
+            return
+    dist.destroy_process_group()
+
+
+def run_programs(seeds: Sequence[int], ranks: int, compiler: str | None = None) -> dict[int, list[tuple[str, int]]]:
+    """What became of each program on each rank. Processes serve many programs, and are started anew behind one that raised."""
+    results: dict[int, list[tuple[str, int]]] = {}
+    while len(results) < len(seeds):
+        rest = seeds[len(results) :]
+        with tempfile.TemporaryDirectory() as folder:
+            start_ranks(_work, (ranks, rest, compiler, folder), ranks)
+            for seed in rest:
+                files = [Path(folder, f"{seed}.{rank}") for rank in range(ranks)]
+                if not any(map(Path.exists, files)):
+                    break
+                results[seed] = [torch.load(file) if file.exists() else ("did not end", 0) for file in files]
+        if rest[0] not in results:
+            raise RuntimeError(f"no rank ran seed {rest[0]}")
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", default="0:100")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--compiler", choices=["inductor", "graphs", "aot_eager", "none"])
+    parser.add_argument("--show", type=int)
+    arguments = parser.parse_args()
+    if arguments.show is not None:
+        program = draw(arguments.show, arguments.ranks, arguments.compiler)
+        print(program, program.source, sep="\n\n")
+        return
+    begin, end = map(int, arguments.seeds.split(":"))
+    bad = moved = 0
+    started = time.monotonic()
+    for first in range(begin, end, 10):
+        for seed, outcomes in run_programs(range(first, min(first + 10, end)), arguments.ranks, arguments.compiler).items():
+            moved += outcomes[0][1]
+            if any(outcome != "right" for outcome, _ in outcomes):
+                bad += 1
+                print(f"seed {seed}:", *(f"  rank {rank}: {outcome}" for rank, (outcome, _) in enumerate(outcomes)), sep="\n")
+        text = f"{min(first + 10, end) - begin} programs, {bad} bad, {moved} layers moved their tokens"
+        print(f"{text}, {time.monotonic() - started:.0f} s", flush=True)
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Random programs of sharded layers: every rank makes the same sequence of collectives, and computes what one process would."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.rank_programs import draw, run_programs
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+SEEDS = {2: [12, 13, 15, 16]}
+"""As many as a minute allows: ``tests/distributed/rank_programs.py`` runs hundreds."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[int, dict[int, list[tuple[str, int]]]]:
+    return {ranks: run_programs(seeds, ranks) for ranks, seeds in SEEDS.items()}
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(ranks, seed) for ranks, seeds in SEEDS.items() for seed in seeds])
+def test_ranks_compute_what_one_process_does(outcomes, ranks, seed):
+    for outcome, _ in outcomes[ranks][seed]:
+        assert outcome == "right", draw(seed, ranks)
+
+
+def test_tokens_move_in_these_programs(outcomes):
+    for of_seeds in outcomes.values():
+        assert sum(moved for of_ranks in of_seeds.values() for _, moved in of_ranks) > 0
