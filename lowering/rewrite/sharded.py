@@ -169,7 +169,7 @@ def insert_moved_tokens(
 def _start_gather(insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.Node, copies: bool) -> fx.Node:
     x, place = fake_of(x_TD), _where_tokens_leave(match, moving.sharded)
     ranks, group = moving.sharded.ranks, moving.sharded.group
-    first = insert if place is None else insert.at(place)
+    first = insert if place is None else insert.at(place, match.x.node)
     early_TD = x_TD if place is None else first.rows(match.x, match.D)
     with x.fake_mode:
         # What copies have started holds nothing yet.
