@@ -68,9 +68,17 @@ def _numbers(function: Callable) -> tuple:
     """The numbers that a function closes over, and those of the object that it is or is a method of."""
     found = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     owner = getattr(function, "__self__", function)
-    found += [value for name, value in getattr(owner, "__dict__", {}).items() if name != "__wrapped__"]
+    found += [getattr(owner, name) for name in _names_of_numbers(owner)]
     # Dynamo guards a key by its value, where it would take a number that has changed for any.
     return tuple([key for value in found if isinstance(value, bool | int | float | str) for key in {value: None}])
+
+
+def _names_of_numbers(owner: Any) -> tuple[str, ...]:
+    return tuple(name for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, bool | int | float | str))
+
+
+# Dynamo before torch 2.14 cannot trace all of these.
+_names_of_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple, double: bool) -> str:
