@@ -262,9 +262,9 @@ def test_checking_expert_ids_calls_dispatch(monkeypatch):
 
 CALLED = {
     "expert_mlp_chunked", "expert_mlp_chunked_backward", "expert_mlp_ranged_backward", "expert_mlp_ranged_backward_add",
-    "expert_weight_grad_add", "expert_bias_grad_add",
+    "expert_weight_grad_add", "expert_bias_grad_add", "expert_weight_grad_or_add",
 }  # fmt: skip
-"""Ops with a loop whose length only the running program knows, and ops that write into an argument."""
+"""Ops with a loop whose length only the running program knows, and ops that write into an argument or may."""
 ACROSS_RANKS = {
     "any_number", "arrived", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "most_tokens", "row_numbers",
     "settled", "sized", "sum_parts", "used_slots", "with_rows",
