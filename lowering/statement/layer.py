@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
-from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS
+from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Unroll
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.match_result import MoEMatch
@@ -84,13 +84,21 @@ class Statement:
         slots = [algebra.const(k) for k in range(match.K)] if form.slots == "listed" else [around]
         for k in slots:
             for number in self._numbers(form):
-                term = self._term(form, activation, number, k)
+                if form.experts == "indexed":
+                    term = self._indexed(form, activation, number, k)
+                else:
+                    term = self._term(form, activation, number, k)
                 if form.experts == "summed":
                     term = algebra.sum(number, term)
-                elif form.experts == "indexed":
-                    term = algebra.substitute(term, {number: self._id(k)})
                 yield term if around is None or around is algebra.zero else algebra.sum(around, term)
         yield from self._without_projections(slots if form.slots == "listed" else [None])
+
+    def _indexed(self, form: Form, activation: Expr, number: Expr, k: Expr) -> Expr:
+        """The term of a slot, whose id is in range: that of any expert, at its id."""
+        try:
+            return self._algebra.substitute(self._term(form, activation, number, k), {number: self._id(k)})
+        except Unroll:  # experts that were stacked have a formula of its own each, and none at an index but what is stacked
+            return self._term(form, activation, self._id(k), k)
 
     def _numbers(self, form: Form) -> list[Expr]:
         """The number of the expert of each term: its place among the weights."""

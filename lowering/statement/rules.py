@@ -48,8 +48,8 @@ class LayerForm:
             case "leaf" if is_changing(e):
                 return algebra.const(e.args[0].args[0].present)
             case "leaf" if e.args[0].op == "low_rank":
-                base, added = e.args[0].args
-                return algebra.add(*(self.of(self._evaluator.element(part, e.args[1], 1)) for part in (base, added)))
+                base, added = (self._evaluator.element(part, e.args[1], 1) for part in e.args[0].args)
+                return self._sum([self.of(base), *self._terms(self.of(added))])
             case "leaf":
                 return self._subscripted(e)
             case "call" if e.args[0] == CHOSEN:
@@ -61,21 +61,35 @@ class LayerForm:
         return algebra._rebuild(e, self.of)
 
     def _sum(self, terms: list[Expr]) -> Expr:
-        """A sum in which a product stands once, with one number: ``a + a = 2 a``."""
+        """A sum in which a product stands once, with one number; one that all of them have stands before the sum.
+
+            a + a = 2 a        2 a + 2 b = 2 (a + b)
+        """
         algebra, numbers = self._algebra, dict[Expr, float]()
         whole = algebra.add(*terms)
         for term in whole.args if whole.kind == "add" else (whole,):
             own = [f.args[0] for f in factors_of(term) if f.kind == "const"]
             rest = algebra.mul(*(f for f in factors_of(term) if f.kind != "const"))
             numbers[rest] = numbers.get(rest, 0) + (own[0] if own else 1)
-        return algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items()))
+        common = next(iter(numbers.values()))
+        if any(number != common for number in numbers.values()):
+            return algebra.add(*(algebra.mul(algebra.const(number), rest) for rest, number in numbers.items()))
+        return algebra.mul(algebra.const(common), algebra.add(*numbers))
+
+    def _terms(self, e: Expr) -> list[Expr]:
+        """The terms of a sum, or of a multiple of one."""
+        sums = [f for f in factors_of(e) if f.kind == "add"]
+        if len(sums) != 1:
+            return [e]
+        rest = [f for f in factors_of(e) if f is not sums[0]]
+        return [self._algebra.mul(term, *rest) for term in sums[0].args]
 
     def _product(self, factors: list[Expr]) -> Expr:
         """A product in which a mask stands once: it is 1 beside itself, and beside a sum of what it brackets.
 
             [m] f([m] x) = [m] f(x)        (sum_k [m_k]) (sum_k [m_k] w_k) = sum_k [m_k] w_k        [w != 0] w = w
 
-        A number is multiplied into a sum.
+        Beside a comparison of an id with a number the id is that number.
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
@@ -83,9 +97,12 @@ class LayerForm:
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole
-        if len(whole.args) == 2 and {"const", "add"} == {f.kind for f in whole.args}:
-            (number,), (terms,) = ([f for f in whole.args if f.kind == kind] for kind in ("const", "add"))
-            return self._sum([algebra.mul(number, term) for term in terms.args])
+        for hit in (f for f in whole.args if f.kind == "eq"):
+            for ids, number in (hit.args, hit.args[::-1]):
+                if ids.kind == "leaf" and number.kind in ("const", "var"):
+                    rest = [g if g is hit else algebra.substitute(g, {ids: number}) for g in whole.args]
+                    if (less := algebra.mul(*rest)) is not whole:
+                        return self.of(less)
         for mask in subexpressions(whole, self._is_mask):
             beside = [g for g in whole.args if g is mask or self._absorbs(mask, g)]
             if beside:
@@ -110,7 +127,7 @@ class LayerForm:
 
     def _is_mask(self, e: Expr) -> bool:
         """True if ``e`` is 0 or 1 by comparisons."""
-        return e.kind == "eq" or (e.kind == "sum" and self._is_once(e))
+        return e.kind == "eq" or (e.kind == "any" and e.args[1].kind == "eq") or (e.kind == "sum" and self._is_once(e))
 
     def _is_once(self, e: Expr) -> bool:
         """True if ``e`` binds a comparison of ids that differ, of which one is the expert's at most."""
@@ -118,8 +135,8 @@ class LayerForm:
         return body.kind == "eq" and any(var in ids.free and are_distinct(self._algebra, ids, var) for ids in body.args)
 
     def _absorbs(self, mask: Expr, other: Expr) -> bool:
-        """True if ``other`` is a sum of what the sum of comparisons ``mask`` brackets, term by term."""
-        if mask.kind != "sum" or not self._is_mask(mask) or other.kind != "sum" or other is mask:
+        """True if ``other`` is a sum of what comparisons bracket, term by term, of which ``mask`` says that one of them holds."""
+        if mask.kind not in ("any", "sum") or not self._is_mask(mask) or other.kind != "sum" or other is mask:
             return False
         (var, hit), (slot, body) = self._algebra.open(mask), self._algebra.open(other)
         return self._algebra.substitute(hit, {var: slot}) in factors_of(body)
