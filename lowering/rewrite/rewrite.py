@@ -18,7 +18,7 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, graph_modules, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
 from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight, specialize
@@ -103,10 +103,9 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
         Exception: such an error, where ``config.strict`` is set.
     """
     report = RewriteReport()
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            mark_state_in_bodies(module.graph)
-            _rewrite_one(module, report)
+    for module in graph_modules(gm):
+        mark_state_in_bodies(module.graph)
+        _rewrite_one(module, report)
     return report
 
 
