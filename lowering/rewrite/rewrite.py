@@ -347,9 +347,8 @@ def _reads_other_sizes(node: fx.Node, dead: set[fx.Node]) -> bool:
 
 
 def _is_plumbing(node: fx.Node) -> bool:
-    """Reads a size or a part of a result."""
+    """True if a node reads a part of a result, or sizes, as ``rows.size()`` does of all axes."""
     if node.op not in ("call_function", "call_method"):
         return False
-    name = target_name(node)
-    tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    return name == "getitem" or (not tensor and fake_of(node) is not None)
+    fake = fake_of(node)
+    return target_name(node) == "getitem" or (fake is not None and not any(isinstance(e, torch.Tensor) for e in tree_leaves(fake)))
