@@ -57,9 +57,20 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
+def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """A module, and the bodies of higher-order operators in it that run: a region that was inlined leaves one that does not."""
+    found = [gm]
+    for module in found:
+        named = {node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module")}
+        for name, body in module.named_modules(remove_duplicate=False):
+            if name in named and isinstance(body, fx.GraphModule) and body not in found:
+                found.append(body)
+    return found
+
+
 def graphs_of(gm: fx.GraphModule) -> list[fx.Graph]:
-    """The graph of a module, and those of bodies of higher-order operators in it."""
-    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    """The graphs of a module and of the bodies in it."""
+    return [module.graph for module in graph_modules(gm)]
 
 
 def target_name(node: fx.Node) -> str:

@@ -18,7 +18,7 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, graph_modules, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
 from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight, specialize
@@ -103,10 +103,9 @@ def rewrite_graph(gm: fx.GraphModule) -> RewriteReport:
         Exception: such an error, where ``config.strict`` is set.
     """
     report = RewriteReport()
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            mark_state_in_bodies(module.graph)
-            _rewrite_one(module, report)
+    for module in graph_modules(gm):
+        mark_state_in_bodies(module.graph)
+        _rewrite_one(module, report)
     return report
 
 
@@ -348,9 +347,8 @@ def _reads_other_sizes(node: fx.Node, dead: set[fx.Node]) -> bool:
 
 
 def _is_plumbing(node: fx.Node) -> bool:
-    """Reads a size or a part of a result."""
+    """True if a node reads a part of a result, or sizes, as ``rows.size()`` does of all axes."""
     if node.op not in ("call_function", "call_method"):
         return False
-    name = target_name(node)
-    tensor = isinstance(fake_of(node), (torch.Tensor, tuple, list))
-    return name == "getitem" or (not tensor and fake_of(node) is not None)
+    fake = fake_of(node)
+    return target_name(node) == "getitem" or (fake is not None and not any(isinstance(e, torch.Tensor) for e in tree_leaves(fake)))

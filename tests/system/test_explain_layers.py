@@ -467,9 +467,9 @@ def region(layer, x):
 def test_region_that_is_compiled_once(make):
     """Its body is a graph in the graph, which runs by itself."""
     layer, x = make(), torch.randn(24, 16)
-    explanation = moeblaze_ops.explain(lambda x: region(layer, x.sin()), x)
-    assert {candidate.became for candidate in explanation.candidates} == {"expert_up(silu) -> expert_down"}
+    (candidate,) = moeblaze_ops.explain(lambda x: region(layer, x.sin()), x).candidates
+    assert candidate.became == "expert_up(silu) -> expert_down"
     with rewriting_backend() as backend, switch.recording() as records:
         got = torch.compile(lambda x: region(layer, x.sin()), backend=backend)(x)
-    assert rewritten_in(records)
+    assert len(rewritten_in(records)) == 1
     torch.testing.assert_close(got, layer(x.sin()))
