@@ -268,9 +268,9 @@ def test_ranks_talk_in_the_order_of_the_program(group, copies):
 def test_a_kernel_over_two_axes_is_launched_for_no_rows(rows, programs):
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
-    def as_in_torch_2_11(grid, meta):
-        grid.prefix += [f"y_grid_raw_ = -(ynumel // -{meta['YBLOCK']})", "y_grid_div_ = -(y_grid_raw_ // -65535)"]
-        grid.y_grid, grid.z_grid = grid.ceildiv("y_grid_raw_", "y_grid_div_"), "y_grid_div_"
+    def as_in_torch_2_11(self, meta):
+        self.prefix += [f"y_grid_raw_ = -(ynumel // -{meta['YBLOCK']})", "y_grid_div_ = -(y_grid_raw_ // -65535)"]
+        self.y_grid, self.z_grid = self.ceildiv("y_grid_raw_", "y_grid_div_"), "y_grid_div_"
 
     with mock.patch.object(Grid2DWithYZOverflow, "generate", as_in_torch_2_11):
         torch_internals.launch_nothing_for_no_rows()
