@@ -81,6 +81,24 @@ def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
         torch.compiler.config._config["force_disable_caches"].env_value_force = True
 
 
+def keep_graphs_with_functions_of(package: str) -> None:
+    """Let AOTAutograd's cache take graphs that call Python functions of a package whose sources are in the keys.
+
+    ``unsafe_marked_cacheable_functions`` is lost like any setting.
+    """
+
+    def replacement(original):
+        @functools.wraps(original)
+        def check_node_safe(node):
+            is_ours = node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(f"{package}.")
+            if not is_ours:
+                original(node)
+
+        return check_node_safe
+
+    patches.install("cacheable", {"autograd_cache.check_node_safe": replacement})
+
+
 @functools.cache
 def install_graph_hook(prepare: Callable[[fx.GraphModule], None]) -> None:
     """Call ``prepare(gm)`` for each graph that reaches Inductor, before it is looked up in a cache, from now on."""

@@ -194,6 +194,7 @@ def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:
 _rewriting_backends: list[tuple[Callable, Callable[[fx.GraphModule], Any]]] = [(moeblaze_backend, rewrite)]
 torch_internals.install_frame_hook(_compile_as_traceable, _rewriting_first)
 torch_internals.install_key_hook(_before_lookup)
+torch_internals.keep_graphs_with_functions_of("moeblaze_ops")
 torch_internals.run_as_written(whole_weights.RunningLayer.run, calls_as_well=False)
 for _talks in (whole_weights.RunningLayer.gather, whole_weights.tied):
     torch_internals.run_as_written(_talks, calls_as_well=True)

@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch._inductor.memory
 import torch.distributed as dist
+from torch import fx
+from torch._functorch._aot_autograd import autograd_cache
 
+from moeblaze_ops import compile as _switch  # noqa: F401
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.ops.sharded import collectives
-from moeblaze_ops.ops.sharded.collectives import most_tokens, start_gather_of_tokens
+from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from tests.tools import fakecuda
 from tests.tools.slow_copies import rank_of
@@ -279,3 +282,12 @@ def test_a_kernel_over_two_axes_is_launched_for_no_rows(rows, programs):
     values = {"ynumel": rows}
     exec("; ".join(grid.prefix), values)
     assert (eval(grid.y_grid, values), eval(grid.z_grid, values)) == programs
+
+
+def test_cache_of_autograd_takes_graphs_with_our_functions():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for function in (start_gather_of_tokens, local_shard, experts_over_ranks):
+        autograd_cache.check_node_safe(graph.call_function(function, (x,)))
+    with pytest.raises(autograd_cache.BypassAOTAutogradCache):
+        autograd_cache.check_node_safe(graph.call_function(mock.patch, (x,)))
