@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 LOST = {
     "attempts": "layers that select tokens by where(mask), skip experts without tokens or count on the host stay as they are "
     "written; all others are rewritten",
+    "cacheable": "graphs with sharded experts are differentiated anew in each process; Inductor's own cache is used",
     "frames": "explain and config.verify do nothing; layers that select tokens by where(mask), skip experts without tokens or "
     "count on the host stay as they are written; all others are rewritten",
     "graphs": "layers in graphs of a backend of one's own, or exported ones, stay as they are; all others are rewritten",
@@ -68,6 +69,9 @@ PATCHES = {
         "a digest of our sources and of what is asked of a GPU is in the keys of the FX and AOTAutograd caches",
         "self, gm, example_inputs, ...",
         "keys",
+    ),
+    "torch._functorch._aot_autograd.autograd_cache.check_node_safe": Patch(
+        "AOTAutograd keeps graphs with our functions in its cache: the digest of our sources is in the key", "node", "cacheable"
     ),
     "torch._inductor.runtime.triton_heuristics.Grid2DWithYZOverflow.generate": Patch(
         "a kernel over two axes is launched for 0 rows of a number that follows from data", "self, meta, ...", "launches"

@@ -27,7 +27,15 @@ from torch import fx, nn
 from torch._dynamo import convert_frame, exc
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends, innermost_backend, reset_code
+from torch._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    cached_backends,
+    innermost_backend,
+    reset_code,
+    set_code_exec_strategy,
+    skip_code,
+)
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -71,6 +79,24 @@ def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
     if patches.why_off("keys"):
         # As its environment variable does, in all threads.
         torch.compiler.config._config["force_disable_caches"].env_value_force = True
+
+
+def keep_graphs_with_functions_of(package: str) -> None:
+    """Let AOTAutograd's cache take graphs that call Python functions of a package whose sources are in the keys.
+
+    ``unsafe_marked_cacheable_functions`` is lost like any setting.
+    """
+
+    def replacement(original):
+        @functools.wraps(original)
+        def check_node_safe(node):
+            is_ours = node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(f"{package}.")
+            if not is_ours:
+                original(node)
+
+        return check_node_safe
+
+    patches.install("cacheable", {"autograd_cache.check_node_safe": replacement})
 
 
 @functools.cache
@@ -143,6 +169,17 @@ def install_frame_hook(
         return compile_frame
 
     patches.install("frames", {"convert_frame.compile_frame": replacement})
+
+
+def run_as_written(function: Callable, *, calls_as_well: bool) -> None:
+    """Let Dynamo compile no frame of ``function`` from now on, nor what it calls; it still traces a call of it in a frame.
+
+    ``torch.compiler.disable`` would break the graph of that frame.
+    """
+    if calls_as_well:
+        set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    else:
+        skip_code(function.__code__)
 
 
 def trace_alone(function: Callable, backend: Callable) -> None:

@@ -85,6 +85,7 @@ if not TYPE_CHECKING:  # to a type checker it would mean that any name is there
         if name in ("disable", "enable", "enabled"):
             return getattr(import_module("moeblaze_ops.compile"), name)
         if name == "shard_experts":
+            import_module("moeblaze_ops.compile")  # which lets its layers start as written where Dynamo cannot capture them whole
             return import_module("moeblaze_ops.distributed").shard_experts
         if name in _MODULES:
             return import_module(f"moeblaze_ops.{name}")

@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.effects import ASSERTS, has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, written_nodes
@@ -15,6 +16,7 @@ from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
 from moeblaze_ops.lowering.torch_internals import places
 from moeblaze_ops.ops.register import NAMESPACE
+from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 
 
 def unproven(gm: fx.GraphModule) -> str | None:
@@ -33,10 +35,20 @@ _OF_NUMBERS = frozenset(("item", "counts_below", "rows_between", "rows_joined", 
 
 
 def may_lack_tokens(gm: fx.GraphModule) -> bool:
-    """True if a layer that was rewritten and is trained has no tokens, or a number of them that may be 0."""
+    """True if a layer that was rewritten and is trained has no tokens, or a number of them that may be 0.
+
+    Not so where weights are gathered from other ranks: they do the same whoever has how many tokens, and gradients are zeros.
+    """
+    if any(_is_sharded(node) for node in all_nodes(gm)):
+        return False
     trained = [node for node in all_nodes(gm) if getattr(node.target, "namespace", "") == NAMESPACE and needs_gradient(node)]
     given = (fake_of(node.args[0]) for node in trained if node.args and isinstance(node.args[0], fx.Node))
     return any(_may_be_zero(fake.shape[0]) for fake in given if isinstance(fake, torch.Tensor) and fake.dim() > 1)
+
+
+def _is_sharded(node: fx.Node) -> bool:
+    call = dtensor_call(node)
+    return node.target is experts_over_ranks or (call is not None and call[0] == "redistribute")
 
 
 def _may_be_zero(size: int | torch.SymInt) -> bool:

@@ -21,6 +21,7 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
 from moeblaze_ops.compile.records import FrameRecord, keep
+from moeblaze_ops.distributed import whole_weights
 from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
@@ -193,4 +194,8 @@ def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:
 _rewriting_backends: list[tuple[Callable, Callable[[fx.GraphModule], Any]]] = [(moeblaze_backend, rewrite)]
 torch_internals.install_frame_hook(_compile_as_traceable, _rewriting_first)
 torch_internals.install_key_hook(_before_lookup)
+torch_internals.keep_graphs_with_functions_of("moeblaze_ops")
+torch_internals.run_as_written(whole_weights.RunningLayer.run, calls_as_well=False)
+for _talks in (whole_weights.RunningLayer.gather, whole_weights.tied):
+    torch_internals.run_as_written(_talks, calls_as_well=True)
 torch_internals.register_backend(moeblaze_backend, "moeblaze")

@@ -8,7 +8,8 @@ optimizers, ``fully_shard`` and ``state_dict`` see what is stored. Code of the l
 Forward gathers the weights, backward reduces and scatters their gradients: the gradient of a shard is the sum over the ranks.
 
 In eager mode that happens for all weights of a layer together: once when it starts, and once in backward, whatever it reads. A
-rank that skips its experts, because no token chose one, does what the others do.
+rank that skips its experts, because no token chose one, does what the others do. So it does where Dynamo cannot capture a layer
+whole: it starts and ends as written, and the pieces of its code are compiled in between.
 """
 
 import functools
@@ -38,21 +39,24 @@ class RunningLayer:
         self.weights: list[WholeWeights] = []
 
     def run(self, function: Callable, /, *args: object, **kwargs: object) -> object:
-        """Call ``function`` as the layer, or as a part of it."""
+        """Call ``function`` as the layer, or as a part of it.
+
+        Dynamo traces a call of this in a larger frame; as a frame of its own it runs as written, and ``function`` is compiled.
+        """
         if torch.compiler.is_compiling():  # Dynamo lets checkpointed functions write no objects
             return _as_with_tokens(function, args, kwargs)
         self.depth += 1
         try:
-            whole = self._gather()
+            whole = self.gather()
             result = function(*args, **kwargs)
-            return _tied(result, whole) if any(weight.requires_grad for weight in whole) else result
+            return tied(result, whole) if any(weight.requires_grad for weight in whole) else result
         finally:
             self.depth -= 1
             if self.depth == 0:
                 for weights in self.weights:
                     weights.whole.clear()
 
-    def _gather(self) -> list[Tensor]:
+    def gather(self) -> list[Tensor]:
         """All weights of the layer, but for those that ``fully_shard`` unshards for a part of it: they are gathered there."""
         here = [(w, name) for w in self.weights for name in w.names if name not in w.whole]
         here = [(w, name) for w, name in here if w.parameters[name].device_mesh.ndim == 1]
@@ -132,7 +136,9 @@ class _Tied(torch.autograd.Function):
         return gradient, *(None,) * ctx.count
 
 
-def _tied(result: object, whole: list[Tensor]) -> object:
+def tied(result: object, whole: list[Tensor]) -> object:
+    """Let backward reach ``whole`` through a result."""
+
     def tie(tensor: Tensor) -> Tensor:
         return _Tied.apply(tensor, *whole) if tensor.is_floating_point() else tensor
 

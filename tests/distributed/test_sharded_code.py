@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch._inductor.memory
 import torch.distributed as dist
+from torch import fx
+from torch._functorch._aot_autograd import autograd_cache
 
+from moeblaze_ops import compile as _switch  # noqa: F401
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.ops.sharded import collectives
-from moeblaze_ops.ops.sharded.collectives import most_tokens, start_gather_of_tokens
+from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from tests.tools import fakecuda
 from tests.tools.slow_copies import rank_of
@@ -268,9 +271,9 @@ def test_ranks_talk_in_the_order_of_the_program(group, copies):
 def test_a_kernel_over_two_axes_is_launched_for_no_rows(rows, programs):
     from torch._inductor.runtime.triton_heuristics import Grid2DWithYZOverflow
 
-    def as_in_torch_2_11(grid, meta):
-        grid.prefix += [f"y_grid_raw_ = -(ynumel // -{meta['YBLOCK']})", "y_grid_div_ = -(y_grid_raw_ // -65535)"]
-        grid.y_grid, grid.z_grid = grid.ceildiv("y_grid_raw_", "y_grid_div_"), "y_grid_div_"
+    def as_in_torch_2_11(self, meta):
+        self.prefix += [f"y_grid_raw_ = -(ynumel // -{meta['YBLOCK']})", "y_grid_div_ = -(y_grid_raw_ // -65535)"]
+        self.y_grid, self.z_grid = self.ceildiv("y_grid_raw_", "y_grid_div_"), "y_grid_div_"
 
     with mock.patch.object(Grid2DWithYZOverflow, "generate", as_in_torch_2_11):
         torch_internals.launch_nothing_for_no_rows()
@@ -279,3 +282,12 @@ def test_a_kernel_over_two_axes_is_launched_for_no_rows(rows, programs):
     values = {"ynumel": rows}
     exec("; ".join(grid.prefix), values)
     assert (eval(grid.y_grid, values), eval(grid.z_grid, values)) == programs
+
+
+def test_cache_of_autograd_takes_graphs_with_our_functions():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for function in (start_gather_of_tokens, local_shard, experts_over_ranks):
+        autograd_cache.check_node_safe(graph.call_function(function, (x,)))
+    with pytest.raises(autograd_cache.BypassAOTAutogradCache):
+        autograd_cache.check_node_safe(graph.call_function(mock.patch, (x,)))
