@@ -351,4 +351,5 @@ def _is_plumbing(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     fake = fake_of(node)
-    return target_name(node) == "getitem" or (fake is not None and not any(isinstance(e, torch.Tensor) for e in tree_leaves(fake)))
+    is_of_numbers = fake is not None and not any(isinstance(each, torch.Tensor) for each in tree_leaves(fake))
+    return target_name(node) == "getitem" or is_of_numbers

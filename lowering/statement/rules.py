@@ -100,7 +100,7 @@ class LayerForm:
         for hit in (f for f in whole.args if f.kind == "eq"):
             for ids, number in (hit.args, hit.args[::-1]):
                 if ids.kind == "leaf" and number.kind in ("const", "var"):
-                    rest = [g if g is hit else algebra.substitute(g, {ids: number}) for g in whole.args]
+                    rest = (g if g is hit else algebra.substitute(g, {ids: number}) for g in whole.args)
                     if (less := algebra.mul(*rest)) is not whole:
                         return self.of(less)
         for mask in subexpressions(whole, self._is_mask):
