@@ -209,6 +209,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
             attempt.left = _BREAK
     except Exception as error:
         if attempt.error is not None:
+            for report, idle in zip(attempt.reports, attempt.idle, strict=True):
+                keep(GraphRecord(report, None, idle))
             raise
         if not (attempt.left or watched.left):
             attempt.failure = error

@@ -72,7 +72,7 @@ def check_function(
             return {"output": out.detach(), **dict(zip(names, found, strict=True))}
 
         def ours(x, weights, w_up, b_up, w_down, b_down, ids=ids):
-            settings = ("silu", on_input, world, group, False, exact, keep_h)
+            settings = ("silu", on_input, list(range(world)), group, False, exact, keep_h)
             return experts_over_ranks(x, None, weights, ids, [w_up], [b_up], [w_down], [b_down], *settings)
 
         wanted = gradients(lambda x, weights, *parameters, ids=ids: as_written(x, weights, ids, *parameters, on_input), whole)
@@ -244,7 +244,7 @@ def test_share_reached():
     for ranks, experts, K in ((2, 4, 1), (2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 6, 5)):
         chosen = list(itertools.combinations(range(experts), K))
         reached = sum(len({e // (experts // ranks) for e in each} - {0}) for each in chosen)
-        assert ShardedWeights({}, "", ranks, 0).share_reached(experts, K) == Fraction(reached, len(chosen) * (ranks - 1))
+        assert ShardedWeights({}, "", list(range(ranks)), 0).share_reached(experts, K) == Fraction(reached, len(chosen) * (ranks - 1))
 
 
 def test_sum_of_rows():

@@ -61,6 +61,7 @@ def of_experts(combine: Callable) -> Callable[[], nn.Module]:
 SPELLINGS = {
     "any": of_experts(guarded.if_any),
     "continue": of_experts(guarded.numel_continue),
+    "no rows": of_experts(guarded.shape_continue),
     "hits": of_experts(guarded.hit_rows),
     "masks": of_experts(zoo.masked_sum),
     "einsum": functools.partial(zoo.StackedMoE, zoo.dense_einsum),
@@ -215,20 +216,29 @@ def ways() -> dict[str, Any]:
     return found
 
 
-def knobs(keep: str, free: str = "") -> dict[str, Any]:
-    """Which operator runs with ``config.keep``, and with as many bytes free."""
+def knobs(much: str, *order: str) -> dict[str, Any]:
+    """In how many layers which operator runs with ``config.keep`` and as many bytes free: ``much``, or little."""
     from moeblaze_ops.memory import estimate
 
-    moeblaze_ops.config.keep = keep
-    torch.manual_seed(0)
-    model, x = Net(SPELLINGS["masks"]), torch.randn(24, zoo.D, requires_grad=True)
-    with (
-        mock.patch.object(estimate, "free_bytes", lambda device: int(free) if free else None),
-        calls_of(ops.expert_up.default) as kept,
-        calls_of(ops.expert_mlp.default) as not_kept,
-    ):
-        torch.compile(model)(x).sum().backward()
-    return {"kept": len(kept), "not kept": len(not_kept), "hits": counters["aot_autograd"]["autograd_cache_hit"]}
+    settings = {"preactivation": None, "input": None, "much": int(much), "little": 1000}
+    found = {}
+    for name in order:
+        torch._dynamo.reset()
+        counters.clear()
+        estimate.forget_choices()
+        torch.manual_seed(0)
+        moeblaze_ops.config.keep = "auto" if settings[name] else name
+        model, x = Net(SPELLINGS["masks"]), torch.randn(24, zoo.D, requires_grad=True)
+        with (
+            mock.patch.object(estimate, "free_bytes", lambda device, free=settings[name]: free),
+            calls_of(ops.expert_up.default) as kept,
+            calls_of(ops.expert_mlp.default) as not_kept,
+        ):
+            out = torch.compile(model)(x)
+            ran = len(kept), len(not_kept)
+            out.sum().backward()
+        found[name] = *ran, counters["aot_autograd"]["autograd_cache_hit"]
+    return found
 
 
 def verified() -> dict[str, Any]:
@@ -254,6 +264,7 @@ def ours(seed: str) -> dict[str, Any]:
     layer.add_adapter("a", rank=4)
     x = torch.randn(24, zoo.D, requires_grad=True)
     ids = torch.rand(24, zoo.E, generator=torch.Generator().manual_seed(int(seed))).topk(zoo.K).indices
+    trained = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
     errors = []
     for replayed in (False, True):
         torch._dynamo.reset()
@@ -261,7 +272,7 @@ def ours(seed: str) -> dict[str, Any]:
             results = []
             for run in (layer, torch.compile(layer)):
                 out = run(x)
-                results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()], allow_unused=True)])
+                results.append([out, *torch.autograd.grad(out.square().sum(), trained, allow_unused=True)])
         written, got = results
         errors += [(a - b).abs().max().item() for a, b in zip(written, got, strict=True) if a is not None]
     return {"error": max(errors), "hits": counters["aot_autograd"]["autograd_cache_hit"]}

@@ -46,17 +46,13 @@ def test_ways_to_run_a_model(run):
     assert warm["any, lengths"]["graphs"] <= 2
 
 
-def test_knob_of_another_run(run):
-    assert run("knobs", "preactivation") == {"kept": LAYERS, "not kept": 0, "hits": 0}
-    assert run("knobs", "input") == {"kept": 0, "not kept": LAYERS, "hits": 0}
-    assert run("knobs", "preactivation") == {"kept": LAYERS, "not kept": 0, "hits": 1}
-
-
-def test_free_memory_of_another_run(run):
-    """What another process had memory for is not what this one runs."""
-    assert run("knobs", "auto", str(1 << 40)) == {"kept": LAYERS, "not kept": 0, "hits": 0}
-    assert run("knobs", "auto", "1000") == {"kept": 0, "not kept": LAYERS, "hits": 0}
-    assert run("knobs", "auto", str(1 << 41)) == {"kept": LAYERS, "not kept": 0, "hits": 1}
+def test_knobs_and_free_memory_of_another_run(run):
+    """What another process had memory for, or was told to keep, is not what this one runs; each setting finds its own code."""
+    order = ["preactivation", "input", "much", "little"]
+    kept, not_kept = [LAYERS, 0], [0, LAYERS]
+    ran = dict(zip(order, (kept, not_kept, kept, not_kept), strict=True))
+    assert run("knobs", str(1 << 40), *order) == {name: [*expected, 0] for name, expected in ran.items()}
+    assert run("knobs", str(1 << 41), *reversed(order)) == {name: [*expected, 1] for name, expected in ran.items()}
 
 
 def test_what_comes_out_of_a_cache_is_verified(run):
