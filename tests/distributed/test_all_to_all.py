@@ -244,7 +244,8 @@ def test_share_reached():
     for ranks, experts, K in ((2, 4, 1), (2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 6, 5)):
         chosen = list(itertools.combinations(range(experts), K))
         reached = sum(len({e // (experts // ranks) for e in each} - {0}) for each in chosen)
-        assert ShardedWeights({}, "", list(range(ranks)), 0).share_reached(experts, K) == Fraction(reached, len(chosen) * (ranks - 1))
+        share = ShardedWeights({}, "", list(range(ranks)), 0).share_reached(experts, K)
+        assert share == Fraction(reached, len(chosen) * (ranks - 1))
 
 
 def test_sum_of_rows():
