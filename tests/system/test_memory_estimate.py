@@ -220,6 +220,7 @@ def test_without_a_gpu_there_are_no_chunks(monkeypatch):
 def test_chunks_follow_the_memory_of_the_device(device, monkeypatch):
     memory_of = {None: H200_BYTES, 1: H200_BYTES // 8}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=memory_of[index]))
     shape = (1 << 22, 512, 2048, 4, 1)
     got = memory_estimate(*shape, keep="input", device=device)
