@@ -56,7 +56,7 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
     read_scored,
     without_input_mask,
 )
-from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation
+from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
@@ -83,8 +83,8 @@ def _keeps_shape(node: fx.Node) -> bool:
 class Candidate:
     """A value that may be the output of a layer, completed by ``root``: its element at ``tokens`` and ``feature`` is a sum.
 
-    ``terms`` are its experts, which ``chosen`` counts. ``base`` is what the sum starts from, and ``added`` are experts without
-    projections.
+    ``terms`` are its experts, which ``chosen`` counts, and ``others`` the other terms of the sum; ``added``, as they were read,
+    are experts without projections. ``base`` is what the sum starts from.
     """
 
     root: fx.Node
@@ -92,10 +92,10 @@ class Candidate:
     tokens: tuple[Expr, ...]
     feature: Expr
     terms: Sequence[Expr]
+    others: Sequence[Expr]
     chosen: Counter
     base: fx.Node | None
     added: Sequence[ZeroComputationTerm]
-    reading: Reading
 
 
 def prove_layer(view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate) -> MoEMatch:
@@ -106,12 +106,12 @@ def prove_layer(view: GraphView, evaluator: Evaluator, formulas: Formulas, candi
     """
     experts = [read_expert(evaluator.algebra, formulas, term, candidate.feature) for term in candidate.terms]
     if not has_low_rank(experts):
-        return _Proof(view, evaluator, candidate).layer(experts)
+        return _Proof(view, evaluator, formulas, candidate).layer(experts)
     try:
-        return _Proof(view, evaluator, candidate).layer(experts, split=True)
+        return _Proof(view, evaluator, formulas, candidate).layer(experts, split=True)
     except Declined as declined:
         try:
-            return _Proof(view, evaluator, candidate).layer(experts)
+            return _Proof(view, evaluator, formulas, candidate).layer(experts)
         except Declined:
             raise declined from None
 
@@ -182,8 +182,9 @@ def _views(group: tuple[Factors, ...]) -> list[WeightView]:
 class _Proof:
     """The proof of one candidate."""
 
-    def __init__(self, view: GraphView, evaluator: Evaluator, candidate: Candidate):
+    def __init__(self, view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate):
         self.view, self.evaluator, self.algebra, self.candidate = view, evaluator, evaluator.algebra, candidate
+        self.formulas = formulas
         self.root, self.feature = candidate.root, candidate.feature
         self.finder = Finder(view, evaluator, candidate.root, candidate.tokens, candidate.value.shape[:-1])
 
@@ -236,16 +237,16 @@ class _Proof:
 
     def _reading(self, experts: Sequence[ExpertTerm], routed: _Routed) -> Reading:
         """The terms as they are proven: a term of places that tokens have is one of tokens, see `padding` and `find_scored`."""
-        reading, terms = self.candidate.reading, []
-        for term, before, now, routing in zip(
-            self.candidate.terms, experts, routed.experts, routed.routings, strict=True
-        ):
+        candidate, terms = self.candidate, []
+        for term, before, now, routing in zip(candidate.terms, experts, routed.experts, routed.routings, strict=True):
             share, binders = self.algebra.mul(*now.routing), now.binders
             if routed.scored:
                 share, binders = routing.score, tuple(binder for binder in now.binders if binder is routing.expert)
             of_places = len(binders) < len(before.binders)
-            terms.append(written(self.algebra, reading.formulas, now, share, binders) if of_places else term)
-        return replace(reading, experts=tuple(terms))
+            terms.append(written(self.algebra, self.formulas, now, share, binders) if of_places else term)
+        others = tuple(part for term in candidate.others for part in products_of(self.algebra, term, self.feature))
+        sizes = candidate.value.shape[:-1]
+        return Reading(self.evaluator, self.formulas, tuple(terms), others, candidate.tokens, sizes, self.feature)
 
     def _normal(self, experts: Sequence[ExpertTerm]) -> list[ExpertTerm]:
         """Experts without what their input has in common with other spellings: scales of tokens, masks, padding."""

@@ -24,7 +24,7 @@ from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, prove_layer, unshaped
-from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, Reading, furthest
+from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder
 from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -39,7 +39,7 @@ from moeblaze_ops.lowering.match.terms.expert_term import (
     made_by,
     read_expert,
 )
-from moeblaze_ops.lowering.match.zero_computation import is_routed, products_of, read_terms
+from moeblaze_ops.lowering.match.zero_computation import is_routed, read_terms
 
 _COMBINES = frozenset((
     "add", "sum", "index_add", "scatter_add", "scatter", "put", "setitem", "__setitem__", "index_put", "einsum", "bmm", "matmul",
@@ -217,9 +217,7 @@ class Matcher:
             odd = next((term for term in others if not is_routed(term, feature)), None)
             prove(odd is None, Reason.OTHER_TERMS, _added(odd, feature))
             added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
-            products = tuple(part for term in others for part in products_of(self._algebra, term, feature))
-            reading = Reading(self._evaluator, self._formulas, tuple(own), products, tokens, value.shape[:-1], feature)
-            candidate = Candidate(root, value, tokens, feature, own, self._chosen(own, feature), base, added, reading)
+            candidate = Candidate(root, value, tokens, feature, own, others, self._chosen(own, feature), base, added)
             return prove_layer(self.view, self._evaluator, self._formulas, candidate)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))

@@ -192,16 +192,18 @@ class Statement:
         for symbol, parameter in zip(formulas.parameters, match.parameters, strict=False):
             symbols[symbol] = self._elements.of_expert(parameter, number, match.E)
         hidden = algebra.substitute(activation, symbols)
-        down = self._sum_of_low_rank(match.w_down, match.low_rank_down, number, self._feature, self._f)
-        out = algebra.sum(self._f, algebra.mul(down(self._f, self._feature), hidden))
+        down = self._elements.of_weight(match.w_down, number, self._f, self._feature)
+        down = self._with_low_rank(down, match.low_rank_down, number, self._feature, self._f)
+        out = algebra.sum(self._f, algebra.mul(down, hidden))
         return out if match.b_down is None else algebra.add(out, self._elements.of_weight(match.b_down, number, self._feature))
 
     def _half(self, number: Expr, g: int, scale: Expr | None) -> Expr:
         algebra, match = self._algebra, self._match
         view, half = self._view_of_half(match.w_up, g)
         low_rank = match.low_rank_up[g] if match.low_rank_up else ()
-        weight = self._sum_of_low_rank(view, low_rank, number, self._f, self._in, half)
-        h = algebra.sum(self._in, algebra.mul(self._elements.of_input(match.x, self._in), weight(self._f, self._in)))
+        weight = self._elements.of_weight(view, number, half, self._f, self._in)
+        weight = self._with_low_rank(weight, low_rank, number, self._f, self._in)
+        h = algebra.sum(self._in, algebra.mul(self._elements.of_input(match.x, self._in), weight))
         h = h if scale is None else algebra.mul(scale, h)
         if not match.b_up:
             return h
@@ -211,16 +213,11 @@ class Statement:
     def _view_of_half(self, views: tuple[WeightView, ...], g: int) -> tuple[WeightView, Expr]:
         return (views[g], self._algebra.zero) if len(views) == 2 else (views[0], self._algebra.const(g))
 
-    def _sum_of_low_rank(
-        self, view: WeightView, factors: tuple[Factors, ...], number: Expr, output: Expr, feature: Expr, *half: Expr
-    ):
-        """An expert's weight with what adapters add to it, as a function of the features in the order of the view."""
-
-        def element(*features: Expr) -> Expr:
-            added = [self._low_rank(own, number, output, feature) for own in factors]
-            return self._algebra.add(self._elements.of_weight(view, number, *half, *features), *added)
-
-        return element
+    def _with_low_rank(
+        self, weight: Expr, factors: tuple[Factors, ...], number: Expr, output: Expr, feature: Expr
+    ) -> Expr:
+        """An expert's weight with what adapters add to it."""
+        return self._algebra.add(weight, *(self._low_rank(own, number, output, feature) for own in factors))
 
     def _low_rank(self, factors: Factors, number: Expr, output: Expr, feature: Expr) -> Expr:
         algebra = self._algebra

@@ -58,9 +58,6 @@ class Elements:
         """The element of ``[D]``."""
         return self._at(self._value(operand.node), (feature.args[1],), (feature,), 0)
 
-    def of_node(self, node: fx.Node, shape: tuple[Size, ...], indices: Indices) -> Expr:
-        return self._at(self._value(node), shape, indices, 0)
-
     def of_weight(self, view: WeightView, expert: Expr, *logical: Expr) -> Expr:
         """The element of a view ``[E, ...]`` of stored weights."""
         value = view.values[0]

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import repeat
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -53,6 +52,10 @@ class _Attempt:
     left: str | None = None
     failure: Exception | None = None  # of Dynamo, which could not trace the frame
     error: Exception | None = None  # of the compiler, or of the rewrite itself, which raises with ``config.strict`` only
+
+    def records(self, dropped: str | None) -> list[GraphRecord]:
+        """What is recorded of its graphs, as far as they were looked at."""
+        return [GraphRecord(report, dropped, idle) for report, idle in zip(self.reports, self.idle, strict=False)]
 
     def give_up(self, reason: str) -> NoReturn:
         self.left = reason
@@ -209,8 +212,8 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
             attempt.left = _BREAK
     except Exception as error:
         if attempt.error is not None:
-            for report, idle in zip(attempt.reports, attempt.idle, strict=True):
-                keep(GraphRecord(report, None, idle))
+            for record in attempt.records(None):
+                keep(record)
             raise
         if not (attempt.left or watched.left):
             attempt.failure = error
@@ -223,9 +226,7 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         compiled = None
         forget()
         log.debug("%s: compiling without what only a rewrite justifies: %s", frame.where, dropped)
-    records: list[GraphRecord | CaptureRecord] = [
-        GraphRecord(*entry) for entry in zip(attempt.reports, repeat(dropped), attempt.idle, strict=False)
-    ]
+    records: list[GraphRecord | CaptureRecord] = [*attempt.records(dropped)]
     if branches and (branches.done or branches.left):
         what = "compiled without the branch; proven to make no difference"
         done = tuple(f"{line}: {what}" for line in branches.done)

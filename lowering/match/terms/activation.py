@@ -62,10 +62,6 @@ class Formulas:
         """What was read as an activation, in the symbols ``gate``, ``up`` and ``parameters``."""
         return list(self._read.get(activation, ()))
 
-    def remember_named(self, name: str) -> None:
-        """Count every form of a fused activation as read."""
-        self._read.setdefault(name, {}).update(dict.fromkeys(e for e, own in self._named[False].items() if own == name))
-
     def _remember(self, name: str, activation: Expr, symbols: dict[Expr, Expr]) -> None:
         self._read.setdefault(name, {})[self._algebra.substitute(activation, symbols)] = None
 
