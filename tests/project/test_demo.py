@@ -177,6 +177,8 @@ def test_time_that_intervals_cover(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("script", ["examples/train_moe_lm.py", "benchmarks/bench_compile.py", "benchmarks/bench_fsdp.py"])
 def test_a_gpu_that_is_not_there(script):
+    if "import transformers" in (ROOT / script).read_text():
+        pytest.importorskip("transformers")
     done = subprocess.run(
         [sys.executable, str(ROOT / script), "--device", "cuda"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
     )

@@ -99,8 +99,8 @@ def test_statement_of_a_changed_match_is_another(name, matches):
     assert not lived and len(mutants) >= 6
 
 
-# What comes of these is right, and declined since it is worth nothing: a mixture of all experts, or the first expert alone.
-RIGHT = {"dense_cat", "dense_einsum", "masked_add_method", "loop_flat_mask", "loop_mistral", "loop_mixtral", "loop_scatter_add"}
+# What comes of these is right, and declined since it is worth nothing: a mixture of all experts.
+RIGHT = {"dense_cat", "dense_einsum"}
 
 
 @pytest.mark.parametrize("name", sorted(set(twins.TWINS) - twins.STILL_LAYERS - RIGHT))
@@ -110,7 +110,8 @@ def test_statement_refuses_a_near_miss_without_any_proof(name, matches, monkeypa
     _without_proofs(monkeypatch)
     with contextlib.suppress(Exception):
         rewrite_of(twins.build(name), torch.randn(10, zoo.D))
-    assert [match.spelling for view, match in matches if certified(view, match) is not None] == []
+    # The first expert alone is a layer, which is declined since it is worth nothing.
+    assert [match.spelling for view, match in matches if match.E > 1 and certified(view, match) is not None] == []
 
 
 def _without_proofs(monkeypatch) -> None:
