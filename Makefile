@@ -11,6 +11,8 @@
 # make types       mypy
 # make format      ruff format
 # make docs        the site into build/site, API included; nothing is fetched once the tools are installed
+# make release     sdist and wheel of the last commit into dist/, checked with each torch of VERSIONS or VENVS; nothing is published.
+#                  REPOSITORY=https://... makes README's links absolute, as an index needs them
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
 # ARGS goes to the example, or to pytest: options, no names of tests.
@@ -22,6 +24,7 @@ ARGS ?=
 PROCESSES ?= 2
 VERSIONS ?= 2.11.0 2.13.0 2.14.1 2.15.0
 VENVS ?=
+REPOSITORY ?=
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -44,7 +47,7 @@ PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 OF_EACH_VERSION := tests/project/test_import.py tests/project/test_patches.py tests/project/test_design.py tests/capture/test_attempts.py \
 	tests/capture/test_branches.py tests/rewrite/results/test_rewritten_graph.py $(wildcard tests/door)
 
-.PHONY: check demo demo-distributed test $(PARTS) versions test-gpu sanitize lint types docs clean
+.PHONY: check demo demo-distributed test $(PARTS) versions test-gpu sanitize lint types docs release clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -100,6 +103,13 @@ types:
 docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
 	@echo "build/site/index.html"
+
+release: $(INSTALLED) $(if $(VENVS),,$(VERSIONS:%=.venv-%/.installed))
+	$(RUN) .ci/release $(if $(REPOSITORY),--repository $(REPOSITORY))
+	@for venv in $(or $(VENVS),$(VERSIONS:%=.venv-%)); do \
+		$$venv/bin/python -c "import torch; print('torch', torch.__version__)" && \
+		DIST="$(CURDIR)/dist" $$venv/bin/python -m pytest tests/project/test_packaging.py $(ARGS) || failed="$$failed $$venv"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 clean:
 	rm -rf build dist outputs *.egg-info

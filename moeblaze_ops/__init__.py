@@ -26,7 +26,7 @@ if (_checkout / "pyproject.toml").is_file():
     __path__.append(str(_checkout))
 del _checkout
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 from moeblaze_ops import sources as _sources  # noqa: E402
 

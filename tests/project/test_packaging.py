@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import moeblaze_ops
 from tests.tools.documents import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
+DIST = os.environ.get("DIST")
+"""A folder with an sdist and a wheel, as `make release` leaves it, which are tested in place of new ones."""
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "outputs", "*.egg-info", "shared")
 
 
@@ -104,12 +108,14 @@ def other_kernels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sdist(checkout, tmp_path_factory):
-    return build("build_sdist", checkout, tmp_path_factory.mktemp("sdist"))
+    return one(DIST, "*.tar.gz") if DIST else build("build_sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
     """The wheel built from the sdist, which is what an index would serve."""
+    if DIST:
+        return one(DIST, "*.whl")
     unpacked = tmp_path_factory.mktemp("unpacked")
     shutil.unpack_archive(sdist, unpacked)
     return build("build_wheel", next(unpacked.iterdir()), tmp_path_factory.mktemp("wheel"))
@@ -120,6 +126,16 @@ def build(hook, source, folder):
     code = f"from setuptools import build_meta; build_meta.{hook}({str(folder)!r})"
     run(sys.executable, "-c", code, cwd=source)
     return next(folder.iterdir())
+
+
+def one(folder, pattern):
+    (found,) = Path(folder).glob(pattern)
+    return found
+
+
+def metadata_of(wheel):
+    archive = zipfile.ZipFile(wheel)
+    return archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
 
 
 def pip_install(*arguments):
@@ -199,3 +215,35 @@ def test_entry_point_names_the_backend(wheel):
     name = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert "moeblaze = moeblaze_ops.compile:moeblaze_backend" in archive.read(name).decode()
     assert callable(importlib.metadata.EntryPoint("moeblaze", "moeblaze_ops.compile:moeblaze_backend", "").load())
+
+
+def release(checkout, out):
+    command = [sys.executable, ".ci/release", "--repository", "https://example.org/moeblaze", "--out", str(out)]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_release_is_the_last_commit_under_its_number(checkout, tmp_path):
+    checkout = shutil.copytree(checkout, tmp_path / "moeblaze", ignore=NOT_SOURCES)
+    shutil.copytree(ROOT / ".ci", checkout / ".ci")
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "--quiet"], ["add", "."], [*author, "commit", "--quiet", "--message", "a"]):
+        run("git", *command, cwd=checkout)
+    (checkout / "README.md").write_text("another")
+    assert "must be as committed" in release(checkout, tmp_path / "dist").stderr
+    run("git", "checkout", "README.md", cwd=checkout)
+    done = release(checkout, tmp_path / "dist")
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = moeblaze_ops.__version__.removesuffix(".dev0")
+    metadata = metadata_of(tmp_path / "dist" / f"moeblaze-{version}-py3-none-any.whl")
+    assert version != moeblaze_ops.__version__ and f"\nVersion: {version}\n" in metadata
+    assert "Project-URL: Repository, https://example.org/moeblaze" in metadata
+    assert not re.search(r"\]\((?!https://|#)", metadata.partition("\n\n")[2])
+    assert f"(https://example.org/moeblaze/blob/v{version}/DESIGN.md)" in metadata
+
+
+def test_versions_agree():
+    """What is cited, what the changes are listed under, and what a checkout is on its way to."""
+    version = moeblaze_ops.__version__.removesuffix(".dev0")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
