@@ -1,4 +1,4 @@
-"""Print the tables of README.md and docs/numbers.md from the files in benchmarks/results.
+"""Print the tables of README.md, docs/numbers.md and docs/which_one_when.md from the files in benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -254,8 +254,31 @@ def demo_table() -> str:
     return markdown(["", "kept for backward"], lines)
 
 
+PEERS = ("moeblaze", "SonicMoE", "grouped_mm+compile", "ScatterMoE", "Liger-Kernel")
+
+
+def peers_table() -> str:
+    """One layer beside other libraries: a step in milliseconds."""
+    rows = measured("beside_peers_h100.json")
+    steps = {key: f"{row['step_ms']:.2f}" for key, row in rows.items()}
+    lines = [
+        [f"{name} ({', '.join(map(str, sizes))})", *(steps.get((name, way), "-") for way in ("bound", *PEERS))]
+        for name, sizes in SHAPES.items()
+    ]
+    return markdown(["shape (T, D, F, E, K)", "bound", *(way.replace("+", " + ") for way in PEERS)], lines)
+
+
+def peaks_table() -> str:
+    """The memory of these steps, where it was recorded."""
+    rows = measured("beside_peers_h100.json")
+    ways = ("moeblaze", "SonicMoE", "Liger-Kernel")
+    peaks = {key: f"{row['peak_mib']} MiB" for key, row in rows.items() if row["peak_mib"]}
+    return markdown(["shape", *ways], [[name, *(peaks.get((name, way), "-") for way in ways)] for name in SHAPES])
+
+
 TABLES = {
     "README.md": (short_table,),
+    "docs/which_one_when.md": (peers_table, peaks_table),
     "docs/numbers.md": (
         layer_table,
         short_table,

@@ -1,7 +1,7 @@
-"""A byte-level Mixture-of-Experts language model in plain PyTorch.
+"""A byte-level Mixture-of-Experts language model in plain PyTorch, its experts spelled in either of two ways.
 
-The MoE layer is the one that most tutorials teach: every expert runs on every token, and a routing weight of zero
-drops what was not chosen. It is easy to read and right, and does E / K times the work that is needed.
+Most tutorials run every expert on every token, and let a routing weight of zero drop what was not chosen: easy to read and
+right, but E / K times the work that is needed. Most models run an expert on the tokens that chose it, which wastes nothing.
 """
 
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, every_token: bool):
         super().__init__()
-        self.top_k = shape.top_k
+        self.top_k, self.every_token = shape.top_k, every_token
         self.router = nn.Linear(shape.dim, shape.num_experts, bias=False)
         self.experts = nn.ModuleList(Expert(shape.dim, shape.expert_hidden) for _ in range(shape.num_experts))
 
@@ -51,8 +51,12 @@ class MoE(nn.Module):
         weights = (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype)
         out = torch.zeros_like(tokens)
         for e, expert in enumerate(self.experts):
-            weight = (weights * (chosen == e)).sum(dim=-1, keepdim=True)
-            out = out + weight * expert(tokens)
+            if self.every_token:
+                weight = (weights * (chosen == e)).sum(dim=-1, keepdim=True)
+                out = out + weight * expert(tokens)
+            else:
+                token, k = torch.where(chosen == e)
+                out.index_add_(0, token, expert(tokens[token]) * weights[token, k, None])
         return out.reshape(x.shape)
 
 
@@ -71,12 +75,12 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, every_token: bool):
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.dim)
         self.attention = Attention(shape)
         self.moe_norm = nn.LayerNorm(shape.dim)
-        self.moe = MoE(shape)
+        self.moe = MoE(shape, every_token)
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -91,11 +95,11 @@ class MoELanguageModel(nn.Module):
         targets_BL: the bytes that follow them. Shape and dtype of `tokens_BL`.
     """
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, every_token: bool = True):
         super().__init__()
         self.embedding = nn.Embedding(NUM_BYTES, shape.dim)
         self.position = nn.Embedding(shape.context, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape, every_token) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, NUM_BYTES, bias=False)
 

@@ -32,10 +32,9 @@ def largest_difference(losses: list[float], reference: list[float]) -> float:
 
 
 def format_table(results: list[Result]) -> str:
-    """Returns a text table, one row per way; ratios and differences are against the first row."""
+    """Returns a text table, one column per way; ratios and differences are against the first."""
     first = results[0]
-    columns = {
-        "": lambda result: result.label,
+    rows = {
         "step": lambda result: f"{result.step_seconds * 1e3:.1f} ms",
         "faster": lambda result: "-" if result is first else f"{first.step_seconds / result.step_seconds:.2f}x",
         "first step": lambda result: f"{result.first_step_seconds:.1f} s",
@@ -48,9 +47,10 @@ def format_table(results: list[Result]) -> str:
         "rewritten": lambda result: result.rewritten,
     }
     if any(result.peak_bytes is None for result in results):
-        del columns["peak memory"]
-    table = [list(columns), *([show(result) for show in columns.values()] for result in results)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+        del rows["peak memory"]
+    table = [["", *(result.label for result in results)]]
+    table += [[name, *(show(result) for result in results)] for name, show in rows.items()]
+    widths = [max(len(row[i]) for row in table) for i in range(len(results) + 1)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
@@ -97,7 +97,7 @@ def save_plot(results: list[Result], title: str, folder: Path) -> Path | str:
     loss_axes.set_title("training loss", fontsize=10)
     loss_axes.legend()
 
-    labels = [result.label.replace("torch.compile + ", "torch.compile\n+ ") for result in results]
+    labels = [result.label for result in results]
     times = [result.step_seconds * 1e3 for result in results]
     kept = [result.kept_bytes / MIB for result in results]
     for axes, values, unit, title_of_axes in (

@@ -39,13 +39,14 @@ def run_demo(monkeypatch, capsys, tmp_path):
     return run
 
 
-def check_three_ways(run_demo, folder, device, largest_difference):
+def check_four_ways(run_demo, folder, device, largest_difference):
     output, results = run_demo("--device", device)
-    assert list(results) == ["eager", "compile", "moeblaze"]
-    assert all(result["label"] in output for result in results.values())
+    assert list(results) == ["eager", "compile", "moeblaze", "every"]
+    table = output[output.index("\n\n") : output.index("\n\nnumbers:")].splitlines()
+    assert all(result["label"] in output for result in results.values()) and max(map(len, table)) <= 80
     curves = {way: result["losses"] for way, result in results.items()}
     assert all(math.isfinite(loss) for curve in curves.values() for loss in curve)
-    for way in ("compile", "moeblaze"):
+    for way in ("compile", "moeblaze", "every"):
         assert curves[way] == pytest.approx(curves["eager"], abs=largest_difference)
     assert results["moeblaze"]["rewritten"] == "1 MoE layers"
     assert results["moeblaze"]["kept_bytes"] <= results["compile"]["kept_bytes"] / 2
@@ -54,15 +55,15 @@ def check_three_ways(run_demo, folder, device, largest_difference):
     return results
 
 
-def test_demo_trains_three_ways_alike(run_demo, tmp_path):
+def test_demo_trains_four_ways_alike(run_demo, tmp_path):
     # A loss near 5.5 is rounded to 5e-7; five steps of training multiply that by less than ten.
-    check_three_ways(run_demo, tmp_path, "cpu", largest_difference=5e-6)
+    check_four_ways(run_demo, tmp_path, "cpu", largest_difference=5e-6)
 
 
 @pytest.mark.gpu
-def test_demo_trains_three_ways_alike_on_gpu(run_demo, tmp_path):
+def test_demo_trains_four_ways_alike_on_gpu(run_demo, tmp_path):
     # As on a CPU, with float32 matrix products that sum in another order in each way.
-    results = check_three_ways(run_demo, tmp_path, "cuda", largest_difference=5e-5)
+    results = check_four_ways(run_demo, tmp_path, "cuda", largest_difference=5e-5)
     assert all(result["peak_bytes"] > result["kept_bytes"] for result in results.values())
 
 
@@ -103,6 +104,12 @@ def test_demo_stops_in_time(run_demo):
     assert len(results["eager"]["losses"]) == 5
 
 
+def test_demo_begins_nothing_when_the_time_is_over(run_demo):
+    output, results = run_demo("--device", "cpu", "--ways", "eager", "moeblaze", "--minutes", "1e-9")
+    assert "The time is over: left out moeblaze." in output
+    assert list(results) == ["eager"]
+
+
 def test_demo_keeps_what_was_finished_when_interrupted(tmp_path):
     command = [sys.executable, "-u", str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]
     with subprocess.Popen(
@@ -117,12 +124,12 @@ def test_demo_keeps_what_was_finished_when_interrupted(tmp_path):
     ) as process:
         # The progress of the second way begins before its compilation, which takes seconds.
         seen = ""
-        while "torch.compile" not in seen and (piece := process.stderr.read(1)):
+        while "compile" not in seen and (piece := process.stderr.read(1)):
             seen += piece
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert "interrupted during torch.compile: what follows is what was finished" in output
+    assert "interrupted during compile: what follows is what was finished" in output
     assert "Traceback" not in errors
     assert [result["way"] for result in json.loads((tmp_path / "train_moe_lm.json").read_text())["results"]] == ["eager"]
 
@@ -137,9 +144,9 @@ def test_table_has_ratios_to_the_first_row(tmp_path):
         Result("eager", "eager", [5.0, 4.0], 0.3, 1.0, 300, None, "-"),
         Result("moeblaze", "moeblaze", [5.0], 0.1, 1.0, 100, None, "1 MoE layers"),
     ]
-    header, _, *rows = format_table(ways).splitlines()
-    assert "peak memory" not in header
-    assert rows[1].split()[1:4] == ["100.0", "ms", "3.00x"]
+    rows = {line[:17].strip(): line[17:].split() for line in format_table(ways).splitlines()}
+    assert "peak memory" not in rows
+    assert rows["step"] == ["300.0", "ms", "100.0", "ms"] and rows["faster"] == ["-", "3.00x"]
 
 
 def train_on_two_ranks(folder):
