@@ -19,6 +19,7 @@ FROM_ROOT = {
     "results/layer_h200.png": "benchmarks/results/layer_h200.png",
     "results/memory_scaling_h200.png": "benchmarks/results/memory_scaling_h200.png",
     "license.md": "LICENSE",
+    "citation.cff": "CITATION.cff",
 }
 """Files of the site that have their place elsewhere in the repository."""
 

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
 
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if any(block.language == "python" for block in blocks(page))]
-NEEDS = {"models": ["transformers"], "trainer": ["transformers", "accelerate"], "peft": ["transformers", "peft"]}
+NEEDS = {
+    "getting_started": ["transformers"],
+    "models": ["transformers"],
+    "trainer": ["transformers", "accelerate"],
+    "peft": ["transformers", "peft"],
+}
 
 if not PAGES:
     pytest.skip("runs in a checkout only", allow_module_level=True)
