@@ -33,7 +33,7 @@ from moeblaze_ops import sources as _sources  # noqa: E402
 _sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a digest of
 
 from moeblaze_ops import config as _config  # noqa: E402
-from moeblaze_ops.explain import explain, report  # noqa: E402
+from moeblaze_ops.explain import explain  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 from moeblaze_ops.integrations.registration import register_when_imported as _register_when_imported  # noqa: E402
 
@@ -49,6 +49,7 @@ from moeblaze_ops.ops.route import route  # noqa: E402
 from moeblaze_ops.ops.router_products import router_logits as _router_logits  # noqa: E402, F401
 from moeblaze_ops.ops.router_sums import router_sums as _router_sums  # noqa: E402, F401
 from moeblaze_ops.packing import pack_experts  # noqa: E402
+from moeblaze_ops.report import report  # noqa: E402
 from moeblaze_ops.routing.losses import load_balancing_loss, router_z_loss  # noqa: E402
 from moeblaze_ops.routing.record import record_routing  # noqa: E402
 from moeblaze_ops.routing.replay import replay_routing  # noqa: E402

@@ -1,6 +1,6 @@
 """``explain``: which MoE layers of a model are rewritten, what that saves, and why the others are not.
 
-``report`` says the same of what was compiled for real.
+``moeblaze_ops.report`` says the same of what was compiled for real.
 """
 
 import os
@@ -8,7 +8,7 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,30 +118,12 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
 
     with one_at_a_time:
         output, records, breaks = switch.dry_run(unseen(model), observe, *inputs, **keywords)
-    notes = dict.fromkeys(_notes(records, breaks, bool(graphs), switch))
+    notes = dict.fromkeys(notes_of(records, breaks, bool(graphs), switch))
     candidates = tuple(_candidates(records, graphs, names, switch))
-    return Explanation(candidates, tuple(notes), _direct(records, switch)), output
+    return Explanation(candidates, tuple(notes), direct_layers(records, switch)), output
 
 
-def report() -> Explanation:
-    """What this process compiled with rewriting so far, in the words of ``explain``: the latest graphs, oldest first.
-
-    A layer is listed once, however often it was compiled, and once for each mode where there are several (training, evaluation).
-    A graph that runs for several layers of equal code is listed for the first of them. The logger ``moeblaze_ops`` says the same
-    while it happens, at info level: ``TORCH_LOGS="moeblaze"``.
-    """
-    from moeblaze_ops import compile as switch
-
-    records = switch.recent_records()
-    notes = dict.fromkeys(_notes(records, [], True, switch))
-    listed = ((record.setting.module, _candidate(entry, record)) for entry, record in switch.outcomes(records))
-    candidates = [candidate for _, candidate in dict.fromkeys(listed)]
-    if len({candidate.mode for candidate in candidates}) == 1:
-        candidates = [replace(candidate, mode="") for candidate in candidates]
-    return Explanation(tuple(candidates), tuple(notes), _direct(records, switch))
-
-
-def _direct(records: list, switch: types.ModuleType) -> int:
+def direct_layers(records: list, switch: types.ModuleType) -> int:
     """Layers that call the operators themselves, of the graphs that were kept."""
     graphs = [record for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
     return sum(record.report.direct for record in graphs)
@@ -151,10 +133,10 @@ def _candidates(records: list, graphs: list[_Graph], names: "_Names", switch: ty
     for entry, record in switch.outcomes(records):
         graph = next((graph for graph in graphs if graph.report is record.report), None)
         for run in (graph.runs if graph else []) or [_Run({}, {}, {})]:
-            yield _candidate(entry, record, graph, run, names)
+            yield candidate_of(entry, record, graph, run, names)
 
 
-def _candidate(
+def candidate_of(
     entry: Any, record: Any, graph: _Graph | None = None, run: _Run | None = None, names: "_Names | None" = None
 ) -> Candidate:
     """What became of a layer: in a dry run with names of the model and the bytes of ``run``, else with those of the record."""
@@ -177,7 +159,8 @@ def _candidate(
     return Candidate(where, spelling, entry.became, None, before, after, entry.copied_bytes, zeros=zeros, mode=mode)
 
 
-def _notes(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
+def notes_of(records: list, breaks: list[str], captured: bool, switch: types.ModuleType) -> Iterator[str]:
+    """What a text says below its layers: what was captured otherwise than written, and what was not captured."""
     if reason := switch.why_no_attempts():
         yield reason
     without_ops = 0

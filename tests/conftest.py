@@ -28,6 +28,7 @@ TIERS = {
     "ops/test_packing.py": "fast",
     "ops/test_route.py": "fast",
     "ops/test_separate_experts.py": "fast",
+    "project/test_commands.py": "slow",
     "project/test_demo.py": "slow",
     "project/test_design.py": "slow",
     "project/test_docs.py": "slow",
