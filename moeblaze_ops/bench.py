@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for label, way, error in zip(("compile", "moeblaze"), ways, (output.as_written, output.rewritten), strict=True):
         step, kept, peak = statistics.median(way.seconds), size_text(way.kept_bytes()), "-"
         if x.is_cuda:
-            before, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             way.step(timed=False)
             peak = size_text(torch.cuda.max_memory_allocated() - before)
         accuracy = "-" if error is None else f"{error:.1e}"
