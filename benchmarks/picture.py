@@ -7,7 +7,7 @@ A test holds the picture to what this prints.
 
 import json
 
-from tables import RESULTS
+from tables import RESULTS, SHAPES
 
 SHAPE = "fine"
 NAMES = {
@@ -48,18 +48,20 @@ def picture() -> str:
     h200 = json.loads((RESULTS / "layer_h200.json").read_text())["measurements"]
     peak = {row["contender"]: row["peak_mib"] for row in h200 if row["shape"] == SHAPE}
     peaks = {name: rows[name]["peak_mib"] or peak.get(name) for name in NAMES}
-    names = [f'<text x="160" y="{54 + 30 * i}" class="end">{label}</text>' for i, label in enumerate(NAMES.values())]
+    names = [f'<text x="190" y="{54 + 30 * i}" class="end">{label}</text>' for i, label in enumerate(NAMES.values())]
     versions = ", ".join(f"{name} {peers['versions'][name].split()[0]}" for name in ("SonicMoE", "ScatterMoE", "Liger-Kernel"))
+    sizes = ", ".join(f"{letter} {size}" for letter, size in zip("TDFEK", SHAPES[SHAPE], strict=True))
     below = [
-        f"{peers['device']}, torch {peers['torch']}, {peers['date']}, bf16; {versions}; all in one run.",
-        "Of grouped_mm the memory is of a run on an H200, in which moeblaze's was the same.",
+        f"{sizes}; bf16; {peers['device']}, torch {peers['torch']}, {peers['date']}; all in one run.",
+        f"{versions}.",
+        "The memory of grouped_mm is of a run on an H200, in which moeblaze's was the same.",
     ]
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 236" role="img" aria-label="One layer: a step and its memory">',
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 256" role="img" aria-label="One layer: a step and its memory">',
         f"<style>{STYLE}</style>",
         *names,
-        *bars(172, 270, "forward + backward", "ms", {name: rows[name]["step_ms"] for name in NAMES}),
-        *bars(540, 270, "peak memory of a step", "MiB", peaks),
+        *bars(202, 250, "forward + backward", "ms", {name: rows[name]["step_ms"] for name in NAMES}),
+        *bars(570, 240, "peak memory of a step", "MiB", peaks),
         *(f'<text x="20" y="{210 + 18 * i}" class="small">{line}</text>' for i, line in enumerate(below)),
         "</svg>",
     ]
