@@ -49,6 +49,7 @@ __all__ = [
 
 _STANDARD_LIBRARY = os.path.dirname(operator.__file__)
 
+_looked_at_again = convert_frame.Tracker()
 _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_frames", default=None)
 _compiled_module: ContextVar[nn.Module | None] = ContextVar("moeblaze_compiled_module", default=None)
 
@@ -277,6 +278,15 @@ def resumes(compiled: Any) -> bool:
     bytecode = compiled.bytecode
     parts = [constant.co_name for constant in bytecode.co_consts if isinstance(constant, CodeType)]
     return any("resume_at" in name or "resume_in" in name for name in (*bytecode.co_names, *parts))
+
+
+def look_again() -> None:
+    """Let Dynamo look once more at the frames of which it compiled nothing: what breaks a plain graph may be captured now."""
+    for reference in list(convert_frame.input_codes.seen):
+        code = reference()
+        if code is not None and code not in _looked_at_again and not _debug_get_cache_entry_list(code):
+            _looked_at_again.add(code)
+            reset_code(code)
 
 
 @contextlib.contextmanager

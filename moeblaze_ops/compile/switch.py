@@ -33,10 +33,12 @@ _enabled = False
 def enable() -> None:
     """Rewrite MoE layers in everything that ``torch.compile`` compiles with Inductor from now on, in every thread.
 
-    What is already compiled stays as it is. A user's own ``mode``, ``options`` and passes keep their meaning; passes see graphs
-    in which layers are rewritten.
+    What is already compiled stays as it is; what was left to eager mode is looked at once more. A user's own ``mode``,
+    ``options`` and passes keep their meaning; passes see graphs in which layers are rewritten.
     """
     global _enabled
+    if not _enabled:
+        torch_internals.look_again()
     _enabled = True
     peft.set_everywhere(True)
     torch_internals.install_graph_hook(_rewrite_if_enabled)

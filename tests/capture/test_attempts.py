@@ -254,3 +254,44 @@ def test_the_first_attempt_is_looked_at_in_any_mode(monkeypatch, around):
     with rewriting_backend() as backend, around():
         torch.compile(lambda x: x + 1, backend=backend)(x)
     assert switch.why_no_attempts() is None
+
+
+class Layer(torch.nn.Module):
+    """Dynamo alone gives up a function whose graph breaks in a loop, for all that run its code from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(16, 4, bias=False)
+        self.up, self.down = (torch.nn.Parameter(torch.randn(4, *shape) / 4) for shape in ((16, 24), (24, 16)))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, k = torch.where(chosen == e)
+            out.index_add_(0, token, (x[token] @ self.up[e]).relu() @ self.down[e] * weights[token, k, None])
+        return out
+
+
+def test_enable_looks_once_more_at_what_was_left_to_eager_mode():
+    torch._dynamo.reset()
+    counters.clear()
+    layer, x = Layer(), torch.randn(8, 16)
+    torch.compile(layer, backend="eager")(x)
+    with moeblaze_ops.enabled():
+        torch.compile(layer)(x)
+        assert counters["moeblaze"]["rewritten"] == 1
+    torch.compile(in_a_loop, backend="eager")(x)
+    looked = []
+    for _ in range(3):  # a context for each step, as in a loop of training
+        before = counters["frames"]["total"]
+        with moeblaze_ops.enabled():
+            torch.compile(in_a_loop)(x)
+        looked.append(counters["frames"]["total"] - before)
+    assert looked[0] > 0 and looked[1:] == [0, 0]
+
+
+def in_a_loop(x):
+    for _ in range(2):
+        x = x[torch.where(x[:, 0] > 2)[0]] + rows_of_data(x)
+    return x
