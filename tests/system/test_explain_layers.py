@@ -109,10 +109,10 @@ def test_readme_example(tmp_path):
         text,
         """\
 moeblaze: 1 of 1 MoE layers rewritten
-  MoE (moe.py:21): loop over experts -> expert_up(silu) -> expert_down
+  MoE (moe.py:19): loop over experts -> expert_up(silu) -> expert_down
     kept for backward: 85.9 KiB before, 25.2 KiB after
     gradients of zeros instead of None for experts without tokens: up.*.weight, down.*.weight
-  note: moe.py:18 "if len(token) == 0": compiled without the branch; proven to make no difference
+  note: moe.py:18 "if len(token) > 0": compiled without the branch; proven to make no difference
 """,
     )
 
