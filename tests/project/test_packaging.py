@@ -75,10 +75,14 @@ installed = metadata.packages_distributions()
 undeclared = {module for module, packages in installed.items() if not known & set(map(normal, packages))}
 assert "numpy" in undeclared and "torch" not in undeclared, undeclared
 
+installed_in = str(metadata.distribution("torch").locate_file("")).rstrip("/")
+
 class Finder(importlib.machinery.PathFinder):
     @classmethod
-    def find_spec(cls, name, *args):
-        return None if name in undeclared else super().find_spec(name, *args)
+    def find_spec(cls, name, path=None, target=None):
+        if name in undeclared:  # but what setuptools brings along is elsewhere
+            path = [folder for folder in sys.path if folder.rstrip("/") != installed_in]
+        return super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
 """
