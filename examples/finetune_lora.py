@@ -1,7 +1,7 @@
 """Train low-rank adapters on frozen experts: a teacher's layer is the base with a low-rank change, and the student learns that.
 
-python examples/finetune_lora.py            # some seconds on a CPU
-python examples/finetune_lora.py --rank 2   # fewer ranks than the change has: the loss stays above zero
+    python examples/finetune_lora.py            # some seconds on a CPU
+    python examples/finetune_lora.py --rank 2   # fewer ranks than the change has: the loss stays above zero
 """
 
 import argparse
