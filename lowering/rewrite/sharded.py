@@ -23,6 +23,7 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
+from moeblaze_ops.ops.sharded.exchange import goes_all_to_all
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.groups import members_of
 from moeblaze_ops.ops.sharded.peer_copies import copies_between
@@ -101,13 +102,7 @@ class Moving:
 
     @property
     def all_to_all(self) -> bool:
-        """Whether tokens go to the ranks of their experts alone, see ``config.exchange``."""
-        if config.exchange != "auto":
-            return config.exchange == "all_to_all"
-        if config.arrived_rows == "bound" or config.transport == "copies":
-            return False
-        # Copy engines are at the wire with whole tokens and take no multiprocessor: no other way was measured faster.
-        return self.sharded.ranks > self.K and not (self.x.is_cuda and copies_between(self.sharded.group))
+        return goes_all_to_all(self.sharded.group, self.sharded.ranks, self.K, self.x.is_cuda)
 
     def describe(self) -> str:
         most = config.tokens_per_rank

@@ -1,11 +1,13 @@
-"""``experts_implementation="moeblaze"`` without a call of ``register``: it is registered as soon as transformers has a registry.
+"""``experts_implementation="moeblaze"`` and ``ep_implementation="moeblaze"`` of transformers without a call of ``register``.
 
-That is now where transformers was imported before, and when it is imported otherwise. Nothing here imports it.
+Each is registered as soon as transformers has the registry. That is now where it was imported before, and when it is imported
+otherwise. Nothing here imports it.
 """
 
 import importlib.util
 import logging
 import sys
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -13,22 +15,30 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_REGISTRY = "transformers.integrations.moe"
+_REGISTRIES = {
+    "transformers.integrations.moe": ("moeblaze_ops.integrations.transformers", "experts_implementation"),
+    "transformers.distributed.expert_parallel": ("moeblaze_ops.integrations.expert_parallel", "ep_implementation"),
+}
+"""The module that has a registry, the one of ours that registers there, and the argument that takes the name."""
 
 
 def register_when_imported() -> None:
-    """Add "moeblaze" to transformers' experts implementations, now or when its registry is imported."""
-    if _REGISTRY in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _Finder())
+    """Add "moeblaze" to transformers' registries, now or when they are imported."""
+    for registry in _REGISTRIES:
+        if registry in sys.modules:
+            _register(registry)
+        else:
+            sys.meta_path.insert(0, _Finder(registry))
 
 
 class _Finder(MetaPathFinder):
-    """Finds the registry by the finders that are there, and registers when the module has run."""
+    """Finds a registry by the finders that are there, and registers when the module has run."""
+
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname != self._registry:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -37,16 +47,15 @@ class _Finder(MetaPathFinder):
 
             def run_and_register(module: ModuleType) -> None:
                 run(module)
-                _register()
+                _register(fullname)
 
             spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _register() -> None:
+def _register(registry: str) -> None:
+    ours, argument = _REGISTRIES[registry]
     try:
-        from moeblaze_ops.integrations.transformers import register
+        import_module(ours)  # which registers, at its end where it is what imports the registry
     except ImportError as error:  # a version of transformers that we do not know must not fail to import
-        log.warning("experts_implementation='moeblaze' is not registered: %s", error)
-    else:
-        register()
+        log.warning("%s='moeblaze' is not registered: %s", argument, error)

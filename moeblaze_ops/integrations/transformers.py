@@ -10,7 +10,7 @@ The model's own parameters are used as they are stored. A layer that the ops can
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ _POINTWISE = {
 
 
 def register() -> None:
-    """Add "moeblaze" to transformers' experts implementations; ``import moeblaze_ops`` sees to it.
+    """Add "moeblaze" to transformers' experts implementations; the import of this module does so.
 
     Afterwards ``from_config`` and ``from_pretrained`` take it as ``experts_implementation``, and
     ``model.set_experts_implementation("moeblaze")`` switches a model that exists. Nothing else changes.
@@ -65,30 +65,45 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         UserWarning: the ops cannot express the module's activation, gate or flags; it ran as "grouped_mm". Once for each
             kind of module.
     """
-    w_up = self.gate_up_proj if self.has_gate else self.up_proj
-    act_fn = getattr(self, "act_fn", None)
-    found = _recognise(type(self), self.has_gate, type(act_fn), _numbers(self))
-    reason = _why_not(self, w_up, act_fn) or found[2]
-    if reason is not None:
-        _warn(f"{type(self).__name__} runs as {_FALLBACK!r}, not as {NAME!r}: {reason}")
+    operands = operands_of(self)
+    if isinstance(operands, str):
+        warn(f"{type(self).__name__} runs as {_FALLBACK!r}, not as {NAME!r}: {operands}")
         return ALL_EXPERTS_FUNCTIONS[_FALLBACK](self, hidden_states, top_k_index, top_k_weights)
+    x, weights = as_operands(operands, hidden_states, top_k_weights)
+    experts = torch.where(top_k_index < operands.w_up.shape[0], top_k_index, -1)
+    return moe(x, weights, experts, **operands._asdict()).to(hidden_states.dtype)
+
+
+class Operands(NamedTuple):
+    """What ``moe`` takes of a decorated experts module."""
+
+    w_up: Tensor
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
+    activation: str
+    interleaved: bool
+    transposed: bool
+
+
+def operands_of(experts: Any) -> Operands | str:
+    """What the ops take of an experts module, or the reason why they cannot express it."""
+    w_up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    act_fn = getattr(experts, "act_fn", None)
+    activation, interleaved, reason = _recognise(type(experts), experts.has_gate, type(act_fn), _numbers(experts))
+    reason = _why_not(experts, w_up, act_fn) or reason
+    if reason is not None:
+        return reason
     b_up = b_down = None
-    if self.has_bias:
-        b_up, b_down = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias
-    x = hidden_states.to(w_up.dtype)
-    out = moe(
-        x,
-        top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.to(x.dtype),
-        torch.where(top_k_index < w_up.shape[0], top_k_index, -1),
-        w_up,
-        self.down_proj,
-        b_up=b_up,
-        b_down=b_down,
-        activation=found[0],
-        interleaved=found[1],
-        transposed=self.is_transposed,
-    )
-    return out.to(hidden_states.dtype)
+    if experts.has_bias:
+        b_up, b_down = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias, experts.down_proj_bias
+    return Operands(w_up, experts.down_proj, b_up, b_down, activation, interleaved, experts.is_transposed)
+
+
+def as_operands(operands: Operands, hidden_states: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and routing weights in dtypes that go with the weights."""
+    x = hidden_states.to(operands.w_up.dtype)
+    return x, top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.to(x.dtype)
 
 
 def _why_not(self: Any, w_up: Tensor, act_fn: Any) -> str | None:
@@ -137,5 +152,8 @@ def _act_names() -> dict[type, str]:
 
 
 @torch.compiler.assume_constant_result
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=3)
+
+
+register()

@@ -1,0 +1,101 @@
+"""How tokens get to the ranks of their experts, and a layer whose caller has the experts of this rank already."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from moeblaze_ops import config
+from moeblaze_ops.ops.sharded.collectives import most_tokens, start_gather_of_tokens
+from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
+from moeblaze_ops.ops.sharded.groups import members_of
+from moeblaze_ops.ops.sharded.peer_copies import copies_between
+
+
+class Exchange(NamedTuple):
+    """What moves the tokens of a layer, the same on every rank: it follows from settings, the group and K.
+
+    ``rows``: tokens that a rank has at most, if that was promised. ``exact``, ``keep_h``: see ``Ranks``.
+    """
+
+    members: list[int]
+    group: str
+    all_to_all: bool
+    copies: bool
+    rows: int | None
+    exact: bool
+    keep_h: bool
+
+
+def choose_exchange(group: str, K: int, on_gpu: bool) -> Exchange:
+    """Choose by ``config.exchange`` and ``config.transport``, for K experts of a token."""
+    members = members_of(group)
+    all_to_all = goes_all_to_all(group, len(members), K, on_gpu)
+    copies = on_gpu and not all_to_all and copies_between(group)
+    exact, keep_h = config.arrived_rows == "exact", config.keep == "preactivation"
+    return Exchange(members, group, all_to_all, copies, config.tokens_per_rank, exact, keep_h)
+
+
+def goes_all_to_all(group: str, ranks: int, K: int, on_gpu: bool) -> bool:
+    """True if tokens go to the ranks of their experts alone, see ``config.exchange``."""
+    if config.exchange != "auto":
+        return config.exchange == "all_to_all"
+    if config.arrived_rows == "bound" or config.transport == "copies":
+        return False
+    # Copy engines are at the wire with whole tokens and take no multiprocessor: no other way was measured faster.
+    return ranks > K and not (on_gpu and copies_between(group))
+
+
+def moe_over_ranks(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w_up: list[Tensor],
+    b_up: list[Tensor],
+    w_down: list[Tensor],
+    b_down: list[Tensor],
+    activation: str,
+    members: list[int],
+    group: str,
+    all_to_all: bool,
+    copies: bool,
+    rows: int | None,
+    exact: bool,
+    keep_h: bool,
+) -> Tensor:
+    """``moe`` of the tokens of this rank over the experts of all ranks of a group; all of them call it.
+
+    Args:
+        x_TD: tokens of this rank. Shape [T, D]; T may be 0, and another one on each rank.
+        weights_TK, experts_TK: routing weights and expert ids over all ranks, -1 for an unused slot.
+        w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
+        activation: a name or a formula.
+        members, group, all_to_all, copies, rows, exact, keep_h: an ``Exchange``.
+
+    Returns:
+        [T, D]. Gradients of the weights are sums over the tokens of all ranks.
+    """
+    with _unseen_sizes(x_TD):
+        gathered = None
+        if not all_to_all:
+            layer = f"{w_down[0].shape[0] * len(members)} experts for tokens in {x_TD.dtype}, {experts_TK.shape[1]} a token"
+            most = rows or most_tokens(x_TD.detach(), group, f"{layer}, by {'copies' if copies else 'collectives'}")
+            gathered = start_gather_of_tokens(x_TD, most, len(members), group, copies)
+        keep_h = keep_h and torch.is_grad_enabled()
+        parameters = (w_up, b_up, w_down, b_down)
+        settings = (activation, False, members, group, copies, exact, keep_h)
+        return experts_over_ranks(x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
+
+
+@contextlib.contextmanager
+def _unseen_sizes(x_TD: Tensor) -> Iterator[None]:
+    """Where a compiler asks for the result's shape alone, it does not miss the sizes on the way, which no result has."""
+    if isinstance(x_TD, FakeTensor) and x_TD.fake_mode.shape_env is not None and get_proxy_mode() is None:
+        with x_TD.fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+            yield
+    else:
+        yield

@@ -1,0 +1,171 @@
+"""transformers' expert parallelism, ``ep_implementation="moeblaze"``: losses and gradients are those of one process."""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers.distributed.expert_parallel")
+
+import transformers
+from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import AllToAllEP
+
+import moeblaze_ops  # noqa: F401
+from moeblaze_ops import config
+from tests.tools.ranks import assert_passed, run_checks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
+MODELS = {
+    "qwen3_moe": {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "mixtral": {"intermediate_size": 24, "num_local_experts": 8},
+    "gpt_oss": {"intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+}
+OF_TWO = {"own tokens": {"fsdp_size": 2, "ep_size": 2}, "one batch": {"tp_size": 2, "ep_size": 2}}
+OF_FOUR = {"slices": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, "copies of experts": {"fsdp_size": 4, "ep_size": 2}}
+TOLERANCE = 5e-6
+"""Of the largest element, in fp32: FSDP2 divides gradients in fp16 and fp64 twice where a group has one rank."""
+
+
+def tokens_of(batch: int) -> torch.Tensor:
+    return torch.randint(0, 32, (2, 4 + 3 * batch), generator=torch.Generator().manual_seed(batch))
+
+
+def save(kind: str, folder: str) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **WIDTHS, **MODELS[kind]))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+
+
+def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def check(kind: str, folder: str, layout: dict[str, int], implementation: str = "moeblaze", prepare=lambda model: None) -> None:
+    """Two steps without an optimizer."""
+    torch.set_default_dtype(torch.float32)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, f"{folder}/{kind}", experts_implementation="eager")
+    layout = DistributedConfig(**layout, ep_implementation=implementation)
+    model, one = load(distributed_config=layout), load()
+    prepare(model)
+    batches = [tokens_of(batch) for batch in range(layout.fsdp_size)]
+    own = batches[dist.get_rank() // layout.tp_size]
+    for _ in range(2):
+        model.zero_grad(), one.zero_grad()
+        loss = model(own, labels=own).loss
+        torch.testing.assert_close(loss, one(own, labels=own).loss, atol=1e-6, rtol=0)
+        loss.backward()
+        for batch in batches:
+            (one(batch, labels=batch).loss / len(batches)).backward()
+    wanted = whole_gradients(one)
+    for name, grad in whole_gradients(model).items():
+        limit = TOLERANCE * wanted[name].abs().max().item()
+        torch.testing.assert_close(grad, wanted[name], atol=limit, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_compiled(folder: str, backend: str) -> None:
+    """The layer is a call in a graph of Dynamo's, whose hooks of FSDP2 it leaves out."""
+    graphs = []
+
+    def compiled(gm: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(gm.code)
+        return lookup_backend(backend)(gm, inputs)
+
+    def compile_blocks(model: torch.nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.mlp.compile(backend=compiled)
+
+    check("qwen3_moe", folder, OF_TWO["own tokens"], prepare=compile_blocks)
+    assert sum("moe_over_ranks" in graph for graph in graphs) == 1
+
+
+def check_all_to_all(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "exchange", "all_to_all")
+        check("qwen3_moe", folder, OF_TWO["own tokens"])
+
+
+def check_unknown_experts(folder: str) -> None:
+    """A gate that is no pointwise function goes transformers' way, and that is said."""
+
+    def replace_gate(model: torch.nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.mlp.experts._apply_gate = type(layer.mlp.experts)._apply_gate.__get__(layer.mlp.experts)
+
+    with pytest.warns(UserWarning, match="Qwen3MoeExperts runs as ep_implementation='all_to_all', not as 'moeblaze': _apply_gate"):
+        check("qwen3_moe", folder, OF_TWO["own tokens"], prepare=replace_gate)
+
+
+def check_ours_ran(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(AllToAllEP, "_dispatch_tokens", None)
+        warnings.filterwarnings("error", message=".*not as 'moeblaze'")
+        check("qwen3_moe", folder, OF_TWO["own tokens"])
+
+
+def check_generate(folder: str) -> None:
+    """Greedy tokens of a model in pieces are those of a whole one, on ranks that share their prompts and on those that do not."""
+    torch.set_default_dtype(torch.float32)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, f"{folder}/qwen3_moe")
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for name, layout in OF_TWO.items():
+        model = load(distributed_config=DistributedConfig(**layout, ep_implementation="moeblaze"))
+        prompt = tokens_of(0 if name == "one batch" else dist.get_rank())
+        assert torch.equal(model.generate(prompt, **settings), load().generate(prompt, **settings)), name
+
+
+def check_saved(folder: str) -> None:
+    """``save_pretrained`` writes all experts."""
+    torch.set_default_dtype(torch.float32)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    layout = DistributedConfig(**OF_TWO["own tokens"], ep_implementation="moeblaze")
+    load(f"{folder}/qwen3_moe", distributed_config=layout).save_pretrained(f"{folder}/again")
+    dist.barrier()
+    again, wanted = (load(f"{folder}/{name}").state_dict() for name in ("again", "qwen3_moe"))
+    assert again.keys() == wanted.keys() and all(torch.equal(again[key], wanted[key]) for key in wanted)
+
+
+def checks(folder: str, layouts: dict[str, dict[str, int]]) -> dict[str, functools.partial]:
+    found = {f"{kind}, {name}": functools.partial(check, kind, folder, layout) for name, layout in layouts.items() for kind in MODELS}
+    if layouts is OF_TWO:
+        found["all-to-all"] = functools.partial(check_all_to_all, folder)
+        found["unknown experts"] = functools.partial(check_unknown_experts, folder)
+        found["generate"] = functools.partial(check_generate, folder)
+        found["saved"] = functools.partial(check_saved, folder)
+        found["ours ran"] = functools.partial(check_ours_ran, folder)
+        for backend in ("aot_eager", "moeblaze", "inductor"):
+            found[f"compiled by {backend}"] = functools.partial(check_compiled, folder, backend)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
+    folder = str(tmp_path_factory.mktemp("models"))
+    for kind in MODELS:
+        save(kind, f"{folder}/{kind}")
+    return {
+        ranks: run_checks(checks(folder, layouts), ranks, tmp_path_factory.mktemp("ranks"))
+        for ranks, layouts in ((2, OF_TWO), (4, OF_FOUR))
+    }
+
+
+@pytest.mark.parametrize("name", checks("", OF_TWO))
+def test_on_two_ranks(outcomes, name):
+    assert_passed(outcomes[2][name])
+
+
+@pytest.mark.parametrize("name", checks("", OF_FOUR))
+def test_on_four_ranks(outcomes, name):
+    assert_passed(outcomes[4][name])
