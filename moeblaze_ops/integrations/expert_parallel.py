@@ -26,9 +26,9 @@ from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks
 class MoeblazeEP(AllToAllEP):
     """Experts of a module over the ranks of ``ep_mesh``.
 
-    Where these share one batch (``ep_size == tp_size``), each computes its experts of all tokens, and an all-reduce sums what they
-    computed; otherwise tokens travel as ``config.exchange`` and ``config.transport`` say. The ranks of ``tp_mesh``, which hold
-    the same tokens, take a slice of them each.
+    Where these share one batch (``ep_size == tp_size``), each computes its experts of all tokens, and an all-reduce adds them up;
+    otherwise tokens travel as ``config.exchange`` and ``config.transport`` say. The ranks of ``tp_mesh``, which hold the same
+    tokens, take a slice of them each.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:

@@ -1,8 +1,12 @@
 """transformers' expert parallelism, ``ep_implementation="moeblaze"``: losses and gradients are those of one process."""
 
 import functools
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +28,9 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
-WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32}
+WIDTHS = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32,
+}  # fmt: skip
 MODELS = {
     "qwen3_moe": {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "mixtral": {"intermediate_size": 24, "num_local_experts": 8},
@@ -56,7 +62,8 @@ def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def check(kind: str, folder: str, layout: dict[str, int], implementation: str = "moeblaze", prepare=lambda model: None) -> None:
     """Two steps without an optimizer."""
     torch.set_default_dtype(torch.float32)
-    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, f"{folder}/{kind}", experts_implementation="eager")
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+    load = functools.partial(from_pretrained, f"{folder}/{kind}", experts_implementation="eager")
     layout = DistributedConfig(**layout, ep_implementation=implementation)
     model, one = load(distributed_config=layout), load()
     prepare(model)
@@ -104,7 +111,8 @@ def check_unknown_experts(folder: str) -> None:
         for layer in model.model.layers:
             layer.mlp.experts._apply_gate = type(layer.mlp.experts)._apply_gate.__get__(layer.mlp.experts)
 
-    with pytest.warns(UserWarning, match="Qwen3MoeExperts runs as ep_implementation='all_to_all', not as 'moeblaze': _apply_gate"):
+    said = "Qwen3MoeExperts runs as ep_implementation='all_to_all', not as 'moeblaze': _apply_gate"
+    with pytest.warns(UserWarning, match=said):
         check("qwen3_moe", folder, OF_TWO["own tokens"], prepare=replace_gate)
 
 
@@ -138,7 +146,8 @@ def check_saved(folder: str) -> None:
 
 
 def checks(folder: str, layouts: dict[str, dict[str, int]]) -> dict[str, functools.partial]:
-    found = {f"{kind}, {name}": functools.partial(check, kind, folder, layout) for name, layout in layouts.items() for kind in MODELS}
+    named = [(kind, name) for name in layouts for kind in MODELS]
+    found = {f"{kind}, {name}": functools.partial(check, kind, folder, layouts[name]) for kind, name in named}
     if layouts is OF_TWO:
         found["all-to-all"] = functools.partial(check_all_to_all, folder)
         found["unknown experts"] = functools.partial(check_unknown_experts, folder)
@@ -169,3 +178,22 @@ def test_on_two_ranks(outcomes, name):
 @pytest.mark.parametrize("name", checks("", OF_FOUR))
 def test_on_four_ranks(outcomes, name):
     assert_passed(outcomes[4][name])
+
+
+def test_recipe(tmp_path):
+    """The example of TRL's trainer has the losses of one process on two, as it stands and compiled."""
+    for package in ("trl", "datasets", "accelerate"):
+        pytest.importorskip(package)
+    example = str(Path(__file__).parents[2] / "examples" / "sft_trl_ep.py")
+    on_two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    losses = []
+    for command in ([sys.executable, example], [*on_two, example], [*on_two, example, "--compile"]):
+        environment = {**os.environ, "PYTHONPATH": str(Path(example).parents[1])}
+        command += ["--out", str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("losses:"))
+        losses.append([float(loss) for loss in line.split()[1:]])
+    assert len(losses[0]) == 12
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=3e-4)
