@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDTHS = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 32,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 32,
 }  # fmt: skip
 MODELS = {
     "qwen3_moe": {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
