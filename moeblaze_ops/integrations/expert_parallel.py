@@ -10,9 +10,10 @@ No routed copy of a token is made and no host waits for a device. Experts that t
 """
 
 import functools
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AllReduceEP, AllToAllEP, EPImplementationInterface
@@ -31,9 +32,9 @@ class MoeblazeEP(AllToAllEP):
     tokens, take a slice of them each.
     """
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.experts = experts
+        self.experts, self.num_experts = experts, experts.num_experts * ep_mesh.size()
         self.group = ep_mesh.get_group().group_name
         self.of_one_batch = AllReduceEP(experts, ep_mesh, tp_mesh) if self.shares_batch else None
         if self.of_one_batch is not None:
@@ -63,8 +64,8 @@ class MoeblazeEP(AllToAllEP):
             return self._over_ranks(operands, hidden_states, top_k_index, top_k_weights)
         own = (self._slice(each) for each in (hidden_states, top_k_index, top_k_weights))
         out = self._over_ranks(operands, *own).contiguous()
-        T, D = hidden_states.shape
-        return DTensor.from_local(out, self.tp_mesh, [Shard(0)], shape=(T, D), stride=(D, 1)).full_tensor()
+        shape, stride = hidden_states.shape, (hidden_states.shape[1], 1)
+        return DTensor.from_local(out, self.tp_mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
 
     def _slice(self, of_all: Tensor) -> Tensor:
         """The part of this rank of what the ranks of ``tp_mesh`` share; backward gathers the gradients of the others."""
@@ -79,8 +80,7 @@ class MoeblazeEP(AllToAllEP):
         b_up = [] if operands.b_up is None else [storage.packed_bias(operands.b_up, **form)]
         b_down = [] if operands.b_down is None else [operands.b_down]
         w_down = storage.down(operands.w_down, transposed=operands.transposed)
-        total = self.num_local_experts * self.ep_mesh.size()
-        ids = torch.where(top_k_index < total, top_k_index, -1)
+        ids = torch.where(top_k_index < self.num_experts, top_k_index, -1)
         out = moe_over_ranks(x, weights, ids, [w_up], b_up, [w_down], b_down, operands.activation, *exchange)
         return out.to(hidden_states.dtype)
 
