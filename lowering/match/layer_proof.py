@@ -64,7 +64,7 @@ NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bi
 def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
     """Refuses an expert that reads what is computed of the rows that it selects.
 
-        expert(norm(x)[token])        but not        expert(norm(x[token]))
+    expert(norm(x)[token])        but not        expert(norm(x[token]))
     """
     rows = [binder for binder in expert.binders if binder is not index]
     if expert.x.kind == "leaf" and any(at in rows for at in expert.x.args[1]) and _keeps_shape(expert.x.args[0].node):
@@ -220,7 +220,7 @@ class _Proof:
         of_weights = {node for weight in stored.views for node in weight.nodes}
         region = self._region(frozenset(read | of_weights), stored.sums, dtype)
         changed = written_before_backward(self.view, root, of_weights)
-        prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", next(iter(changed), None))
+        prove(not changed, Reason.OPERAND_CHANGED, "written before the backward", min(changed, default=None))
         bounds, E = self._bounds(routed), stored.num_experts
         selects = not (routed.is_dense or _all_below(bounds, E) or _has_row_groups(region))
         return MoEMatch(
@@ -414,7 +414,7 @@ def _numbers(numbers: tuple[int, ...], E: int, bounds: list[Size | None]) -> tup
 def _prove_reached(activation: str, x: Operand, stored: _Stored) -> None:
     """Nothing would have a gradient of zeros that has none as written, since the activation only compares it.
 
-        torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
+    torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
     """
     if activation == IDENTITY or not (unreached := without_gradient(activation)):
         return

@@ -236,8 +236,8 @@ class Matcher:
     ) -> MoEMatch | Decline | None:
         """The layer, if it is one as soon as what its experts are given is not looked into, where their sum adds that itself.
 
-            x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
-            for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
+        x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
+        for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
         """
         x = None if self._opaque else self._given(root, value, tokens, feature, experts)
         if x is None or not adds(value, x):
@@ -264,8 +264,8 @@ class Matcher:
     def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr) -> Sum:
         """What the sum of a layer starts from, which may hold layers before it, and none of its own experts; before any zeros.
 
-            out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
-            out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
+        out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
+        out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
         """
         found: Sum | None = None
         for node, base in bases(self.view, root, value):

@@ -98,7 +98,7 @@ def products_of(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
 def _unrounded(algebra: Algebra, e: Expr, feature: Expr, dtype: torch.dtype) -> Expr:
     """A term without the casts of what is added up, as far as they keep the precision of the result's ``dtype``.
 
-        out.index_add_(0, token, (x[token] * weights[token, slot, None]).to(out.dtype))
+    out.index_add_(0, token, (x[token] * weights[token, slot, None]).to(out.dtype))
     """
     if feature not in e.free:
         return e

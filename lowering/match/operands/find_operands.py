@@ -48,9 +48,7 @@ class Operand:
 class Finder:
     """Looks for operands among the nodes that one result depends on, the latest first."""
 
-    def __init__(
-        self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: tuple[Expr, ...], sizes: tuple[Size, ...]
-    ):
+    def __init__(self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: tuple[Expr, ...], sizes: tuple[Size, ...]):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
         self.num_tokens: Size = math.prod(sizes)
@@ -168,9 +166,7 @@ class Finder:
             return found
         return self._search(targets, columns, width, 0, integers=True)
 
-    def find_scaled(
-        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0
-    ) -> Operand | None:
+    def find_scaled(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
         """The same, or the node that gives all targets when it is multiplied by one number."""
         found = self.find(targets, columns, width, depth)
         if found is not None:

@@ -31,7 +31,7 @@ def find_routing(
 def _find_summed(
     algebra: Algebra, finder: Finder, routings: Sequence[Routing], depth: int
 ) -> tuple[Operand, Operand | None, int]:
-    results = set()
+    results: dict[tuple[Operand, Operand | None, int], None] = {}
     for ids, slot, weights in dict.fromkeys((r.ids, r.slot, r.weights) for r in routings):
         top_k = slot.args[1]
         prove(isinstance(top_k, int), Reason.SLOT_WEIGHTS, "a symbolic number of experts per token")
@@ -43,9 +43,9 @@ def _find_summed(
             found_weights = finder.find_scaled((product,), (slot,), top_k, depth)
             found_weights = found_weights or _find_scores(algebra, finder, routings, depth)
             prove(found_weights is not None, *_unaligned(product, "routing weights"))
-        results.add((found_ids, found_weights, top_k))
+        results[found_ids, found_weights, top_k] = None
     prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
-    return results.pop()
+    return next(iter(results))
 
 
 def _find_per_slot(
@@ -168,13 +168,11 @@ def _is_of_token(e: Expr) -> bool:
 
 
 def find_x(finder: Finder, experts: Sequence[ExpertTerm]) -> Operand:
-    found = set()
+    found: dict[Operand, None] = {}
     for x, feature in dict.fromkeys((e.x, e.feature_in) for e in experts):
         operand = finder.find_scaled((x,), (feature,), feature.args[1], MAX_PROJECTIONS)
         reason, detail = _unaligned(x, "tokens")
         prove(operand is not None, Reason.DIFFERENT_INPUTS if reason is Reason.SLOT_WEIGHTS else reason, detail)
-        found.add(operand)
+        found[operand] = None
     prove(len(found) == 1, Reason.DIFFERENT_INPUTS)
-    return found.pop()
-
-
+    return next(iter(found))

@@ -122,9 +122,7 @@ def _value_of(weight: Expr) -> Value | None:
     return weight.args[0] if weight.kind == "leaf" and weight.args[0].op == "low_rank" else None
 
 
-def _split(
-    evaluator: Evaluator, projection: Projection, output: Expr, feature: Expr
-) -> tuple[Projection, tuple[Addition, ...]]:
+def _split(evaluator: Evaluator, projection: Projection, output: Expr, feature: Expr) -> tuple[Projection, tuple[Addition, ...]]:
     """A projection with its bare weight, and what is added to it, by each of the adapters that are active."""
     found: list[Addition] = []
     weight = projection.weight

@@ -65,9 +65,7 @@ class Formulas:
     def _remember(self, name: str, activation: Expr, symbols: dict[Expr, Expr]) -> None:
         self._read.setdefault(name, {})[self._algebra.substitute(activation, symbols)] = None
 
-    def text(
-        self, activation: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...] = ()
-    ) -> tuple[str, tuple[Expr, ...]]:
+    def text(self, activation: Expr, halves: tuple[Expr, ...], parameters: tuple[Expr, ...] = ()) -> tuple[str, tuple[Expr, ...]]:
         """The formula of an activation that has no name, and its pre-activations in the order (gate, up).
 
             F.mish(gate) * up.clamp(-5, 5)                   but not  gate.softmax(-1) * up
@@ -159,7 +157,7 @@ def _is_double(halves: tuple[Expr, ...]) -> bool:
 def without_gradient(activation: str) -> frozenset[str]:
     """What an activation reads to which it passes no gradient: what it only compares.
 
-        g > p0, in where(g > p0, g, u)          p0
+    g > p0, in where(g > p0, g, u)          p0
     """
     root = formula_of(activation)
     return frozenset(name for name in symbols_of(root) if derivative(root, symbol(name)) is ZERO)

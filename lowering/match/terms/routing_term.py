@@ -128,7 +128,7 @@ def read_compared(
 def _slot_around(expert: Expr | None, binders: tuple[Expr, ...], scale: tuple[Expr, ...]) -> Expr | None:
     """The slot that is summed over around an expert, which makes something else of each one's weight.
 
-        out.index_add_(0, token, expert(x[token] * weights[token, slot, None]))        but not  expert(noise[token, slot])
+    out.index_add_(0, token, expert(x[token] * weights[token, slot, None]))        but not  expert(noise[token, slot])
     """
     slots = [binder for binder in binders if binder is not expert]
     scaled = len(slots) <= 1 and all(any(slot in f.free for f in scale) for slot in slots)
