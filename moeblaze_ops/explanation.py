@@ -26,6 +26,7 @@ _REMEDIES = {
     "EXTRA_USER": "do not read results from inside the layer (hooks that save activations do)",
     "EFFECT": "draw random numbers, and call operators that are not torch's, outside of the layer",
     "CONTEXT": "enter and leave autocast and no_grad around the layer, not inside of it",
+    "STATEMENT": "compare the layer with `moeblaze_ops.moe`: what is one expert's or one slot's is used for another",
     "INTERNAL": "this is a defect of ours: please report it with this output (config.strict = True raises it)",
 }
 """What its author can change where a layer is left alone, by the name of the reason."""

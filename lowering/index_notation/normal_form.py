@@ -33,6 +33,7 @@ class Algebra:
 
     def __init__(self, resolve_group: Callable[[Expr], Expr] = lambda group: group) -> None:
         self._pool: dict[tuple, Expr] = {}
+        self._opened: dict[Expr, tuple[Expr, Expr]] = {}
         self._resolve_group = resolve_group
         self.zero = self.const(0)
         self.one = self.const(1)
@@ -203,7 +204,7 @@ class Algebra:
             else:
                 parts = [self.scaled(own, self.mul(*parts))]
             for part in parts:
-                if not (part.kind in IDEMPOTENT or is_indicator(part)) or part not in flat:
+                if part not in flat or not (part.kind in IDEMPOTENT or is_indicator(part)):
                     flat.append(part)
         if constant == 0:
             return self.zero
@@ -344,9 +345,12 @@ class Algebra:
 
     def open(self, e: Expr) -> tuple[Expr, Expr]:
         """The variable and body of a binder, under a name that no other binder around or inside it takes."""
-        bound, body = e.args[:2]
-        var = self.var(_OPEN + _BOUND - bound.args[0], *bound.args[1:])
-        return var, self.substitute(body, {bound: var})
+        found = self._opened.get(e)
+        if found is None:
+            bound, body = e.args[:2]
+            var = self.var(_OPEN + _BOUND - bound.args[0], *bound.args[1:])
+            found = self._opened[e] = var, self.substitute(body, {bound: var})
+        return found
 
     def _without_permutation(self, var: Expr, body: Expr) -> Expr:
         """Take the summed rows in the order before a permutation of them, where that removes it."""
@@ -449,6 +453,7 @@ class Algebra:
         return visit(e)
 
     def _rebuild(self, e: Expr, visit: Callable[[Expr], Expr]) -> Expr:
+        """``e`` with its parts as ``visit`` gives them."""
         kind, args = e.kind, e.args
         match kind:
             case "var" | "const":
@@ -456,15 +461,19 @@ class Algebra:
             case "linear":
                 return self.linear(args[0], [(c, visit(a)) for c, a in args[1]])
             case "leaf":
-                return self.leaf(args[0], tuple(map(visit, args[1])))
+                indices = tuple(map(visit, args[1]))
+                return e if indices == args[1] else self.leaf(args[0], indices)
             case "call":
-                made = self.call(args[0], tuple(map(visit, args[1])), *args[2])
+                operands = tuple(map(visit, args[1]))
+                if operands == args[1]:
+                    return e
+                made = self.call(args[0], operands, *args[2])
                 return self.mul(made) if is_bound(made) else made
-            case "add" | "mul" | "eq":
-                return getattr(self, kind)(*map(visit, args))
             case "sum" | "any" | "prefix" | "group":
-                return getattr(self, kind)(args[0], *map(visit, args[1:]))
-        return getattr(self, kind)(*(visit(arg) if isinstance(arg, Expr) else arg for arg in args))
+                parts = (args[0], *map(visit, args[1:]))
+            case _:
+                parts = tuple(visit(arg) if isinstance(arg, Expr) else arg for arg in args)
+        return e if parts == args else getattr(self, kind)(*parts)
 
 
 def _limit(operands: tuple[Expr, ...], kind: str) -> None:

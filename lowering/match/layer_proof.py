@@ -6,8 +6,9 @@ in the graph by `find_operands` and `weight_layout`.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -59,6 +60,7 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
+_OTHER_FUNCTION = "the layer of the operands that were found computes another function"
 
 
 def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
@@ -98,20 +100,32 @@ class Candidate:
     added: Sequence[ZeroComputationTerm]
 
 
-def prove_layer(view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate) -> MoEMatch:
+IsStated: TypeAlias = Callable[[GraphView, MoEMatch], bool]
+"""Whether what a match states of its operands is what its graph computes."""
+
+
+def prove_layer(
+    view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate, is_stated: IsStated
+) -> MoEMatch:
     """The layer that a candidate is, its low-rank factors apart from the weights where that can be proven.
 
     Raises:
         Declined: it is not proven to be one.
     """
     experts = [read_expert(evaluator.algebra, formulas, term, candidate.feature) for term in candidate.terms]
+
+    def stated(split: bool) -> MoEMatch:
+        match = _Proof(view, evaluator, formulas, candidate).layer(experts, split)
+        prove(is_stated(view, match), Reason.STATEMENT, _OTHER_FUNCTION, candidate.root)
+        return match
+
     if not has_low_rank(experts):
-        return _Proof(view, evaluator, formulas, candidate).layer(experts)
+        return stated(split=False)
     try:
-        return _Proof(view, evaluator, formulas, candidate).layer(experts, split=True)
+        return stated(split=True)
     except Declined as declined:
         try:
-            return _Proof(view, evaluator, formulas, candidate).layer(experts)
+            return stated(split=False)
         except Declined:
             raise declined from None
 
@@ -188,7 +202,7 @@ class _Proof:
         self.root, self.feature = candidate.root, candidate.feature
         self.finder = Finder(view, evaluator, candidate.root, candidate.tokens, candidate.value.shape[:-1])
 
-    def layer(self, experts: Sequence[ExpertTerm], split: bool = False) -> MoEMatch:
+    def layer(self, experts: Sequence[ExpertTerm], split: bool) -> MoEMatch:
         """The layer, its low-rank factors apart from the weights where they are ``split``."""
         candidate, root = self.candidate, self.root
         routed = self._routed(self._normal(experts))

@@ -30,6 +30,7 @@ class Reason(Enum):
     GRADIENTS = "an input that has gradients of zeros would have none, or the other way round"
     EFFECT = "an operator inside the layer does more than give a value, such as to draw random numbers"
     CONTEXT = "autocast or gradient mode changes inside the layer"
+    STATEMENT = "the sum is not what a layer of its operands computes"
     OPERANDS = "the fused operators do not take these operands"
     LAYOUT = "the strides of the result are not those of dense axes in any order"
     INTERNAL = "an error in the rewrite itself"

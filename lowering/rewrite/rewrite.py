@@ -14,7 +14,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -36,7 +35,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
-from moeblaze_ops.lowering.statement.certify import require_stated
+from moeblaze_ops.lowering.statement.certify import is_stated
 from moeblaze_ops.lowering.torch_internals import counters, places
 from moeblaze_ops.ops import direct
 
@@ -130,9 +129,6 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         view, sizes, (results, views) = _looked_through(gm.graph)
         with settling(sizes):
             matched = [result for result in results if isinstance(result, MoEMatch)]
-            if config.strict:
-                for match in matched:
-                    require_stated(views[match.root], match)
             routers = {match.root: match_router(views[match.root], match) for match in matched}
         proven = proven_assertions(view) if matched else set()
         with settling(sizes):
@@ -182,7 +178,7 @@ def _matches(view: GraphView) -> tuple[list[MoEMatch | Decline], dict[fx.Node, G
     results: list[MoEMatch | Decline] = []
     views: dict[fx.Node, GraphView] = {}
     for one in [view, view.of_numbers] if any(map(view.is_gradient_off, view.position)) else [view]:
-        found = Matcher(one, results).matches()
+        found = Matcher(one, is_stated, results).matches()
         results += found
         views |= {result.root: one for result in found}
     return sorted(results, key=lambda result: view.position[result.root]), views

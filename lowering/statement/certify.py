@@ -1,7 +1,9 @@
 """That a graph computes what a match states: the element of the layer's root is the statement, as one object.
 
-What equality of formulas does not cover is proven elsewhere: that ids differ and are in range, rounding, gradients, writes.
+What equality of formulas does not cover is proven elsewhere: that ids are in range, rounding, gradients, writes.
 """
+
+from collections import Counter
 
 from moeblaze_ops.lowering.evaluate.evaluator import Unroll
 from moeblaze_ops.lowering.graph.functional_view import GraphView
@@ -11,18 +13,9 @@ from moeblaze_ops.lowering.statement.operands import Elements
 from moeblaze_ops.lowering.statement.rules import LayerForm
 
 
-class NotStated(RuntimeError):
-    """A match states something else than its graph computes: an error of the matcher."""
-
-
-def require_stated(view: GraphView, match: MoEMatch) -> None:
-    """Check a match against its graph.
-
-    Raises:
-        NotStated: the graph is not proven to compute what the match states.
-    """
-    if certified(view, match) is None:
-        raise NotStated(f"the layer at '{match.root.name}' ({match.spelling}, {match.activation}) is not what its operands state")
+def is_stated(view: GraphView, match: MoEMatch) -> bool:
+    """True if what a match states is what its root computes."""
+    return certified(view, match) is not None
 
 
 def certified(view: GraphView, match: MoEMatch) -> Form | None:
@@ -30,14 +23,16 @@ def certified(view: GraphView, match: MoEMatch) -> Form | None:
     reading = match.reading
     elements = Elements(view, reading.evaluator, match.root, reading.tokens, reading.sizes)
     algebra, form_of = elements.algebra, LayerForm(reading.evaluator).of
-    computed = form_of(algebra.add(*reading.experts, *reading.others))
+    computed = Counter((*reading.experts, *reading.others))
     statement = Statement(match, elements, reading.formulas, reading.feature)
     for activation in reading.formulas.spellings(match.activation):
         for form in statement.forms(len(reading.experts)):
             try:
-                stated = form_of(algebra.add(*statement.terms(form, activation)))
+                stated = Counter(statement.terms(form, activation))
+                # Terms that are the same as they stand need no rule.
+                left, right = (algebra.add(*rest.elements()) for rest in (computed - stated, stated - computed))
+                if left is right or form_of(left) is form_of(right):
+                    return form
             except Unroll:  # what slots have is a formula of its own for each
                 continue
-            if stated is computed:
-                return form
     return None
