@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.kernels.formulas.expression import GATED_SYMBOLS, PARAMETER_SYMBOLS, UNGATED_SYMBOLS
-from moeblaze_ops.kernels.formulas.named import IDENTITY, is_zero_at_zero
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
 from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.fake_values import fake_of
@@ -43,8 +43,6 @@ from moeblaze_ops.lowering.match.terms.activation import Formulas, without_gradi
 from moeblaze_ops.lowering.match.terms.expert_coverage import (
     expert_order,
     extent,
-    prove_distinct,
-    prove_shared_weights,
     weight_index,
 )
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, read_expert, written
@@ -60,13 +58,12 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
 
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
-_OTHER_FUNCTION = "the layer of the operands that were found computes another function"
 
 
 def _prove_reads_tokens(expert: ExpertTerm, index: Expr | None) -> None:
     """Refuses an expert that reads what is computed of the rows that it selects.
 
-    expert(norm(x)[token])        but not        expert(norm(x[token]))
+        expert(norm(x)[token])        but not        expert(norm(x[token]))
     """
     rows = [binder for binder in expert.binders if binder is not index]
     if expert.x.kind == "leaf" and any(at in rows for at in expert.x.args[1]) and _keeps_shape(expert.x.args[0].node):
@@ -100,12 +97,12 @@ class Candidate:
     added: Sequence[ZeroComputationTerm]
 
 
-IsStated: TypeAlias = Callable[[GraphView, MoEMatch], bool]
-"""Whether what a match states of its operands is what its graph computes."""
+Refusal: TypeAlias = Callable[[GraphView, MoEMatch], Reason | None]
+"""Why what a match states of its operands is not what its graph computes, None if it is."""
 
 
 def prove_layer(
-    view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate, is_stated: IsStated
+    view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate, refusal: Refusal
 ) -> MoEMatch:
     """The layer that a candidate is, its low-rank factors apart from the weights where that can be proven.
 
@@ -116,7 +113,8 @@ def prove_layer(
 
     def stated(split: bool) -> MoEMatch:
         match = _Proof(view, evaluator, formulas, candidate).layer(experts, split)
-        prove(is_stated(view, match), Reason.STATEMENT, _OTHER_FUNCTION, candidate.root)
+        if (reason := refusal(view, match)) is not None:
+            raise Declined(reason)
         return match
 
     if not has_low_rank(experts):
@@ -210,22 +208,20 @@ class _Proof:
         activations = {(expert.activation, bool(expert.scale)) for expert in routed.experts}
         prove(len(activations) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = routed.experts[0]
-        prove_shared_weights(self.algebra, routed.routings, routed.experts)
         if not split:
             routed = self._in_order_of_memory(routed)
         stored = self._stored(routed, split)
         if fake_of(self.view.writes.get(root, root)).requires_grad:
             _prove_reached(lead.activation, x, stored)
-        self._prove_numbers(routed)
+        by_number = routed.is_by_number or not candidate.added
+        prove(by_number, Reason.ROUTING, "experts that are routed otherwise than those without projections")
         plain = self._zero_computation(routed, x)
-        self._prove_unselected(routed, lead, stored)
         self._prove_slots(routed, plain, stored.num_experts)
         stored, dtype = self._in_one_dtype(stored, x)
         weights = unrounded_weights(usable_weights(routed.weights, dtype))
         named = routed.named and usable_named(routed.named, dtype)
         scales = tuple(usable_scale(scale, dtype) for scale in routed.scales)
         D = candidate.value.shape[-1]
-        prove(lead.feature_in.args[1] == D, Reason.WEIGHT_LAYOUT, "output width differs from input width")
         self._prove_unchanged(stored)
         of_plain = (operand for own in plain for operand in (own.vector, own.of_token))
         optional = (routed.ids, weights, routed.kept, *of_plain, *((named.tokens, named.weights) if named else ()))
@@ -299,7 +295,6 @@ class _Proof:
                 _prove_reads_tokens(expert, index)
                 raise
         factors = (*expert.routing, *expert.scale)
-        prove(not expert.scale or not expert.routing, Reason.ROUTING, "weights on input and output")
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {NO_COUNTS}")
         return read_indexed(index, expert.binders, factors)
@@ -349,38 +344,17 @@ class _Proof:
             (b_down,), _ = views([[e.down.bias] for e in chosen], [(feature,) for _ in chosen], False)
         return _Stored(E, parameters, w_up, b_up, w_down, b_down, low_rank_up, low_rank_down, sums)
 
-    def _prove_numbers(self, routed: _Routed) -> None:
-        """Experts may have numbers of their own, and some no projections, where ids are all that tells them apart."""
-        numbers, by_number = routed.numbers, routed.is_by_number
-        in_order = numbers in ((), tuple(range(len(numbers))))
-        detail = f"experts {list(numbers)}, of which some have numbers of their own"
-        prove(in_order or by_number, Reason.EXPERT_COVERAGE, detail)
-        prove(
-            not self.candidate.added or by_number,
-            Reason.ROUTING,
-            "experts that are routed otherwise than those without projections",
-        )
-
     def _zero_computation(self, routed: _Routed, x: Operand) -> tuple[ZeroComputation, ...]:
         x_value = unshaped(self.view, x.node, self.root)
-        given = None if routed.scales else (routed.ids, routed.weights, routed.top_k)
         return find_zero_computation(
-            self.algebra, self.finder, self.candidate.added, self.feature, routed.routings, given,
+            self.algebra, self.finder, self.candidate.added, self.feature, routed.routings,
             is_x=lambda operand: unshaped(self.view, operand.node, self.root) is x_value,
         )  # fmt: skip
-
-    def _prove_unselected(self, routed: _Routed, lead: ExpertTerm, stored: _Stored) -> None:
-        """What is not selected adds nothing: an expert of zeros gives zeros, where its input alone is masked."""
-        of_zeros = bool(lead.scale) and routed.is_dense and not all(routing.selects_output for routing in routed.routings)
-        has_bias = bool(stored.b_up or stored.b_down)
-        prove(not (of_zeros and has_bias), Reason.ROUTING, "a bias is added for unselected experts")
-        prove(not of_zeros or is_zero_at_zero(lead.activation), Reason.ACTIVATION, "of a zero input, is not zero")
 
     def _prove_slots(self, routed: _Routed, plain: tuple[ZeroComputation, ...], E: int) -> None:
         """Each slot has one expert, which exists, and one weight."""
         gathered, routings = routed.is_gathered, routed.routings
         prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
-        prove_distinct(self.algebra, routings, of_all=gathered and routed.top_k > 1)
         prove(routed.is_dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
         prove(_all_below(self._bounds(routed), E) or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
         prove(routed.top_k <= E, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts")
@@ -428,7 +402,7 @@ def _numbers(numbers: tuple[int, ...], E: int, bounds: list[Size | None]) -> tup
 def _prove_reached(activation: str, x: Operand, stored: _Stored) -> None:
     """Nothing would have a gradient of zeros that has none as written, since the activation only compares it.
 
-    torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
+        torch.where(gate > self.bound, gate, up)            but not where the bound is a parameter
     """
     if activation == IDENTITY or not (unreached := without_gradient(activation)):
         return

@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.graph.operators import is_foreign, overloads_of
 from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight
 from moeblaze_ops.lowering.index_notation.expr import MAX_OPERANDS, Expr, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.match.internal_errors import tolerate
-from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, IsStated, prove_layer, unshaped
+from moeblaze_ops.lowering.match.layer_proof import NO_COUNTS, Candidate, Refusal, prove_layer, unshaped
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch, furthest
 from moeblaze_ops.lowering.match.operands.find_operands import Finder
 from moeblaze_ops.lowering.match.operands.find_routing import find_x, with_scaled_x
@@ -64,9 +64,9 @@ def view_of(graph: fx.Graph) -> GraphView:
 class Matcher:
     """Finds the layers of one graph: those in blocks without gradients in a view of numbers only, and all others in another."""
 
-    def __init__(self, view: GraphView, is_stated: IsStated, elsewhere: Sequence[MoEMatch | Decline] = ()):
-        """``is_stated`` is asked for each match; ``elsewhere`` are the layers that were found in the other view of the graph."""
-        self.view, self._is_stated, self._elsewhere = view, is_stated, elsewhere
+    def __init__(self, view: GraphView, refusal: Refusal, elsewhere: Sequence[MoEMatch | Decline] = ()):
+        """``refusal`` judges each match; ``elsewhere`` are the layers that were found in the other view of the graph."""
+        self.view, self._refusal, self._elsewhere = view, refusal, elsewhere
         self._combining = {node: number for number, node in enumerate(filter(_may_combine, view.position))}
         self._evaluate(frozenset())
 
@@ -218,7 +218,7 @@ class Matcher:
             prove(odd is None, Reason.OTHER_TERMS, _added(odd, feature))
             added = [part for term in others for part in read_terms(self._algebra, term, feature, value.dtype)]
             candidate = Candidate(root, value, tokens, feature, own, others, self._chosen(own, feature), base, added)
-            return prove_layer(self.view, self._evaluator, self._formulas, candidate, self._is_stated)
+            return prove_layer(self.view, self._evaluator, self._formulas, candidate, self._refusal)
         except TooLarge:
             return Decline(root, root, Reason.OTHER_TERMS, "too many of them", ids, self._chosen(experts, feature))
         except Declined as declined:
@@ -236,8 +236,8 @@ class Matcher:
     ) -> MoEMatch | Decline | None:
         """The layer, if it is one as soon as what its experts are given is not looked into, where their sum adds that itself.
 
-        x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
-        for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
+            x = h * torch.rsqrt(h.square().mean(-1, keepdim=True)) * gain
+            for e in range(6): out = out + (experts[e](x) if e < 4 else x) * share(e)
         """
         x = None if self._opaque else self._given(root, value, tokens, feature, experts)
         if x is None or not adds(value, x):
@@ -264,8 +264,8 @@ class Matcher:
     def _onto_base(self, root: fx.Node, value: Value, terms: Sequence[Expr], experts: Sequence[Expr], feature: Expr) -> Sum:
         """What the sum of a layer starts from, which may hold layers before it, and none of its own experts; before any zeros.
 
-        out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
-        out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
+            out = shared(x); for e in range(E): out = out + experts[e](x) * share(e)
+            out = odd(x) * share(0); for e in range(1, E): ...          not from the first expert: what it does is no layer's
         """
         found: Sum | None = None
         for node, base in bases(self.view, root, value):

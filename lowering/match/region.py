@@ -63,7 +63,7 @@ def _in_order(view: GraphView, nodes: Set[fx.Node]) -> list[fx.Node]:
 def _between(view: GraphView, root: fx.Node, read: set[fx.Node], buffer: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """Nodes that ``root`` needs and nothing in ``read`` does, after the last of them: it, and writes to them that nobody reads.
 
-    h = up(x); a = F.silu(h); h.zero_(); out = down(a)          nothing reads the zeros: they go with the layer
+        h = up(x); a = F.silu(h); h.zero_(); out = down(a)          nothing reads the zeros: they go with the layer
     """
     ends: set[fx.Node] = set()
     nodes, unread = set[fx.Node](), {root}
@@ -77,8 +77,8 @@ def _between(view: GraphView, root: fx.Node, read: set[fx.Node], buffer: set[fx.
 def _acts(view: GraphView, node: fx.Node) -> bool:
     """Whether an operator of which the value is not known, since nothing depends on it, does more than to give it.
 
-    F.silu(g) * u + 0 * torch.rand_like(g)      draws numbers all the same
-    F.silu(F.dropout(g, 0.0)) * u               is known to give g
+        F.silu(g) * u + 0 * torch.rand_like(g)      draws numbers all the same
+        F.silu(F.dropout(g, 0.0)) * u               is known to give g
     """
     if not acts_beside_tensors(node):
         return False
@@ -90,9 +90,9 @@ def _prove_gradients(
 ) -> None:
     """No input would be without a gradient that has one of zeros as written, where the layer reads ``read`` in its place.
 
-    for e in range(8): out += share(ids, e) * experts[e](x)         ids = scores.topk(2).indices, of 8 scores
-    for e in range(9): out += share(ids, e) * experts[e](x)         nobody chooses the last one: not taken
-    weights.fill_(1)                                                nor this: the router has gradients of zeros
+        for e in range(8): out += share(ids, e) * experts[e](x)         ids = scores.topk(2).indices, of 8 scores
+        for e in range(9): out += share(ids, e) * experts[e](x)         nobody chooses the last one: not taken
+        weights.fill_(1)                                                nor this: the router has gradients of zeros
     """
     constant = view.without_gradients
     if root in constant:
@@ -121,7 +121,7 @@ def _kept(
 ) -> set[fx.Node]:
     """The writes of a region to what somebody else reads, or to what that is made of.
 
-    a = x.clone(); a.add_(1); b = a.clone(); out = torch.zeros_like(b)         for a reader of b, both a and its write stay
+        a = x.clone(); a.add_(1); b = a.clone(); out = torch.zeros_like(b)         for a reader of b, both a and its write stay
     """
     kept = {n for n in own if n in view.writes and _used_outside(view, n, nodes, buffer)}
     read = {n for n in own.difference(carriers) if any(user not in nodes and not reads_size(user) for user in n.users)}
@@ -132,7 +132,7 @@ def _kept(
 def _writes_to(view: GraphView, operands: Set[fx.Node], root: fx.Node) -> list[fx.Node]:
     """What writes to operands, by whatever alias, before ``root``, where they are read in its place.
 
-    chosen = ids.clone(); chosen.view(-1)[0] = 1        the write stays
+        chosen = ids.clone(); chosen.view(-1)[0] = 1        the write stays
     """
     memory = {alias for node in operands for alias in view.aliases(node)}
     return [node for node, target in view.all_writes() if target in memory and view.position[node] < view.position[root]]
@@ -175,7 +175,7 @@ def _carriers(view: GraphView, root: fx.Node) -> tuple[fx.Node, ...]:
 def _prove_writes(view: GraphView, root: fx.Node, nodes: set[fx.Node], kept: set[fx.Node], carriers: tuple[fx.Node, ...]) -> None:
     """Every buffer that the region writes belongs to it, but for those whose writes stay, so that the others can go.
 
-    scores[token, ids] += weights           an operand reads the zeros that are in ``scores`` before, and nobody else does
+        scores[token, ids] += weights           an operand reads the zeros that are in ``scores`` before, and nobody else does
     """
     going = nodes - kept
     for node, target in view.all_writes():
@@ -221,8 +221,8 @@ def _used_outside(view: GraphView, node: fx.Node, nodes: set[fx.Node], buffer: f
 def written_before_backward(view: GraphView, root: fx.Node, operands: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """The operands that are written after the layer: its ops save them for the backward, where eager may have saved copies.
 
-    w = w / w.sum(-1, keepdim=True); out = layer(x, w, ids); w.mul_(2)      w: the layer has to read a copy
-    def forward(self, x, w, ids): out = layer(x, w, ids); w.mul_(2)         raises: a caller's w may be saved in its place
+        w = w / w.sum(-1, keepdim=True); out = layer(x, w, ids); w.mul_(2)      w: the layer has to read a copy
+        def forward(self, x, w, ids): out = layer(x, w, ids); w.mul_(2)         raises: a caller's w may be saved in its place
     """
     written = set()
     late = [(node, target) for node, target in view.all_writes() if view.position[node] > view.position[root]]

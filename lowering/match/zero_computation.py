@@ -17,14 +17,9 @@ from moeblaze_ops.lowering.graph.stored_numbers import holds_all
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
-from moeblaze_ops.lowering.match.operands.find_routing import find_routing
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
-from moeblaze_ops.lowering.match.terms.expert_coverage import prove_distinct
 from moeblaze_ops.lowering.match.terms.expert_term import made_by
 from moeblaze_ops.lowering.match.terms.routing_term import Routing, read_compared
-
-Routed = tuple[Operand, Operand | None, int]
-"""Ids, weights and K, as ``find_routing`` gives them."""
 
 _NO_PROJECTIONS = "an expert without projections"
 _OTHER = "an expert gives {}, which is neither two projections of its tokens, nor the tokens, nor one vector"
@@ -98,7 +93,7 @@ def products_of(algebra: Algebra, e: Expr, feature: Expr) -> Iterator[Expr]:
 def _unrounded(algebra: Algebra, e: Expr, feature: Expr, dtype: torch.dtype) -> Expr:
     """A term without the casts of what is added up, as far as they keep the precision of the result's ``dtype``.
 
-    out.index_add_(0, token, (x[token] * weights[token, slot, None]).to(out.dtype))
+        out.index_add_(0, token, (x[token] * weights[token, slot, None]).to(out.dtype))
     """
     if feature not in e.free:
         return e
@@ -120,24 +115,15 @@ def find_zero_computation(
     terms: Sequence[ZeroComputationTerm],
     feature: Expr,
     routings: Sequence[Routing],
-    routed: Routed | None,
     is_x: Callable[[Operand], bool],
 ) -> tuple[ZeroComputation, ...]:
-    """The experts of ``terms``, which choose and weigh tokens as the other experts do, by ``routings``.
-
-    ``routed``: what holds all of the routing of those, None if there is more to it. ``is_x``: whether an operand is what those
-    are given.
-    """
+    """The experts of ``terms``, by the ``routings`` of the others; ``is_x``: whether an operand is what those are given."""
     by_slot: dict[Expr, dict[tuple[Expr, Expr], dict[int, float]]]
     by_slot = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
     for term in terms:
-        prove_distinct(algebra, [term.routing], of_all=False)
-        ids, factor, of_token = _beside(algebra, finder, term.routing, routings, routed)
+        ids, factor, of_token = _beside(algebra, term.routing, routings)
         by_slot[ids][term.vector, of_token][term.routing.expert.args[0]] += term.number * factor
     lead = next(iter(by_slot.values()), {})
-    alike = all(own == lead for own in by_slot.values())
-    everywhere = not terms or by_slot.keys() == {routing.ids for routing in routings}
-    prove(alike and everywhere, Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} is not there for all slots alike")
     return tuple(
         ZeroComputation(tuple(sorted(n for n in numbers if numbers[n] == factor)), *found, factor, scale)
         for (vector, of_token), numbers in lead.items()
@@ -146,9 +132,7 @@ def find_zero_computation(
     )
 
 
-def _beside(
-    algebra: Algebra, finder: Finder, routing: Routing, routings: Sequence[Routing], routed: Routed | None
-) -> tuple[Expr, float, Expr]:
+def _beside(algebra: Algebra, routing: Routing, routings: Sequence[Routing]) -> tuple[Expr, float, Expr]:
     """The ids of other experts that choose a term, and what it multiplies their weights by: a number, and one of a token."""
     for other in routings:
         renamed = {routing.slot: other.slot} if routing.slot is not None and other.slot is not None else {}
@@ -157,21 +141,10 @@ def _beside(
         own_number, own = _weights(algebra.substitute(algebra.mul(*routing.weights), renamed))
         number, weights = _weights(algebra.mul(*other.weights))
         of_token = algebra.mul(*(own - weights).elements())
-        alike = weights <= own and all(var.args[2] == "t" for var in of_token.free)
-        if alike:
+        if weights <= own and all(var.args[2] == "t" for var in of_token.free):
             return other.ids, own_number / number, of_token
-        alike = routed is not None and _held(algebra, finder, routing) == routed
-        prove(alike, Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} has other routing weights than the others")
-        return other.ids, 1, algebra.one
+        return other.ids, 1, algebra.one  # where those of the others' input are not looked into
     raise Declined(Reason.OTHER_TERMS, f"{_NO_PROJECTIONS} is chosen by other ids than the others")
-
-
-def _held(algebra: Algebra, finder: Finder, routing: Routing) -> Routed | None:
-    """What holds a routing: it tells that weights are the same where those of the others' input are not looked into."""
-    try:
-        return find_routing(algebra, finder, [routing], 0)
-    except Declined:
-        return None
 
 
 def _weights(product: Expr) -> tuple[float, Counter]:

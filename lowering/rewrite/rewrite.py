@@ -35,7 +35,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
-from moeblaze_ops.lowering.statement.certify import is_stated
+from moeblaze_ops.lowering.statement.certify import refusal
 from moeblaze_ops.lowering.torch_internals import counters, places
 from moeblaze_ops.ops import direct
 
@@ -178,7 +178,7 @@ def _matches(view: GraphView) -> tuple[list[MoEMatch | Decline], dict[fx.Node, G
     results: list[MoEMatch | Decline] = []
     views: dict[fx.Node, GraphView] = {}
     for one in [view, view.of_numbers] if any(map(view.is_gradient_off, view.position)) else [view]:
-        found = Matcher(one, is_stated, results).matches()
+        found = Matcher(one, refusal, results).matches()
         results += found
         views |= {result.root: one for result in found}
     return sorted(results, key=lambda result: view.position[result.root]), views

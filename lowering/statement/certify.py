@@ -7,15 +7,22 @@ from collections import Counter
 
 from moeblaze_ops.lowering.evaluate.evaluator import Unroll
 from moeblaze_ops.lowering.graph.functional_view import GraphView
+from moeblaze_ops.lowering.index_notation.expr import subexpressions
 from moeblaze_ops.lowering.match.match_result import MoEMatch
+from moeblaze_ops.lowering.match.reasons import Reason
 from moeblaze_ops.lowering.statement.layer import Form, Statement
 from moeblaze_ops.lowering.statement.operands import Elements
 from moeblaze_ops.lowering.statement.rules import LayerForm
 
 
-def is_stated(view: GraphView, match: MoEMatch) -> bool:
-    """True if what a match states is what its root computes."""
-    return certified(view, match) is not None
+def refusal(view: GraphView, match: MoEMatch) -> Reason | None:
+    """Why what a match states is not what its root computes, or None if it is."""
+    if certified(view, match) is not None:
+        return None
+    form_of = LayerForm(match.reading.evaluator).of
+    computed = (form_of(term) for term in (*match.reading.experts, *match.reading.others))
+    stored = any(True for term in computed for _ in subexpressions(term, lambda e: e.kind in ("any", "distinct")))
+    return Reason.DISTINCT_EXPERTS if stored else Reason.STATEMENT
 
 
 def certified(view: GraphView, match: MoEMatch) -> Form | None:

@@ -18,6 +18,7 @@ import torch
 
 from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Unroll
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.match_result import MoEMatch
@@ -64,6 +65,8 @@ class Statement:
     def forms(self, num_terms: int) -> Iterator[Form]:
         """The ways to write the layer with so many terms of experts."""
         match = self._match
+        if match.numbers not in ((), tuple(range(match.E))) and self._reads_by_id():
+            return
         apart = any(view.apart for view in (*match.w_up, *match.b_up, match.w_down, *filter(None, [match.b_down])))
         by_ids = match.experts is not None and not apart
         for experts, slots in product(get_args(Experts), get_args(Slots)):
@@ -71,11 +74,24 @@ class Statement:
                 continue
             if (self._slots_apart and slots == "around") or (match.experts is None and slots != "inside"):
                 continue
+            if match.weights_on_input and slots == "inside" and not self._has_one_slot_each():
+                continue
             if num_terms != (match.E if experts == "listed" else 1) * (match.K if slots == "listed" else 1):
                 continue
             yield Form(experts, slots)
             if match.weights_on_input and is_zero_at_zero(match.activation) and not match.b_up and match.b_down is None:
                 yield Form(experts, slots, masked=False)
+
+    def _reads_by_id(self) -> bool:
+        """True if operators read something of experts at the ids of a token, which are no places among the experts then."""
+        match = self._match
+        gathered = match.weights is not None and match.weights.gathered
+        return match.kept is not None or gathered or any(scale.width is None for scale in match.scales)
+
+    def _has_one_slot_each(self) -> bool:
+        """True if no two slots of a token have one expert, which makes something else of a sum of weights than of each."""
+        slot = self._slot()
+        return slot is self._algebra.zero or (not self._slots_apart and are_distinct(self._algebra, self._id(slot), slot))
 
     def terms(self, form: Form, activation: Expr) -> Iterator[Expr]:
         """The terms of the sum; ``activation`` is that of the match in the symbols of ``formulas``."""

@@ -1,7 +1,7 @@
 """The tensors that hold the parameters of an activation: one number for all experts, or one for each.
 
-gate * torch.sigmoid(self.beta * gate) * up              # beta of one element
-gate * torch.sigmoid(self.beta[e] * gate) * up           # beta [E], or a parameter of each expert's module
+    gate * torch.sigmoid(self.beta * gate) * up              # beta of one element
+    gate * torch.sigmoid(self.beta[e] * gate) * up           # beta [E], or a parameter of each expert's module
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,6 @@ def _find_summed(
             found_weights = found_weights or _find_scores(algebra, finder, routings, depth)
             prove(found_weights is not None, *_unaligned(product, "routing weights"))
         results[found_ids, found_weights, top_k] = None
-    prove(len(results) == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
     return next(iter(results))
 
 
@@ -57,7 +56,6 @@ def _find_per_slot(
         product = algebra.mul(*routing.weights)
         alike &= weights_of.setdefault(routing.ids, product) is product
     top_k = len(weights_of)
-    prove(alike or top_k == 1, Reason.SLOT_WEIGHTS, "experts are weighted differently")
     columns = tuple(algebra.const(k) for k in range(top_k))
     for ids in _orders(list(weights_of)):
         found_ids = finder.find_ids(ids, columns, top_k)
@@ -71,7 +69,6 @@ def _find_per_slot(
             found_weights = _find_scores(algebra, finder, routings, depth)
             prove(found_weights is not None, *_unaligned(algebra.add(*products), "routing weights"))
         return found_ids, found_weights or _find_weights_apart(algebra, finder, products, depth), top_k
-    prove(alike, Reason.SLOT_WEIGHTS, "experts are weighted differently")
     return _find_apart(algebra, finder, weights_of, depth)
 
 
@@ -119,8 +116,7 @@ def find_kept(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> 
     """What says of each token and expert whether it takes the token, None where all take all."""
     kept: dict[Expr | None, Expr | None] = {}
     for routing in routings:
-        known = kept.setdefault(routing.expert, routing.kept)
-        prove(known is routing.kept, Reason.SLOT_WEIGHTS, "an expert keeps other tokens of other slots")
+        kept.setdefault(routing.expert, routing.kept)
     if set(kept.values()) == {None}:
         return None
     prove(None not in kept and None not in kept.values(), Reason.SLOT_WEIGHTS, "some experts keep all tokens")

@@ -22,13 +22,13 @@ from operator import and_
 import torch
 
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale, usable_weights
 from moeblaze_ops.lowering.match.reasons import Reason, prove
-from moeblaze_ops.lowering.match.terms.routing_term import Distinct, Routing
+from moeblaze_ops.lowering.match.terms.routing_term import Routing
 
 _EVERY = -7
 """The level of the variable that stands for the ids of a token that may go to every expert."""
@@ -60,17 +60,10 @@ def find_scored(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
     count = routings[0].expert.args[1] if stacked else len(routings)
     prove(isinstance(count, int) and count > 1, Reason.ROUTING, "one expert, or a symbolic number of them")
     named = [_read_named(algebra, routing.score, finder.token) for routing in routings]
-    prove(all(named) or not any(named), Reason.ROUTING, "some experts name their tokens, some do not")
     table = _Table(algebra, finder, routings, count)
     scored = table.named(named) if all(named) else table.masked()
     ids, numbers = algebra.var(_EVERY, count, "r"), table.numbers()
-    numbered = [replace(r, expert=e, ids=ids, distinct=_markers(r.score)) for r, e in zip(routings, numbers, strict=True)]
-    return numbered, scored
-
-
-def _markers(score: Expr) -> tuple[Distinct, ...]:
-    """What has to differ inside of a score."""
-    return tuple(marker.args for marker in subexpressions(score, lambda e: e.kind == "distinct"))
+    return [replace(routing, expert=expert, ids=ids) for routing, expert in zip(routings, numbers, strict=True)], scored
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ def factor_views(
         prove(len({len(own) for own in half}) == 1, Reason.WEIGHT_LAYOUT, "experts have several numbers of low-rank factors")
         factors = []
         for adapter in zip(*half, strict=True):
-            prove(len({own.scale for own in adapter}) == 1, Reason.WEIGHT_LAYOUT, "low-rank factors of several scales")
             a = view_of([own.a for own in adapter], [(own.rank, at) for own, at in zip(adapter, inputs, strict=True)])
             b = view_of([own.b for own in adapter], [(at, own.rank) for own, at in zip(adapter, outputs, strict=True)])
             scales = [own.own for own in adapter if own.own is not None]
@@ -147,7 +146,6 @@ def _additions(evaluator: Evaluator, e: Expr, output: Expr, feature: Expr) -> It
         return
     for term in e.args:
         for addition in _additions(evaluator, term, output, feature):
-            prove(own is None or addition.own is None, Reason.PROJECTION_WEIGHTS, "several scales of one low-rank addition")
             yield replace(addition, scale=number * addition.scale, own=own or addition.own)
 
 
@@ -173,13 +171,11 @@ def _scales_and_rest(algebra: Algebra, e: Expr, output: Expr, feature: Expr) -> 
     rest = [factor for factor in factors if output in factor.free or feature in factor.free]
     scales = [factor for factor in factors if factor not in rest]
     prove(len(rest) > 0, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is zero whatever its factors are")
-    prove(len(rest) < 3 and len(scales) < 2, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is no product of two factors")
     if len(rest) == 2:  # of one rank
         return number, scales[0] if scales else None, algebra.mul(*rest)
     if e is rest[0]:
         return number, None, e
-    inner, own, e = _scales_and_rest(algebra, rest[0], output, feature)
-    prove(own is None, Reason.PROJECTION_WEIGHTS, "several scales of one low-rank addition")
+    inner, _, e = _scales_and_rest(algebra, rest[0], output, feature)
     return number * inner, scales[0], e
 
 

@@ -157,7 +157,7 @@ def _is_double(halves: tuple[Expr, ...]) -> bool:
 def without_gradient(activation: str) -> frozenset[str]:
     """What an activation reads to which it passes no gradient: what it only compares.
 
-    g > p0, in where(g > p0, g, u)          p0
+        g > p0, in where(g > p0, g, u)          p0
     """
     root = formula_of(activation)
     return frozenset(name for name in symbols_of(root) if derivative(root, symbol(name)) is ZERO)

@@ -87,7 +87,7 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
 def is_scored_term(e: Expr, feature: Expr) -> bool:
     """A cheap look at a term without any comparison with an expert: two projections, beside what is zero for some tokens.
 
-    out + gate.relu()[:, 2, None] * expert(x)                   but not  out + gate.softmax(-1)[:, 2, None] * expert(x)
+        out + gate.relu()[:, 2, None] * expert(x)                   but not  out + gate.softmax(-1)[:, 2, None] * expert(x)
     """
     outputs = [f for f in factors_of(e) if feature in f.free]
     if len(outputs) != 1 or not any(_leaves_tokens_out(f) for f in factors_of(e) if f is not outputs[0]):
@@ -237,8 +237,8 @@ def _read_hidden(
 def _parameters(e: Expr, binders: frozenset[Expr]) -> Iterator[Expr]:
     """The largest parts of an activation that are the same for all tokens and features, and no numbers.
 
-    gate * torch.sigmoid(self.beta * gate) * up          # beta
-    gate * torch.sigmoid(self.beta[t] * gate) * up       # none: it depends on the token
+        gate * torch.sigmoid(self.beta * gate) * up          # beta
+        gate * torch.sigmoid(self.beta[t] * gate) * up       # none: it depends on the token
     """
     if e.kind in ("add", "mul"):
         for part in e.args:

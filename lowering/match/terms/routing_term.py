@@ -14,9 +14,6 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm
 
-Distinct = tuple[Expr, Expr | None]
-"""Ids that must differ for different values of a variable, the slot."""
-
 _NOT_ONE_COMPARISON = "a mask that is not one comparison with an expert id"
 _OF_SEVERAL_IDS = "one expert's weights are taken by different ids: up, down and their biases have to be those of one id"
 _INPUT_SUMMED = "the result sums over an axis along which an expert's input changes, and no expert id chooses from it"
@@ -31,10 +28,8 @@ class Routing:
     ids: Expr | None  # None where the score alone says who takes a token
     slot: Expr | None  # the variable over K, or None for one fixed slot
     weights: tuple[Expr, ...]
-    distinct: tuple[Distinct, ...] = ()  # ids that must differ within a token
     kept: Expr | None = None  # 1 where ``expert`` takes a token that chose it, 0 where it drops it; None where it takes all
     score: Expr | None = None  # the weight of ``expert``, zero where no slot has it; None when ids index weights
-    selects_output: bool = False  # whether the output of ``expert`` is zero for the other tokens, not its input alone
 
 
 def expert_index(algebra: Algebra, expert: ExpertTerm, feature: Expr) -> Expr | None:
@@ -74,9 +69,7 @@ def read_indexed(ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]
     """Weights are gathered by ``ids``: the term is one slot, or the sum over all slots."""
     prove(len(binders) <= 1, Reason.ROUTING, "several sums around one expert")
     slot = binders[0] if binders else None
-    prove(slot is None or slot in ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
-    factors, distinct = _without_markers(factors)
-    return Routing(None, ids, slot, factors, distinct)
+    return Routing(None, ids, slot, _without_markers(factors))
 
 
 def read_compared(
@@ -99,36 +92,22 @@ def read_compared(
         (plain.append(factor) if selection is None else selections.append(selection))
     prove(selections, Reason.ROUTING, "no comparison with an expert id")
     weighted = [s for s in selections if s.weights]
-    prove(len(weighted) <= 1, Reason.ROUTING, "several weighted selections")
     summed = [s for s in selections if not s.once]
-    chosen = weighted[0] if weighted else (summed or selections)[0]
-    distinct = dict.fromkeys(chosen.distinct)
-    for other in selections:
-        same = other.expert is chosen.expert and _same_ids(algebra, other, chosen)
-        prove(same, Reason.SLOT_WEIGHTS, "masks of different ids")
-        distinct |= dict.fromkeys(other.distinct)
-        if other is not chosen and not other.once and other.slot is not None:
-            distinct[other.ids, other.slot] = None
-    if (chosen.once or chosen.factor in scale) and chosen.slot is not None:
-        distinct[chosen.ids, chosen.slot] = None
+    chosen = (weighted or summed or selections)[0]
     outside = [f for f in factors if f.kind != "distinct" and not any(f is s.factor and not s.weights for s in selections)]
     prove(not scale or not outside, Reason.ROUTING, "weights on input and output")
-    selecting = any(s.factor in factors for s in selections)  # with one slot the input may have the same mask
-    factors, markers = _without_markers(tuple(plain))
+    factors = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
     weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
     kept = algebra.mul(*keeping) if keeping else None
-    if slot is not None:
-        prove(chosen.slot is None and slot in chosen.ids.free, Reason.SLOT_WEIGHTS, "ids do not depend on the summed slot")
-    differ = (*distinct, *markers)
-    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, differ, kept, score, kept is None and selecting)
+    return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, kept, score)
 
 
 def _slot_around(expert: Expr | None, binders: tuple[Expr, ...], scale: tuple[Expr, ...]) -> Expr | None:
     """The slot that is summed over around an expert, which makes something else of each one's weight.
 
-    out.index_add_(0, token, expert(x[token] * weights[token, slot, None]))        but not  expert(noise[token, slot])
+        out.index_add_(0, token, expert(x[token] * weights[token, slot, None]))        but not  expert(noise[token, slot])
     """
     slots = [binder for binder in binders if binder is not expert]
     scaled = len(slots) <= 1 and all(any(slot in f.free for f in scale) for slot in slots)
@@ -189,7 +168,6 @@ class _Selection:
     slot: Expr | None
     weights: tuple[Expr, ...]
     once: bool  # counts a token once however many of its ids match
-    distinct: tuple[Distinct, ...] = ()
 
 
 def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selection | None:
@@ -200,14 +178,12 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
     parts = body.args if body.kind == "mul" and slot is not None else (body,)
     comparisons = [p for p in parts if p.kind == "eq" and _expert_of(p, expert) is not None]
     prove(len(comparisons) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
-    weights, distinct = _without_markers(tuple(p for p in parts if p is not comparisons[0]))
-    prove(core.kind != "any" or not weights, Reason.ROUTING, "a mask of several conditions")
-    weights = (*around, *weights)
+    weights = (*around, *_without_markers(tuple(p for p in parts if p is not comparisons[0])))
     if dtype is not None and weights:
         # A cast of the sum is the cast of its one term.
         weights = (algebra.cast(dtype, algebra.mul(*weights)),)
     found, ids = _ids(comparisons[0], expert)
-    return _Selection(factor, found, ids, slot, weights, core.kind == "any", distinct)
+    return _Selection(factor, found, ids, slot, weights, core.kind == "any")
 
 
 def _keeps(factor: Expr, ids: Expr) -> bool:
@@ -252,12 +228,5 @@ def _ids(comparison: Expr, expert: Expr | None) -> tuple[Expr, Expr]:
     return found, b if a is found else a
 
 
-def _same_ids(algebra: Algebra, a: _Selection, b: _Selection) -> bool:
-    if a.slot is None or b.slot is None:
-        return a.slot is b.slot and a.ids is b.ids
-    return algebra.substitute(a.ids, {a.slot: b.slot}) is b.ids
-
-
-def _without_markers(factors: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], tuple[Distinct, ...]]:
-    markers = tuple(f.args for f in factors if f.kind == "distinct")
-    return tuple(f for f in factors if f.kind != "distinct"), markers
+def _without_markers(factors: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    return tuple(f for f in factors if f.kind != "distinct")

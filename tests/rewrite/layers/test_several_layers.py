@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher, view_of
-from moeblaze_ops.lowering.statement.certify import is_stated
+from moeblaze_ops.lowering.statement.certify import refusal
 from tests.corpus.zoo.masked import masked_sum
 from tests.corpus.zoo.modules import D, ModuleListMoE
 from tests.tools.rewrite_harness import check_against_eager
@@ -83,7 +83,7 @@ def proof_size(steps: int) -> int:
     graphs = []
     run = torch.compile(Streams(steps), backend=lambda gm, inputs: graphs.append(gm) or gm.forward, fullgraph=True)
     run(torch.randn(7, D))
-    matcher = Matcher(view_of(graphs[0].graph), is_stated)
+    matcher = Matcher(view_of(graphs[0].graph), refusal)
     assert sum(isinstance(result, MoEMatch) for result in matcher.matches()) == 2
     return len(matcher._algebra._pool)
 
