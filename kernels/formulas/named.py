@@ -1,5 +1,6 @@
 """The activations that have a name: each is a formula like any other."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,17 @@ NAMED = {
 }
 """The formula of every named activation; ``identity`` (no activation) is accepted by the ops but not listed here."""
 
+_SQRT_HALF = 1 / math.sqrt(2)
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+
+_BY_HAND = {
+    "gelu": f"h * (erf(h * {_SQRT_HALF}) + 1.0) * 0.5",
+    "geglu": f"g * (erf(g * {_SQRT_HALF}) + 1.0) * 0.5 * u",
+    "gelu_tanh": f"h * sigmoid((h + h * h * h * 0.044715) * {_SLOPE})",
+    "geglu_tanh": f"g * sigmoid((g + g * g * g * 0.044715) * {_SLOPE}) * u",
+}
+"""Other ways to write some of them."""
+
 
 def formula_of(activation: str) -> Node:
     """The formula of a name or of a text.
@@ -57,7 +69,7 @@ def name_of(root: Node, *, double: bool = False) -> str:
 
 @cache
 def _named(double: bool) -> dict[int, str]:
-    return {_unordered(parse(text), double): name for name, text in NAMED.items()}
+    return {_unordered(parse(text), double): name for name, text in (*NAMED.items(), *_BY_HAND.items())}
 
 
 _classes: dict[Any, int] = {}

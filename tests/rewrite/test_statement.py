@@ -85,7 +85,7 @@ def _mutants(match: MoEMatch, formulas) -> Iterator[tuple[str, MoEMatch]]:
             yield f"{name} lost", replace(match, **{name: () if name == "b_up" else None})
     if match.activation in ACTIVATIONS:
         other = ACTIVATIONS[match.activation]
-        formulas._read[other] = dict.fromkeys(e for e, name in formulas._named[False].items() if name == other)
+        formulas._read[other] = {formulas._algebra.call("tanh", (e,)): None for e in formulas.spellings(match.activation)}
         yield "another activation", replace(match, activation=other)
 
 

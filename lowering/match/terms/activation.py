@@ -1,12 +1,9 @@
 """Which activation an expression between the two projections is: a name that has several spellings, or its own formula."""
 
-import math
-from collections.abc import Iterator
 from itertools import permutations
 
 import torch
 
-from moeblaze_ops.kernels.formulas.constants import as_used
 from moeblaze_ops.kernels.formulas.derivative import derivative
 from moeblaze_ops.kernels.formulas.expression import (
     GATED_SYMBOLS,
@@ -17,17 +14,18 @@ from moeblaze_ops.kernels.formulas.expression import (
     symbol,
     symbols_of,
 )
-from moeblaze_ops.kernels.formulas.named import CLAMP_ALPHA, CLAMP_LIMIT, IDENTITY, SILU_LIMIT, formula_of, name_of
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, formula_of, name_of
 from moeblaze_ops.kernels.formulas.text import check_root
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.index_notation.expr import Expr, subexpressions
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.index_notation.pointwise import apply_pointwise
 from moeblaze_ops.lowering.match.terms.pointwise_formula import to_formula
+
+_SYMBOLS = {1: UNGATED_SYMBOLS, 2: GATED_SYMBOLS}
 
 
 class Formulas:
-    """The fused activations as expressions of one algebra, in every form people write."""
+    """What was read as activations, as expressions of one algebra."""
 
     def __init__(self, algebra: Algebra):
         self._algebra = algebra
@@ -35,28 +33,35 @@ class Formulas:
         self.up = algebra.var(-3, 0, "r")
         self.parameters = tuple(algebra.var(-20 - i, 0, "r") for i in range(len(PARAMETER_SYMBOLS)))
         self._read: dict[str, dict[Expr, None]] = {}
-        self._named = {
-            double: {self._as_used(e, double): name for name, forms in self._all() for e in forms} for double in (False, True)
-        }
+        self._names: dict[tuple[Expr, bool], str | None] = {}
 
     def name(self, activation: Expr, halves: tuple[Expr, ...]) -> tuple[str, tuple[Expr, ...]] | None:
         """The activation's name and its pre-activations in the order (gate, up), or None if it is not a fused one.
 
         Numbers that may change count as what they are now, with a guard where that gives a name.
         """
-        double = _is_double(halves)
         numbers = {e: e.args[0].args[0] for e in subexpressions(activation, is_changing)}
         present = {e: self._algebra.const(number.present) for e, number in numbers.items()}
         for order in permutations(halves):
             symbols = dict(zip(order, (self.gate, self.up), strict=False))
-            used = self._as_used(self._algebra.substitute(activation, symbols | present), double)
-            name = self._named[double].get(used)
+            name = self._named(self._algebra.substitute(activation, symbols | present), len(halves), _is_double(halves))
             if name is not None:
                 for number in numbers.values():
                     number.guard()
                 self._remember(name, activation, symbols)
                 return name, order
         return None
+
+    def _named(self, activation: Expr, num_halves: int, double: bool) -> str | None:
+        """The name of a function of ``gate`` and ``up``, in whatever way it is written."""
+        if (activation, double) not in self._names:
+            symbols = dict(zip((self.gate, self.up), map(symbol, _SYMBOLS[num_halves]), strict=False))
+            try:
+                name = name_of(to_formula(activation, symbols), double=double)
+            except ValueError:
+                name = ""
+            self._names[activation, double] = name if name in NAMED else None
+        return self._names[activation, double]
 
     def spellings(self, activation: str) -> list[Expr]:
         """What was read as an activation, in the symbols ``gate``, ``up`` and ``parameters``."""
@@ -75,7 +80,7 @@ class Formulas:
         Raises:
             ValueError: it is none; the message says what it does instead.
         """
-        names = GATED_SYMBOLS if len(halves) == 2 else UNGATED_SYMBOLS
+        names = _SYMBOLS[len(halves)]
         learned = dict(zip(parameters, map(symbol, PARAMETER_SYMBOLS), strict=False))
         found: tuple[Node, tuple[Expr, ...]] | None = None
         for order in permutations(halves):
@@ -88,64 +93,6 @@ class Formulas:
         symbols = dict(zip(order, (self.gate, self.up), strict=False)) | dict(zip(parameters, self.parameters, strict=False))
         self._remember(name, activation, symbols)
         return name, order
-
-    def _as_used(self, e: Expr, double: bool) -> Expr:
-        """Constants as arithmetic has them, so that 1 / sqrt(2) written in two ways is one number."""
-        constants = subexpressions(e, lambda part: part.kind == "const" and isinstance(part.args[0], float))
-        return self._algebra.substitute(e, {c: self._algebra.const(as_used(c.args[0], double)) for c in constants})
-
-    def _all(self) -> Iterator[tuple[str, list[Expr]]]:
-        g, u = self.gate, self.up
-        for gated, ungated, forms in (
-            ("swiglu", "silu", self._silu(g)),
-            ("geglu", "gelu", self._gelu(g)),
-            ("geglu_tanh", "gelu_tanh", self._gelu_tanh(g)),
-            ("reglu", "relu", [self._call("relu", g)]),
-        ):
-            yield ungated, forms
-            yield gated, [self._algebra.mul(e, u) for e in forms]
-        yield "relu2", [self._call("square", self._call("relu", g))]
-        yield "swiglu_clamped", [self._clamped(g, u)]
-        yield "swiglu_limited", self._limited(g, u)
-
-    def _call(self, name: str, *args: Expr, params: tuple = ()) -> Expr:
-        return apply_pointwise(self._algebra, name, list(args), params, integers=False)
-
-    def _scaled(self, number: float, e: Expr) -> Expr:
-        return self._algebra.mul(self._algebra.const(number), e)
-
-    def _silu(self, g: Expr) -> list[Expr]:
-        exponential = self._call("exp", self._scaled(-1, g))
-        by_hand = self._call("div", g, self._algebra.add(self._algebra.one, exponential))
-        return [self._call("silu", g), by_hand]
-
-    def _gelu(self, g: Expr) -> list[Expr]:
-        by_hand = self._algebra.add(self._algebra.one, self._call("erf", self._scaled(1 / math.sqrt(2), g)))
-        return [self._call("gelu", g), self._algebra.mul(self._algebra.const(0.5), g, by_hand)]
-
-    def _gelu_tanh(self, g: Expr) -> list[Expr]:
-        cube = self._scaled(0.044715, self._algebra.mul(g, g, g))
-        cube_pow = self._scaled(0.044715, self._call("pow", g, params=(3,)))
-        scale = self._algebra.const(math.sqrt(2 / math.pi))
-
-        def by_hand(cubed: Expr) -> Expr:
-            inner = self._algebra.mul(scale, self._algebra.add(g, cubed))
-            outer = self._algebra.add(self._algebra.one, self._call("tanh", inner))
-            return self._algebra.mul(self._algebra.const(0.5), g, outer)
-
-        return [self._call("gelu_tanh", g), by_hand(cube), by_hand(cube_pow)]
-
-    def _bounded(self, g: Expr, u: Expr, limit: float) -> tuple[Expr, Expr]:
-        return self._call("clamp", g, params=(None, limit)), self._call("clamp", u, params=(-limit, limit))
-
-    def _limited(self, g: Expr, u: Expr) -> list[Expr]:
-        g, u = self._bounded(g, u, SILU_LIMIT)
-        return [self._algebra.mul(silu, u) for silu in self._silu(g)]
-
-    def _clamped(self, g: Expr, u: Expr) -> Expr:
-        g, u = self._bounded(g, u, CLAMP_LIMIT)
-        gate = self._call("sigmoid", self._scaled(CLAMP_ALPHA, g))
-        return self._algebra.mul(self._algebra.add(u, self._algebra.one), g, gate)
 
 
 def _is_double(halves: tuple[Expr, ...]) -> bool:
