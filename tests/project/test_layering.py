@@ -53,6 +53,20 @@ FLOORS = {
 MOST_ARROWS = {"kernels": 36, "lowering": 43, "moeblaze_ops": 69}
 MOST_FILES = 15
 
+# A wrong line here can make a wrong rewrite of a captured graph; DESIGN.md says what each is trusted with. The number falls: 5,800 is
+# the aim.
+TRUSTED = (
+    "lowering/graph",
+    "lowering/forms",
+    "lowering/evaluate",
+    "lowering/index_notation",
+    "lowering/facts",
+    "lowering/statement",
+    "lowering/match/region.py",
+    "lowering/match/terms/padding.py",
+)
+MOST_TRUSTED_LINES = 6503
+
 # What a package may know of the others. The switch hands graphs to lowering.
 ROOF = "compile"
 ABOVE_LOWERING = [room for floor in FLOORS["moeblaze_ops"][4:] for room in floor]
@@ -260,6 +274,13 @@ def test_folders_are_small():
     for file in [*all_files(), *(ROOT / "tests").rglob("*.py")]:
         found[file.parent.relative_to(ROOT)] += 1
     assert not {str(folder): number for folder, number in found.items() if number > MOST_FILES}
+
+
+def test_trusted_base_does_not_grow():
+    own = [file for file in all_files() if str(file.relative_to(ROOT)).startswith(TRUSTED)]
+    assert sum(file.read_text().count("\n") for file in own) <= MOST_TRUSTED_LINES
+    design = (ROOT / "DESIGN.md").read_text()
+    assert not [place for place in TRUSTED if f"| `{place}" not in design] and f"{MOST_TRUSTED_LINES:,} lines" in design
 
 
 def test_every_folder_with_code_is_installed():

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.tools.match_replay import differences
+from tests.corpus.match_replay import differences
 
 # Addresses differ as well: they are what nodes, values and expressions are hashed by.
 _PROGRAM = """
@@ -13,7 +13,7 @@ import json, sys, torch
 from tests.corpus import lookalikes, twins
 from tests.corpus.zoo import catalogue as zoo
 from tests.rewrite.test_statement import layer_of, proven
-from tests.tools.match_replay import recording
+from tests.corpus.match_replay import recording
 from tests.tools.rewrite_harness import rewrite_of
 
 torch.set_default_dtype(torch.float64)

@@ -1,7 +1,7 @@
 """What the rewriter makes of each graph that tests and random programs give it: written to a file, and two files compared.
 
-    python -m tests.tools.match_replay write before.json --seeds 0:100 tests/rewrite tests/capture tests/hf
-    python -m tests.tools.match_replay compare before.json after.json
+    python -m tests.corpus.match_replay write before.json --seeds 0:100 tests/rewrite tests/capture tests/hf
+    python -m tests.corpus.match_replay compare before.json after.json
 
 A change of the rewriter that is to change nothing gives the same file. Of declined layers the reasons may differ: these are told,
 and are no difference of what is rewritten.
