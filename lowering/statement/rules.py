@@ -10,7 +10,9 @@ import torch
 
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.terms.activation import is_changing
 
 _LEVEL = 150
@@ -89,7 +91,7 @@ class LayerForm:
 
             [m] f([m] x) = [m] f(x)        (sum_k [m_k]) (sum_k [m_k] w_k) = sum_k [m_k] w_k        [w != 0] w = w
 
-        Beside a comparison of an id with a number the id is that number.
+        The last one holds where no gradient gets past a zero. Beside a comparison of an id with a number the id is that number.
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
@@ -143,4 +145,13 @@ class LayerForm:
 
 
 def _is_not_zero(e: Expr) -> bool:
-    return e.kind == "cast" and e.args[0] == torch.bool
+    """True if ``e`` says that a number is not zero which lets no gradient through where it is.
+
+        relu(scores) != 0, softmax(logits) != 0         but not  scores != 0: a score of zero has a gradient
+    """
+    return e.kind == "cast" and e.args[0] == torch.bool and all(map(_stops_gradient, factors_of(e.args[1])))
+
+
+def _stops_gradient(e: Expr) -> bool:
+    rectified = (e.kind == "call" and e.args[0] == "relu") or (e.kind == "leaf" and is_rectified(e.args[0]))
+    return rectified or fades(e) or is_indicator(e)

@@ -67,9 +67,7 @@ def _without_common_factor(algebra: Algebra, terms: list[tuple[Size, Expr]]) -> 
 
 def read_indexed(ids: Expr, binders: tuple[Expr, ...], factors: tuple[Expr, ...]) -> Routing:
     """Weights are gathered by ``ids``: the term is one slot, or the sum over all slots."""
-    prove(len(binders) <= 1, Reason.ROUTING, "several sums around one expert")
-    slot = binders[0] if binders else None
-    return Routing(None, ids, slot, _without_markers(factors))
+    return Routing(None, ids, binders[0] if binders else None, _without_markers(factors))
 
 
 def read_compared(
@@ -81,10 +79,9 @@ def read_compared(
 ) -> Routing:
     """Ids are compared with one expert: ``sum over k of (ids == expert) * weight``, or one comparison.
 
-    ``scale``: factors of the expert's input. The expert makes something of a sum there, which is another thing than the sum of
-    what it makes of each slot, so no two slots of a token may have the expert. Around the expert a sum over slots is the latter.
+    ``scale``: factors of the expert's input.
     """
-    slot = _slot_around(expert, binders, scale)
+    slot = next((binder for binder in binders if binder is not expert), None)
     selections: list[_Selection] = []
     plain: list[Expr] = []
     for factor in (*factors, *scale):
@@ -94,25 +91,12 @@ def read_compared(
     weighted = [s for s in selections if s.weights]
     summed = [s for s in selections if not s.once]
     chosen = (weighted or summed or selections)[0]
-    outside = [f for f in factors if f.kind != "distinct" and not any(f is s.factor and not s.weights for s in selections)]
-    prove(not scale or not outside, Reason.ROUTING, "weights on input and output")
     factors = _without_markers(tuple(plain))
     keeping = [f for f in factors if _keeps(f, chosen.ids)]
     factors = tuple(f for f in factors if f not in keeping)
     weights, score = (*chosen.weights, *factors), algebra.mul(chosen.factor, *factors)
     kept = algebra.mul(*keeping) if keeping else None
     return Routing(chosen.expert, chosen.ids, slot or chosen.slot, weights, kept, score)
-
-
-def _slot_around(expert: Expr | None, binders: tuple[Expr, ...], scale: tuple[Expr, ...]) -> Expr | None:
-    """The slot that is summed over around an expert, which makes something else of each one's weight.
-
-        out.index_add_(0, token, expert(x[token] * weights[token, slot, None]))        but not  expert(noise[token, slot])
-    """
-    slots = [binder for binder in binders if binder is not expert]
-    scaled = len(slots) <= 1 and all(any(slot in f.free for f in scale) for slot in slots)
-    prove(scaled, Reason.ROUTING, "more than the weight of its input differs between the slots of a token")
-    return slots[0] if slots else None
 
 
 def read_scored(algebra: Algebra, expert: ExpertTerm, index: Expr | None, tokens: Expr) -> tuple[ExpertTerm, Routing] | None:
@@ -200,7 +184,6 @@ def _surroundings(factor: Expr) -> tuple[Expr, tuple[Expr, ...], torch.dtype | N
     dtype = None
     if factor.kind == "cast":
         dtype, factor = factor.args
-        prove(dtype.is_floating_point, Reason.ROUTING, "a sum of weights as integer")
     if factor.kind != "mul":
         return factor, (), dtype
     selecting = [f for f in factor.args if _compares(f)]
