@@ -2,18 +2,23 @@
 
 Layers with tokens of their own, one behind another or side by side, are eager or compiled, checkpointed or not, and the graph
 breaks between them: on all ranks, or on one. From step to step ranks have other numbers of tokens, none included, and one of them
-compiles anew. Ranks that do not make the same sequence of collectives wait for each other until the time of their group is over,
-or compute other numbers.
+compiles anew. Torch compares each collective with those that the other ranks make, and raises where they differ. Without that,
+ranks wait for each other until the time of their group is over, or compute other numbers.
 
     python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2
-    python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # with caches on disk that ranks share
+    python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2 --not-compared        # and in the time that they take
+    python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # cold, and with what that left
     python tests/distributed/rank_programs.py --show 7
+
+Through Inductor each program runs twice, with caches on disk that ranks share: the last rank compiles later than the others with
+cold ones, the first with warm ones, in other processes.
 """
 
 import argparse
 import contextlib
 import copy
 import linecache
+import os
 import random
 import sys
 import tempfile
@@ -23,11 +28,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
@@ -40,6 +47,30 @@ from tests.tools.ranks import start_ranks  # noqa: E402
 KINDS = ("dense_einsum", "gathered_einsum", "stacked_loop", "masked_sum", "skipping", "unknown")
 COUNTS = (0, 1, 2, 5, 5, 8)
 TOLERANCE = 1e-9
+LATE_S = 3.0
+
+
+class Outcome(NamedTuple):
+    """What became of a program on a rank: ``right``, or what differs.
+
+    ``moved``: layers of graphs that move their tokens. ``hits``: graphs that AOTAutograd's cache had.
+    """
+
+    became: str
+    moved: int = 0
+    hits: int = 0
+
+
+class Way(NamedTuple):
+    """How ranks run programs. ``late`` begins each of them later; ``caches`` is a folder that they share."""
+
+    compiler: str | None = None
+    compared: bool = True
+    late: int | None = None
+    caches: str | None = None
+
+
+_DEFAULT = Way()
 
 
 @dataclass(frozen=True)
@@ -235,8 +266,7 @@ def _compiled(program: Program, network: nn.Module) -> Iterator[Callable]:
         yield torch.compile(network, backend=backend)
 
 
-def check(seed: int, compiler: str | None = None) -> tuple[str, int]:
-    """``right`` or what differs on this rank, and how many layers of graphs moved their tokens."""
+def check(seed: int, compiler: str | None = None) -> Outcome:
     from moeblaze_ops.distributed import shard_experts
     from tests.tools.sharded_layers import axis
 
@@ -249,35 +279,42 @@ def check(seed: int, compiler: str | None = None) -> tuple[str, int]:
     for key, value in program.settings.items():
         setattr(config, key, value)
     torch._dynamo.reset()
+    counters.clear()
     try:
         with switch.recording() as records, _compiled(program, network) as run:
             for number, step in enumerate(program.steps):
                 if step.compiles_anew == rank:
                     torch._dynamo.reset()
                 if wrong := _differences(program, one, network, run, number, step):
-                    return f"step {number}: {wrong}", 0
+                    return Outcome(f"step {number}: {wrong}")
         kept = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
         moved = sum("experts_over_ranks" in str(c.became) for report in kept for c in report.candidates)
     finally:
         for key, value in before.items():
             setattr(config, key, value)
-    return "right", moved
+    return Outcome("right", moved, counters["aot_autograd"]["autograd_cache_hit"])
 
 
-def _work(rank: int, ranks: int, seeds: Sequence[int], compiler: str | None, folder: str) -> None:
+def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) -> None:
+    if way.caches is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = way.caches
+    if way.compared:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     compile_quickly()
     keep_what_is_imported()
-    timeout = timedelta(seconds=400 if compiler == "inductor" else 150)
+    timeout = timedelta(seconds=600 if way.compiler == "inductor" else 300)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, timeout=timeout)
     for seed in seeds:
+        if rank == way.late:
+            time.sleep(LATE_S)
         try:
-            outcome: tuple[str, int] = check(seed, compiler)
+            outcome = check(seed, way.compiler)
         except Exception:
-            outcome = f"raised\n{traceback.format_exc()}", 0
-        torch.save(outcome, f"{folder}/{seed}.{rank}")
-        if outcome[0].startswith("raised"):
+            outcome = Outcome(f"raised\n{traceback.format_exc()}")
+        torch.save(tuple(outcome), f"{folder}/{seed}.{rank}")
+        if outcome.became.startswith("raised"):
             return  # the group cannot be used any more
         try:
             dist.barrier()
@@ -286,18 +323,18 @@ def _work(rank: int, ranks: int, seeds: Sequence[int], compiler: str | None, fol
     dist.destroy_process_group()
 
 
-def run_programs(seeds: Sequence[int], ranks: int, compiler: str | None = None) -> dict[int, list[tuple[str, int]]]:
+def run_programs(seeds: Sequence[int], ranks: int, way: Way = _DEFAULT) -> dict[int, list[Outcome]]:
     """What became of each program on each rank. Processes serve many programs, and are started anew behind one that raised."""
-    results: dict[int, list[tuple[str, int]]] = {}
+    results: dict[int, list[Outcome]] = {}
     while len(results) < len(seeds):
         rest = seeds[len(results) :]
         with tempfile.TemporaryDirectory() as folder:
-            start_ranks(_work, (ranks, rest, compiler, folder), ranks)
+            start_ranks(_work, (ranks, rest, way, folder), ranks)
             for seed in rest:
                 files = [Path(folder, f"{seed}.{rank}") for rank in range(ranks)]
                 if not any(map(Path.exists, files)):
                     break
-                results[seed] = [torch.load(file) if file.exists() else ("did not end", 0) for file in files]
+                results[seed] = [Outcome(*torch.load(file)) if file.exists() else Outcome("did not end") for file in files]
         if rest[0] not in results:
             raise RuntimeError(f"no rank ran seed {rest[0]}")
     return results
@@ -308,6 +345,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:100")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--compiler", choices=["inductor", "graphs", "aot_eager", "none"])
+    parser.add_argument("--not-compared", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
     if arguments.show is not None:
@@ -315,16 +353,22 @@ def main() -> None:
         print(program, program.source, sep="\n\n")
         return
     begin, end = map(int, arguments.seeds.split(":"))
-    bad = moved = 0
-    started = time.monotonic()
-    for first in range(begin, end, 10):
-        for seed, outcomes in run_programs(range(first, min(first + 10, end)), arguments.ranks, arguments.compiler).items():
-            moved += outcomes[0][1]
-            if any(outcome != "right" for outcome, _ in outcomes):
-                bad += 1
-                print(f"seed {seed}:", *(f"  rank {rank}: {outcome}" for rank, (outcome, _) in enumerate(outcomes)), sep="\n")
-        text = f"{min(first + 10, end) - begin} programs, {bad} bad, {moved} layers moved their tokens"
-        print(f"{text}, {time.monotonic() - started:.0f} s", flush=True)
+    way, bad, started = Way(arguments.compiler, not arguments.not_compared), 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as caches:
+        cold, warm = (way._replace(caches=caches, late=late) for late in (arguments.ranks - 1, 0))
+        passes = {"cold": cold, "warm": warm} if arguments.compiler == "inductor" else {"": way}
+        sums = {name: Outcome("") for name in passes}
+        for first in range(begin, end, 10):
+            for name, how in passes.items():
+                for seed, outcomes in run_programs(range(first, min(first + 10, end)), arguments.ranks, how).items():
+                    sums[name] = Outcome(name, *(sum(pair) for pair in zip(sums[name][1:], outcomes[0][1:], strict=True)))
+                    if any(outcome.became != "right" for outcome in outcomes):
+                        bad += 1
+                        texts = [f"  rank {rank}: {outcome.became}" for rank, outcome in enumerate(outcomes)]
+                        print(f"seed {seed} {name}:", *texts, sep="\n")
+            moved = ", ".join(f"{s.moved} layers moved their tokens and {s.hits} hits {s.became}".rstrip() for s in sums.values())
+            text = f"{min(first + 10, end) - begin} programs, {bad} bad, {moved}"
+            print(f"{text}, {time.monotonic() - started:.0f} s", flush=True)
     sys.exit(bad > 0)
 
 

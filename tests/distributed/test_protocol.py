@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.rank_programs import draw, run_programs
+from tests.distributed.rank_programs import Outcome, draw, run_programs
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -14,16 +14,16 @@ SEEDS = {2: [1, 9, 12, 13, 15, 16]}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[int, dict[int, list[tuple[str, int]]]]:
+def outcomes() -> dict[int, dict[int, list[Outcome]]]:
     return {ranks: run_programs(seeds, ranks) for ranks, seeds in SEEDS.items()}
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(ranks, seed) for ranks, seeds in SEEDS.items() for seed in seeds])
 def test_ranks_compute_what_one_process_does(outcomes, ranks, seed):
-    for outcome, _ in outcomes[ranks][seed]:
-        assert outcome == "right", draw(seed, ranks)
+    for outcome in outcomes[ranks][seed]:
+        assert outcome.became == "right", draw(seed, ranks)
 
 
 def test_tokens_move_in_these_programs(outcomes):
     for of_seeds in outcomes.values():
-        assert sum(moved for of_ranks in of_seeds.values() for _, moved in of_ranks) > 0
+        assert sum(outcome.moved for of_ranks in of_seeds.values() for outcome in of_ranks) > 0

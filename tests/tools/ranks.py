@@ -2,6 +2,7 @@
 
 import faulthandler
 import multiprocessing
+import os
 import time
 import traceback
 import warnings
@@ -17,6 +18,8 @@ from tests.tools.compiling import compile_quickly, keep_what_is_imported
 
 _SILENT_S = 60
 """After so long a check shows where it is."""
+_BEGINS, _MOST_CHARACTERS = "began the check ", 6000
+"""Of what a process writes to stderr: how a check is announced, and how much is shown where a signal ends it."""
 
 
 def run_checks(checks: dict[str, Callable[[], None]], ranks: int, folder: str, device: str = "cpu") -> dict[str, list[str]]:
@@ -31,7 +34,7 @@ def run_checks(checks: dict[str, Callable[[], None]], ranks: int, folder: str, d
         else:  # which no forked process can begin to use, if its parent looked at it
             torch.multiprocessing.spawn(_work, (ranks, checks, str(folder), device), nprocs=ranks)
     except ProcessExitedException as error:
-        died = f"not run, or cut off: {error}"
+        died = "\n".join([f"not run, or cut off: {error}", *(_last_words(folder, rank) for rank in range(ranks))])
     outcomes = [torch.load(file) if (file := Path(folder, str(rank))).exists() else {} for rank in range(ranks)]
     return {name: [of_rank.get(name, died) for of_rank in outcomes] for name in checks}
 
@@ -52,7 +55,18 @@ def start_ranks(work: Callable[..., None], arguments: tuple, ranks: int) -> None
     torch.multiprocessing.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
+def _last_words(folder: str, rank: int) -> str:
+    """What a process wrote to stderr since it began its last check: why and where a signal ended it."""
+    file = Path(folder, f"{rank}.stderr")
+    text = file.read_text(errors="replace") if file.exists() else ""
+    return f"rank {rank}: {text[max(text.rfind(_BEGINS), 0) :][:_MOST_CHARACTERS]}"
+
+
 def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: str, device: str) -> None:
+    shown = os.dup(2)
+    with open(f"{folder}/{rank}.stderr", "wb") as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
     if device == "cpu":
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
@@ -67,7 +81,8 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
     outcomes = {}
     for name, check in checks.items():
         start = time.perf_counter()
-        faulthandler.dump_traceback_later(_SILENT_S)
+        os.write(2, f"{_BEGINS}{name}\n".encode())
+        faulthandler.dump_traceback_later(_SILENT_S, file=shown)
         torch.manual_seed(0)
         torch._dynamo.reset()
         try:
