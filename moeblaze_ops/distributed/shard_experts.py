@@ -102,7 +102,9 @@ def shard_experts(
         raise ValueError(f"shard_experts: mesh must have this rank, got {mesh} on rank {dist.get_rank()}")
     groups, left = _agreed(lambda: _plan(model, mesh, parameters), mesh)
     layers: dict[str, RunningLayer] = {}
-    taken = [entry for group in groups for entry in _shard(model, group, mesh, layers.setdefault(group.layer, RunningLayer()))]
+    taken = []
+    for group in groups:
+        taken += _shard(model, group, mesh, layers.setdefault(group.layer, RunningLayer(group.layer)))
     for path, layer in layers.items():
         if has_forward(model.get_submodule(path)):
             run_in_layer(model.get_submodule(path), layer)
@@ -168,7 +170,12 @@ def _agreed(plan: Callable, mesh: DeviceMesh) -> tuple[list[ExpertGroup], list[U
 
 def _of_all_ranks(value: object, mesh: DeviceMesh) -> list:
     everyone: list = [None] * mesh.size()
-    dist.all_gather_object(everyone, value, group=mesh.get_group())
+    try:
+        dist.all_gather_object(everyone, value, group=mesh.get_group())
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        rule = f"be the same on all of its ranks {ranks}, which all call shard_experts"
+        raise RuntimeError(f"shard_experts: mesh must {rule}, got {error}") from error
     return everyone
 
 

@@ -9,7 +9,8 @@ Forward gathers the weights, backward reduces and scatters their gradients: the 
 
 In eager mode that happens for all weights of a layer together: once when it starts, and once in backward, whatever it reads. A
 rank that skips its experts, because no token chose one, does what the others do. So it does where Dynamo cannot capture a layer
-whole: it starts and ends as written, and the pieces of its code are compiled in between.
+whole: it starts and ends as written, and the pieces of its code are compiled in between. The hosts meet before weights travel, so
+a rank that skips the layer is named, and its weights are not taken for those of another one.
 """
 
 import functools
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 # A graph from a compiler's cache calls these ops without anything having rewritten the layer.
 from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  # noqa: F401
-from moeblaze_ops.ops.sharded.collectives import start_gathers, start_reduce_scatters, wait
+from moeblaze_ops.ops.sharded.collectives import meet, start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 
 Member = tuple[str, Callable, tuple]
@@ -32,9 +33,10 @@ Member = tuple[str, Callable, tuple]
 
 
 class RunningLayer:
-    """How often a layer is running, and the sharded weights that it reads."""
+    """How often the layer at a path of the model is running, and the sharded weights that it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.depth = 0
         self.weights: list[WholeWeights] = []
 
@@ -63,8 +65,8 @@ class RunningLayer:
         if not here:
             return []
         stored = [weights.parameters[name] for weights, name in here]
-        mesh = stored[0].device_mesh
-        gathered = _Gathered.apply(mesh.get_group().group_name, mesh.size(), *(each.to_local() for each in stored))
+        mesh, layer = stored[0].device_mesh, f"the weights of {self.path or 'the model'}"
+        gathered = _Gathered.apply(mesh.get_group().group_name, mesh.size(), layer, *(each.to_local() for each in stored))
         for (weights, name), whole in zip(here, gathered, strict=True):
             weights.whole[name] = whole
         return list(gathered)
@@ -110,17 +112,18 @@ class _Gathered(torch.autograd.Function):
     """Shards of all ranks; backward sums the gradients over the ranks, zeros for a whole that was not read."""
 
     @staticmethod
-    def forward(ctx, group: str, ranks: int, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, group: str, ranks: int, layer: str, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.ranks = group, ranks
+        meet(shards[0], group, layer)
         started = [start_gathers([shard], shard.shape[0], ranks, group, copies=False) for shard in shards]
         return tuple(wait(whole, copies=False) for (whole,) in started)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple:
-        needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[2:], gradients, strict=True) if needs]
+        needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[3:], gradients, strict=True) if needs]
         sums = (wait(each, copies=False) for each in start_reduce_scatters(needed, ctx.ranks, ctx.group, copies=False))
-        return None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[2:])
+        return None, None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[3:])
 
 
 class _Tied(torch.autograd.Function):

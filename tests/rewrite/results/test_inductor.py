@@ -266,8 +266,8 @@ CALLED = {
 }  # fmt: skip
 """Ops with a loop whose length only the running program knows, and ops that write into an argument or may."""
 ACROSS_RANKS = {
-    "any_number", "arrived", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "most_tokens", "row_numbers",
-    "settled", "sized", "sum_parts", "used_slots", "with_rows",
+    "any_number", "arrived", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "meet", "most_tokens",
+    "row_numbers", "settled", "sized", "sum_parts", "used_slots", "with_rows",
 }  # fmt: skip
 """Ops of several processes, which are called too; they are registered with the first `shard_experts`."""
 
