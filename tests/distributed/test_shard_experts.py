@@ -161,6 +161,8 @@ def check_training() -> None:
                 model(micro[rank]).square().sum().backward()
             for p in model.router.parameters():
                 dist.all_reduce(p.grad)
+            with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             wanted_norm, norm = nn.utils.clip_grad_norm_(one.parameters(), 0.5), clip_grad_norm_(model.parameters(), 0.5)
             torch.testing.assert_close(norm, wanted_norm, atol=1e-10, rtol=0)
             for optimizer in steps:

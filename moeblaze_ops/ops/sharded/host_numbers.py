@@ -46,6 +46,8 @@ def largest_number(mine: int, group: str, layer: str) -> int:
 @once_a_group
 def _way(name: str) -> _Ways:
     group = process_group(name)
+    if dist.get_backend(group) == "fake":
+        return _Alone()
     if dist.get_backend(group) != "gloo":
         group = dist.new_group(members_of(name), timeout_of(group), "gloo", use_local_synchronization=True)
     messages = _Messages(group)
@@ -65,6 +67,13 @@ def _check_layers(layers: list[int], members: list[int], layer: str) -> None:
         if other != _of_layer(layer):
             rule = "every rank must run the same layers in the same order"
             raise RuntimeError(f"sharded experts: {rule}, got another one on rank {rank} than here: {layer}")
+
+
+class _Alone:
+    """A process that plays one rank of a group that moves nothing: the others have what it has."""
+
+    def largest(self, mine: int, layer: str) -> int:
+        return mine
 
 
 class _Messages:
