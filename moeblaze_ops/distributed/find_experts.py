@@ -19,7 +19,7 @@ class ExpertGroup:
     """Parameters of E experts in one module.
 
     ``names`` of a stacked group are parameters of ``owner``. Of a listed one ``owner`` is the list, and they are the names of
-    each entry's parameters. ``layer`` is the path of the module around it whose forward runs the experts.
+    each entry's parameters. ``layer`` is the path of the module whose forward runs the experts: it has them and their router.
     """
 
     owner: str
@@ -69,7 +69,8 @@ def _found(model: nn.Module) -> tuple[list[ExpertGroup], list[Unclear]]:
         else:
             own = (*names, *_biases(module, names, router))
             why = f"parameters {' and '.join(str(list(w.shape)) for w in weights)}, {routed}"
-        groups.append(ExpertGroup(path, own, num_experts, bool(lists), _layer(model, path), why))
+        whole = has_forward(module) and (not path or router.startswith(f"{path}."))
+        groups.append(ExpertGroup(path, own, num_experts, bool(lists), path if whole else _layer(model, path), why))
     return groups, left
 
 

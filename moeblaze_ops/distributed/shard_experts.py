@@ -24,6 +24,7 @@ from moeblaze_ops.distributed.whole_weights import (
     read_whole,
     run_in_layer,
 )
+from moeblaze_ops.ops.sharded.host_numbers import prepare
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def shard_experts(
     if mesh.get_coordinate() is None:
         raise ValueError(f"shard_experts: mesh must have this rank, got {mesh} on rank {dist.get_rank()}")
     groups, left = _agreed(lambda: _plan(model, mesh, parameters), mesh)
+    prepare(mesh.get_group().group_name)
     layers: dict[str, RunningLayer] = {}
     taken = []
     for group in groups:

@@ -65,8 +65,10 @@ class RunningLayer:
         if not here:
             return []
         stored = [weights.parameters[name] for weights, name in here]
-        mesh, layer = stored[0].device_mesh, f"the weights of {self.path or 'the model'}"
-        gathered = _Gathered.apply(mesh.get_group().group_name, mesh.size(), layer, *(each.to_local() for each in stored))
+        mesh, shards = stored[0].device_mesh, [each.to_local() for each in stored]
+        group = mesh.get_group().group_name
+        meet(shards[0].detach(), group, f"the weights of {self.path or 'the model'}")
+        gathered = _Gathered.apply(group, mesh.size(), *shards)
         for (weights, name), whole in zip(here, gathered, strict=True):
             weights.whole[name] = whole
         return list(gathered)
@@ -112,18 +114,17 @@ class _Gathered(torch.autograd.Function):
     """Shards of all ranks; backward sums the gradients over the ranks, zeros for a whole that was not read."""
 
     @staticmethod
-    def forward(ctx, group: str, ranks: int, layer: str, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, group: str, ranks: int, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.ranks = group, ranks
-        meet(shards[0], group, layer)
         started = [start_gathers([shard], shard.shape[0], ranks, group, copies=False) for shard in shards]
         return tuple(wait(whole, copies=False) for (whole,) in started)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple:
-        needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[3:], gradients, strict=True) if needs]
+        needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[2:], gradients, strict=True) if needs]
         sums = (wait(each, copies=False) for each in start_reduce_scatters(needed, ctx.ranks, ctx.group, copies=False))
-        return None, None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[3:])
+        return None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[2:])
 
 
 class _Tied(torch.autograd.Function):

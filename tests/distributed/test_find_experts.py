@@ -67,6 +67,14 @@ def test_lists_by_name(selection):
     assert found(TwoLists(), selection) == LISTS
 
 
+def test_the_layer_has_experts_and_router():
+    """What is around it may break a graph on one rank alone, and runs other layers."""
+    from moeblaze_ops.distributed.find_experts import find_experts
+
+    model = nn.Sequential(zoo.stacked("stacked_loop"), zoo.ModuleListMoE(zoo.loop_mixtral), nn.Sequential(TwoLists()))
+    assert [group.layer for group in find_experts(model, None)[0]] == ["0", "1", "2.0", "2.0"]
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match="parameters must be names of the model's parameters or modules, got 'u'"):
         found(TwoLists(), ["u", "down"])

@@ -216,19 +216,21 @@ class Skipping(nn.Module):
 
     def __init__(self, leaves_early: bool, counts: bool = False) -> None:
         super().__init__()
-        self.layer, self.leaves_early, self.counts = layer("stacked_loop"), leaves_early, counts
+        whole = layer("stacked_loop")
+        self.router, self.w1, self.w2, self.w3 = whole.router, whole.w1, whole.w2, whole.w3
+        self.leaves_early, self.counts = leaves_early, counts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.leaves_early and x.numel() == 0:
             return x * 1
-        weights, ids = self.layer.router(x)
+        weights, ids = self.router(x)
         out = torch.zeros_like(x)
-        for e in range(len(self.layer.w1) if self.counts else zoo.E):
+        for e in range(len(self.w1) if self.counts else zoo.E):
             token, slot = torch.where(ids == e)
             if token.numel() == 0:
                 continue
-            h = nn.functional.silu(x[token] @ self.layer.w1[e]) * (x[token] @ self.layer.w3[e])
-            out = out.index_add(0, token, (h @ self.layer.w2[e]) * weights[token, slot, None])
+            h = nn.functional.silu(x[token] @ self.w1[e]) * (x[token] @ self.w3[e])
+            out = out.index_add(0, token, (h @ self.w2[e]) * weights[token, slot, None])
         return x + out
 
 

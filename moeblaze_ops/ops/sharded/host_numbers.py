@@ -43,6 +43,11 @@ def largest_number(mine: int, group: str, layer: str) -> int:
     return _way(group).largest(mine, layer)
 
 
+def prepare(group: str) -> None:
+    """Find the way of numbers between the ranks of a group, all of which call this: later some may not come."""
+    _way(group)
+
+
 @once_a_group
 def _way(name: str) -> _Ways:
     group = process_group(name)
