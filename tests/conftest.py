@@ -35,6 +35,7 @@ TIERS = {
     "project/test_packaging.py": "slow",
     "project/test_patches.py": "slow",
     "project/test_readme.py": "slow",
+    "project/test_ranks.py": "slow",
     "rewrite": "rewrite",
     "rewrite/layers/test_keywords.py": "fast",
     "rewrite/results/test_rewritten_graph.py": "fast",
