@@ -22,6 +22,7 @@ from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.integrations.transformers import NAME, Operands, as_operands, experts_forward, operands_of, warn
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks
+from moeblaze_ops.ops.sharded.host_numbers import prepare
 
 
 class MoeblazeEP(AllToAllEP):
@@ -39,6 +40,8 @@ class MoeblazeEP(AllToAllEP):
         self.of_one_batch = AllReduceEP(experts, ep_mesh, tp_mesh) if self.shares_batch else None
         if self.of_one_batch is not None:
             self.of_one_batch.experts_forward = functools.partial(experts_forward, experts)
+        else:
+            prepare(self.group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sums of the experts of all ranks.
