@@ -227,11 +227,12 @@ def written_before_backward(view: GraphView, root: fx.Node, operands: Iterable[f
     written = set()
     late = [(node, target) for node, target in view.all_writes() if view.position[node] > view.position[root]]
     for operand in operands if late and root not in view.without_gradients else ():
-        aliases = set(view.aliases(operand)) if fake_of(operand).is_floating_point() else set()
+        aliases = set(view.aliases(operand))
         for node, target in late:
             if target in aliases:
                 given = any(alias.op in ("placeholder", "get_attr") for alias in aliases)
-                prove(not given, Reason.OPERAND_CHANGED, "written before the backward", node)
+                learns = fake_of(operand).is_floating_point()
+                prove(not (given and learns), Reason.OPERAND_CHANGED, "written before the backward", node)
                 written.add(operand)
     return frozenset(written)
 

@@ -184,6 +184,9 @@ class Branches:
             raise
 
     def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
+        if tx.debug_locals and tx is not (root := tx.output.root_tx):  # Dynamo makes calls of loggers of the frame itself alone
+            root.debug_locals += tx.debug_locals
+            tx.debug_locals.clear()
         if not self.traces:
             self._inspect(tx, instruction)
             return original(tx)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -100,7 +101,8 @@ def _trace(function: Callable, num_parameters: int, double: bool) -> str:
             return function(*given)
 
     try:
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        # Dynamo may be tracing the caller, whose sizes and guards are none of this function's.
+        with tracing(None), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             traced = make_fx(torch.func.functionalize(run))(*given)
             root = _read(traced, [symbol(name) for name in (*names, *PARAMETER_SYMBOLS[:num_parameters])])
             if _depends_on_sizes(make_fx(torch.func.functionalize(run), tracing_mode="symbolic")(*given)):

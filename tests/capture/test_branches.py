@@ -555,3 +555,35 @@ def test_flags_that_are_compared(ask):
     layer, x = Layer(combine), torch.randn(T, D)
     with rewriting_backend() as backend:
         torch.testing.assert_close(torch.compile(layer, backend=backend)(x), layer(x))
+
+
+# Loggers, which Dynamo calls behind the graph.
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_loggers_are_called_for_each_expert_that_the_program_calls_them_for(guarded, inside):
+    logged = []
+
+    def log(text):
+        logged.append(text)
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            if guarded and len(token) == 0:
+                continue
+            log(f"expert {e}")
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return out
+
+    layer, x = Layer(combine), torch.randn(T, D)
+    layer.penalty[[1, 3]] = -1000.0
+    expected, as_written = layer(x), list(logged)
+    loggers = torch._dynamo.config.patch(reorderable_logging_functions={log})
+    with loggers, rewriting_backend() as backend, moeblaze_compile.recording() as records:
+        logged.clear()
+        out = torch.compile(nn.Sequential(layer) if inside else layer, backend=backend)(x)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    assert logged == as_written and len(rewritten_in(records)) == (not guarded)

@@ -150,3 +150,19 @@ def test_a_function_that_reads_a_tensor_of_its_own_is_told_of_parameters():
     beta = torch.tensor(1.0)
     with pytest.raises(ValueError, match="activation_parameters"):
         call(activation=lambda g, u: F.silu(beta * g) * u)
+
+
+@pytest.mark.parametrize("is_made", ["outside", "inside"])
+def test_guards_of_compiled_code_are_none_of_a_function_and_its_numbers_are(is_made):
+    (x, weights, w_up, w_down, *_), experts_TK = make_case(swish)
+
+    def of(factor):
+        return lambda g, u: F.relu(g) * u * factor
+
+    def run(x, factor, given):
+        x = x + 1 if len(x) > 5 and factor > 1 else x
+        return moe(x, weights, experts_TK, w_up, w_down, activation=given if is_made == "outside" else of(factor))
+
+    compiled = torch.compile(run, backend="eager", dynamic=True)
+    for factor in (1.5, 2.5, 3.5):
+        torch.testing.assert_close(compiled(x, factor, of(factor)), run(x, factor, of(factor)))

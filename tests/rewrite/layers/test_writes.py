@@ -72,6 +72,19 @@ def test_what_the_graph_made_may_be_written_before_the_backward(function, aot):
     assert len(backend.rewritten) == 1
 
 
+@pytest.mark.parametrize("aot", [False, True])
+@pytest.mark.parametrize("write", [lambda ids: ids.add_(8), lambda ids: ids.masked_fill_(ids == 1, -1)], ids=["add", "fill"])
+def test_ids_may_be_written_behind_scores_that_they_choose(write, aot):
+    def ids_written(self, x, weights, ids):
+        scores, ids = (x @ self.w1[:, :, 0].T).softmax(-1), ids.clone()
+        chosen = ((ids == e).any(-1, keepdim=True) * scores[:, e, None] for e in range(self.E))
+        out = sum((F.silu(x @ self.w1[e]) * (x @ self.w3[e])) @ self.w2[e] * share for e, share in enumerate(chosen))
+        write(ids)
+        return out, ids
+
+    assert len(check_against_eager(zoo.StackedMoE(ids_written, "split"), torch.randn(10, zoo.D), aot=aot).rewritten) == 1
+
+
 def test_what_a_caller_gave_may_not():
     layer = zoo.StackedMoE(weights_written, "split")
 
