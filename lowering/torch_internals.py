@@ -328,6 +328,12 @@ def counted_since() -> Callable[[], None]:
     return forget
 
 
+def breaks_since() -> Callable[[], list[str]]:
+    """A function that says why graphs have broken since it was made."""
+    before = dict(counters.get("graph_break", {}))
+    return lambda: [reason for reason, count in counters.get("graph_break", {}).items() if count > before.get(reason, 0)]
+
+
 def restarts(error: Exception) -> bool:
     """Whether an error says that Dynamo is to trace the frame once more."""
     return isinstance(error, exc.RestartAnalysis)

@@ -26,7 +26,7 @@ from moeblaze_ops.explanation import (
     short_place,
     with_code,
 )
-from moeblaze_ops.plain_words import first_line, in_plain_words
+from moeblaze_ops.plain_words import changes_outside, first_line, in_plain_words
 from moeblaze_ops.unchanged import as_it_is, unchanged
 
 one_at_a_time = threading.RLock()
@@ -173,7 +173,8 @@ def notes_of(records: list, breaks: list[str], captured: bool, switch: types.Mod
                 continue
             loop = ", inside a loop, which makes Dynamo skip all of it" if record.in_loop else ""
             at = f" at {short_place(record.line)} ({code_at(record.line)})" if record.line else ""
-            yield f"nothing of {frame_name(record.where)} itself is compiled: {in_plain_words(record.reason)}{at}{loop}"
+            left = "what {} checkpoints is not compiled" if changes_outside(record.reason) else "nothing of {} itself is compiled"
+            yield f"{left.format(frame_name(record.where))}: {in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
         yield f"graph break: {first_line(reason)}"
     if without_ops:

@@ -2,11 +2,14 @@
 
 import re
 
+_CHANGES_OUTSIDE = "Unsafe side effect"
 _PLAIN_WORDS = {
     "Data-dependent branching": "a branch depends on the elements of a tensor",
     "Could not guard on data-dependent": "a branch depends on the elements of a tensor",
     "Could not extract specialized": "a branch or a size depends on the elements of a tensor",
     "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
+    _CHANGES_OUTSIDE: "it changes something outside; allowed, without the change in backward, by "
+    "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",
     "Unsupported Tensor.item()": "a number is read from a tensor",
     "Unsupported Tensor.tolist()": "numbers are read from a tensor",
 }
@@ -24,3 +27,11 @@ def first_line(text: str) -> str:
     """The first line that says why: what a backend raised stands behind the line that says so."""
     first, _, rest = text.strip().partition("\n")
     return first_line(rest) if first.endswith(" raised:") and rest.strip() else first
+
+
+def changes_outside(reason: str) -> bool:
+    """Whether what a function checkpoints changes something outside of it, so that all in it runs in eager mode.
+
+    collected.append(router_logits)      but not  return router_logits
+    """
+    return _CHANGES_OUTSIDE in first_line(reason)

@@ -26,6 +26,7 @@ from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.ops import accumulation
+from moeblaze_ops.plain_words import changes_outside
 
 _enabled = False
 
@@ -162,17 +163,19 @@ def _rewrite_if_enabled(gm: fx.GraphModule) -> None:
 
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
+    breaks = torch_internals.breaks_since()
     compiled, failure = compiled_by_attempts(compile_frame, frame) if _may_capture(frame) else (None, None)
-    if compiled is not None:
-        return compiled
     try:
-        return compile_frame(frame.code)
+        compiled = compile_frame(frame.code) if compiled is None else compiled
     except Exception as error:
         # What stops Dynamo where it may capture more is nearer to the cause than what it never captures.
         cause = failure or error
         without_ops, in_loop = torch_internals.says_no_ops(error), "loop" in str(error).lower()
         keep(FrameRecord(frame.where, str(cause), without_ops, torch_internals.place_of(cause), in_loop))
         raise
+    for reason in filter(changes_outside, breaks()):
+        keep(FrameRecord(frame.where, reason))
+    return compiled
 
 
 def _compile_as_traceable(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:

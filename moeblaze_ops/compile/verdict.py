@@ -13,6 +13,7 @@ from moeblaze_ops import config
 from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, Record, listen, outcomes
 from moeblaze_ops.explanation import folded, frame_name, short_place
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.plain_words import changes_outside
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ def verdict(records: list[Record]) -> tuple[str, bool]:
             rewritten.append(name)
         else:
             left.append((name, entry.reason or "its function was compiled as written"))
-    eager = _eager(records)
-    if not (rewritten or left or eager):
+    eager, changing = _eager(records), _changing(records)
+    if not (rewritten or left or eager or changing):
         return "", False
     parts = [f"{len(rewritten)} of {len(rewritten) + len(left)} layers rewritten" if rewritten or left else "no layer was found"]
     if left:
@@ -71,11 +72,13 @@ def verdict(records: list[Record]) -> tuple[str, bool]:
         parts.append(f"{len(left)} left: {_shown(named)}")
     if eager:
         parts.append(f"left to eager mode, for a branch on data: {_shown(eager)}")
-    if left or eager:
+    if changing:
+        parts.append(f"left to eager mode, with all that it checkpoints, for a side effect in it: {_shown(changing)}")
+    if left or eager or changing:
         parts.append("moeblaze_ops.report() says more")
     else:
         parts[0] += f": {_shown(folded(rewritten))}"
-    return f"moeblaze: {'; '.join(parts)}", bool(left or eager)
+    return f"moeblaze: {'; '.join(parts)}", bool(left or eager or changing)
 
 
 def _eager(records: list[Record]) -> list[str]:
@@ -90,6 +93,12 @@ def _eager(records: list[Record]) -> list[str]:
                 found[frame_name(record.where)] = None
             has_branch = False
     return list(found)
+
+
+def _changing(records: list[Record]) -> list[str]:
+    """Functions that Dynamo gave up since what they checkpoint changes something outside of it: there may be layers in it."""
+    frames = [record for record in records if isinstance(record, FrameRecord)]
+    return list(dict.fromkeys(frame_name(frame.where) for frame in frames if changes_outside(frame.reason)))
 
 
 def _shown(names: list[str]) -> str:

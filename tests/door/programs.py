@@ -7,28 +7,29 @@ import contextlib
 import copy
 import functools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx as inductor
 from torch.utils import checkpoint as checkpointing
 
 import moeblaze_ops
-from moeblaze_ops import compile as switch
+from moeblaze_ops.compile import records
 from moeblaze_ops.ops.register import ON_CPU
 from tests.corpus.loops import guarded
 from tests.corpus.zoo import catalogue as zoo
-from tests.tools.rewrite_harness import rewritten_in
 
-LAYERS, STEPS = 2, 2
+LAYERS, STEPS = 2, 12
 ops = torch.ops.moeblaze
 
 
@@ -58,14 +59,19 @@ def of_experts(combine: Callable) -> Callable[[], nn.Module]:
     return functools.partial(zoo.ModuleListMoE, combine)
 
 
-SPELLINGS = {
+SPELLINGS: dict[str, Callable[[], nn.Module]] = {
     "any": of_experts(guarded.if_any),
     "continue": of_experts(guarded.numel_continue),
     "no rows": of_experts(guarded.shape_continue),
     "hits": of_experts(guarded.hit_rows),
     "masks": of_experts(zoo.masked_sum),
-    "einsum": functools.partial(zoo.StackedMoE, zoo.dense_einsum),
-    "grouped": functools.partial(zoo.StackedMoE, zoo.sorted_transformers, "packed_linear"),
+    "where": of_experts(zoo.loop_mixtral),
+    "counts": of_experts(zoo.loop_deepseek),
+    "joined": of_experts(zoo.joined_index_add),
+    "einsum": functools.partial(zoo.stacked, "dense_einsum"),
+    "grouped": functools.partial(zoo.stacked, "sorted_transformers"),
+    "gathered": functools.partial(zoo.stacked, "gathered_bmm"),
+    "biases": functools.partial(zoo.stacked, "gpt_oss_loop"),
 }
 
 
@@ -133,18 +139,103 @@ def fully_sharded_whole(model: nn.Module) -> Callable:
     return torch.compile(fully_shard(model))
 
 
-WAYS: dict[str, tuple[Callable[[nn.Module], Callable], str | None]] = {
-    "whole": (whole, None),
-    "in place": (in_place, None),
-    "by block": (by_block, None),
-    "non-reentrant": (whole, "non-reentrant"),
-    "reentrant": (whole, "reentrant"),
-    "selective": (whole, "selective"),
-    "wrapped blocks": (wrapped_blocks, None),
-    "ddp": (replicated, None),
-    "fsdp2": (fully_sharded, None),
-    "fsdp2 whole": (fully_sharded_whole, None),
+@dataclass(frozen=True)
+class Way:
+    """How a model is compiled and trained."""
+
+    wrap: Callable[[nn.Module], Callable]
+    around: Callable = lambda block, x: block(x)
+    lengths: tuple[int, ...] = (24,)  # of the steps, in turns
+    microbatches: int = 1
+    precision: Callable[[], Any] = contextlib.nullcontext
+
+
+WAYS = {
+    "whole": Way(whole),
+    "in place": Way(in_place),
+    "by block": Way(by_block),
+    "non-reentrant": Way(whole, AROUND["non-reentrant"]),
+    "reentrant": Way(whole, AROUND["reentrant"]),
+    "selective": Way(whole, AROUND["selective"]),
+    "wrapped blocks": Way(wrapped_blocks),
+    "ddp": Way(replicated),
+    "fsdp2": Way(fully_sharded),
+    "fsdp2 whole": Way(fully_sharded_whole),
+    "autocast": Way(whole, precision=functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)),
+    "accumulation": Way(whole, microbatches=4),
+    "lengths": Way(whole, lengths=(24, 17, 40, 9, 33, 12, 50, 7)),
 }
+
+
+@contextlib.contextmanager
+def without_code() -> Iterator[list[int]]:
+    """Inductor up to where it generates code, which takes minutes: a list of how many layers each graph that ran has."""
+    ran: list[int] = []
+    real = inductor.compile_fx
+
+    def compile_inner(graph: torch.fx.GraphModule, inputs: Any, **settings: Any) -> Callable:
+        layers = sum(node.target is ops.dispatch.default for node in graph.graph.nodes)
+
+        def run(args: list) -> Any:
+            ran.append(layers)
+            return graph(*args)
+
+        return make_boxed_func(lambda *args: run(list(args)))
+
+    with mock.patch.object(inductor, "compile_fx", lambda graph, inputs, **_: real(graph, inputs, compile_inner)):
+        yield ran
+
+
+def train(model: nn.Module, run: Callable, way: Way) -> list[float]:
+    """The losses of a few steps."""
+    generator, losses = torch.Generator().manual_seed(0), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for _ in range(way.microbatches):
+            x = torch.randn(way.lengths[step % len(way.lengths)], zoo.D, generator=generator).requires_grad_()
+            with way.precision():
+                loss = run(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def outcome(spelling: str, name: str) -> dict[str, Any]:
+    """What is said of a model, what runs, how far its losses are from those of eager mode, and how often it was compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    records._recent.clear()
+    torch.manual_seed(0)
+    way = WAYS[name]
+    eager = Net(SPELLINGS[spelling], way.around)
+    model = copy.deepcopy(eager)
+    explained = moeblaze_ops.explain(eager, torch.randn(24, zoo.D))
+    run = way.wrap(model)
+    with without_code() as ran:
+        with way.precision():
+            run(torch.randn(way.lengths[0], zoo.D).requires_grad_())
+        in_forward = sum(ran)
+        losses = train(model, run, way)
+    expected = train(eager, eager, way)
+    reported = moeblaze_ops.report()
+    return {
+        "explained": [sum(layer.reason is None for layer in explained.candidates), len(explained.candidates)],
+        "reported": [sum(layer.reason is None for layer in reported.candidates), len(reported.candidates)],
+        "ran": in_forward,
+        "error": max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def matrix(*cells: str) -> dict[str, Any]:
+    """The outcomes of ``spelling, way`` cells."""
+    found = {}
+    for cell in cells:
+        found[cell] = outcome(*cell.split(", "))
+        print(cell, found[cell], flush=True)
+    return found
 
 
 @contextlib.contextmanager
@@ -161,63 +252,8 @@ def calls_of(op: Any) -> Iterator[list]:
         yield called
 
 
-def train(model: nn.Module, run: Callable, lengths: list[int], **context: Any) -> list[float]:
-    """The losses of a few steps, each of two microbatches of so many tokens."""
-    generator, losses = torch.Generator().manual_seed(0), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for length in lengths:
-        for _ in range(2):
-            x = torch.randn(length, zoo.D, generator=generator).requires_grad_()
-            with torch.autocast("cpu", **context) if context else contextlib.nullcontext():
-                loss = run(x).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def outcome(spelling: str, way: str, lengths: list[int] | None = None, **context: Any) -> dict[str, Any]:
-    """What is said of a model, what runs, and how far its losses are from those of eager mode."""
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    wrap, around = WAYS[way]
-    eager = Net(SPELLINGS[spelling], *([AROUND[around]] if around else []))
-    model, lengths = copy.deepcopy(eager), lengths or [24] * STEPS
-    explained = moeblaze_ops.explain(eager, torch.randn(24, zoo.D))
-    run = wrap(model)
-    with switch.recording() as records, calls_of(ops.dispatch.default) as dispatched:
-        x = torch.randn(lengths[0], zoo.D).requires_grad_()
-        with torch.autocast("cpu", **context) if context else contextlib.nullcontext():
-            run(x).sum()
-        ran = len(dispatched)
-        losses = train(model, run, lengths, **context)
-    expected = train(eager, eager, lengths, **context)
-    reports = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
-    return {
-        "explained": sum(candidate.became is not None for candidate in explained.candidates),
-        "reported": len(rewritten_in(records)) > 0 and not any(report.declined for report in reports),
-        "ran": ran,
-        "error": max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)),
-        "hits": counters["aot_autograd"]["autograd_cache_hit"],
-        "misses": counters["aot_autograd"]["autograd_cache_miss"],
-        "graphs": counters["stats"]["unique_graphs"],
-    }
-
-
-def ways() -> dict[str, Any]:
-    """Each way to run a model with one spelling, and the other spellings with activation checkpointing."""
-    pairs = [("any", way) for way in WAYS]
-    pairs += [(spelling, "non-reentrant") for spelling in list(SPELLINGS)[1:]]
-    found = {f"{spelling}, {way}": outcome(spelling, way) for spelling, way in pairs}
-    found["any, autocast"] = outcome("any", "whole", dtype=torch.bfloat16)
-    found["any, lengths"] = outcome("any", "whole", [24, 17, 40, 9])
-    return found
-
-
 def knobs(much: str, *order: str) -> dict[str, Any]:
-    """In how many layers which operator runs with ``config.keep`` and as many bytes free: ``much``, or little."""
+    """How often which operator runs with ``config.keep`` and as many bytes free: ``much``, or little."""
     from moeblaze_ops.memory import estimate
 
     settings = {"preactivation": None, "input": None, "much": int(much), "little": 1000}
@@ -228,7 +264,7 @@ def knobs(much: str, *order: str) -> dict[str, Any]:
         estimate.forget_choices()
         torch.manual_seed(0)
         moeblaze_ops.config.keep = "auto" if settings[name] else name
-        model, x = Net(SPELLINGS["masks"]), torch.randn(24, zoo.D, requires_grad=True)
+        model, x = SPELLINGS["einsum"](), torch.randn(24, zoo.D, requires_grad=True)
         with (
             mock.patch.object(estimate, "free_bytes", lambda device, free=settings[name]: free),
             calls_of(ops.expert_up.default) as kept,
@@ -250,7 +286,7 @@ def verified() -> dict[str, Any]:
     compared = []
     real = comparison._compare_graph
     with mock.patch.object(comparison, "_compare_graph", lambda *args: compared.append(real(*args)) or compared[-1]):
-        run = torch.compile(Net(SPELLINGS["any"]))
+        run = torch.compile(SPELLINGS["any"]())
         for _ in range(2):
             run(torch.randn(24, zoo.D)).sum().backward()
     agrees = all(result.agrees for results, _ in compared for result in results)
@@ -282,16 +318,22 @@ def mega_cache(file: str) -> dict[str, Any]:
     """A model whose code another machine compiled: it comes in one file, for caches that are empty."""
     if Path(file).exists():
         torch.compiler.load_cache_artifacts(Path(file).read_bytes())
-    found = outcome("any", "whole")
+    torch.manual_seed(0)
+    model, x = SPELLINGS["masks"](), torch.randn(24, zoo.D, requires_grad=True)
+    with calls_of(ops.dispatch.default) as dispatched:
+        out = torch.compile(model)(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
     if not Path(file).exists():
         artifacts, _ = torch.compiler.save_cache_artifacts()
         Path(file).write_bytes(artifacts)
-    return {"any, whole": found}
+    found = {what: counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss")}
+    return {"ran": len(dispatched), "error": (gradient - expected).abs().max().item(), **found}
 
 
 def main(name: str, *arguments: str) -> None:
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     torch.set_num_threads(1)
+    inductor.config.cpp.simdlen = 1  # compiled in two thirds of the time
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         moeblaze_ops.enable()

@@ -15,6 +15,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
@@ -370,6 +371,27 @@ def test_blocks_compiled_one_by_one_say_it_once(caplog, nothing_said):
 def test_a_loop_that_is_left_to_eager_mode_is_named(caplog, nothing_said):
     (line,) = said(caplog, Branching(), torch.randn(6, 16))
     assert re.search(r"no layer was found; left to eager mode, for a branch on data: forward \(\S+:\d+\); moeblaze_ops", line)
+
+
+def test_what_is_checkpointed_with_a_side_effect_is_named(caplog, nothing_said):
+    class Recording(Blocks):
+        def forward(self, x):
+            def run(x):
+                self.seen.append(x.detach())
+                return super(Recording, self).forward(x)
+
+            return checkpoint(run, x, use_reentrant=False)
+
+    model, x = Recording(), torch.randn(6, 16, requires_grad=True)
+    model.seen = []
+    (line,) = said(caplog, model, x)
+    assert re.search(r"left to eager mode, with all that it checkpoints, for a side effect in it: forward \(\S+:\d+\);", line)
+    assert "skip_fwd_side_effects_in_bwd_under_checkpoint" in str(moeblaze_ops.report())
+    torch._dynamo.reset()
+    model.seen.clear()
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        (line,) = said(caplog, model, x, level=logging.INFO)
+    assert "layers rewritten: layers." in line and len(model.seen) == 2
 
 
 def test_dry_runs_say_nothing(caplog, nothing_said):
