@@ -164,7 +164,7 @@ def _rewrite_if_enabled(gm: fx.GraphModule) -> None:
 def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
     breaks = torch_internals.breaks_since()
-    compiled, failure = compiled_by_attempts(compile_frame, frame) if _may_capture(frame) else (None, None)
+    compiled, failure = compiled_by_attempts(compile_frame, frame) if not frame.export else (None, None)
     try:
         compiled = compile_frame(frame.code) if compiled is None else compiled
     except Exception as error:
@@ -180,12 +180,10 @@ def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_intern
 
 def _compile_as_traceable(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
     """Compile a frame, where it may be rewritten with other libraries as Dynamo can trace them."""
-    with peft.seen_through() if _rewrite_for(frame.backend) else contextlib.nullcontext():
+    if _rewrite_for(frame.backend) is None:
+        return compile_frame(frame.code)
+    with peft.seen_through():
         return _compile_frame(compile_frame, frame)
-
-
-def _may_capture(frame: torch_internals.Frame) -> bool:
-    return not frame.export and _rewrite_for(frame.backend) is not None
 
 
 def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:

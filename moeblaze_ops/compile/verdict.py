@@ -89,7 +89,7 @@ def _eager(records: list[Record]) -> list[str]:
         if isinstance(record, CaptureRecord):
             has_branch |= bool(record.left)
         elif isinstance(record, FrameRecord):
-            if has_branch and not record.without_ops:
+            if has_branch and not (record.without_ops or changes_outside(record.reason)):
                 found[frame_name(record.where)] = None
             has_branch = False
     return list(found)
