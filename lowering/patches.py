@@ -42,12 +42,11 @@ class Patch:
     until: str = ""  # the last torch that has it; later ones need no other in its place
 
 
-_JUMPS = "jumps on data are seen where Dynamo traces them, and how old a frame or an object is"
+_JUMPS = "jumps on data are seen where Dynamo traces them, and what an instruction takes"
 _MOVED = "an iterator that the work of a branch moves on gives the attempt up"
-_WRITES = "a write to a Python object, or a hook, inside a branch that is traced on trust gives the attempt up"
+_WRITES = "a write to a list or a dictionary inside a branch that is traced on trust gives the attempt up"
 _CALLS = "calls give numbers and lists of experts, on the host; what asks them anything else gives the attempt up"
 _IDENTITY = "questions which tensor one is, or how it was made, behind a branch on data give the attempt up"
-_SEARCHES = "Dynamo does not find a number among those that it has no values of, where a list of numbers is an input"
 _NUMBERS = "an attempt notes that it asked for a number of an element, which is a difference to the next one"
 
 # Where a function has had several names, torch must have one of them; what it has is replaced.
@@ -80,23 +79,13 @@ PATCHES = {
         "ranks talk in the order of a graph with tokens that move", "self", "order"
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
-    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.__init__": Patch(_JUMPS, "self, ..."),
-    "torch._dynamo.symbolic_convert.InstructionTranslator.__init__": Patch(_JUMPS, "self, ..."),
-    "torch._dynamo.variables.base.MutationType.__init__": Patch(_JUMPS, "self, typ"),
-    "torch._dynamo.variables.iter.IteratorVariable.__init__": Patch(_MOVED, "self, **kwargs"),
-    "torch._dynamo.variables.iter.IteratorVariable.clone": Patch(_MOVED, "self, **kwargs"),
+    "torch._dynamo.variables.base.VariableTracker.__init__": Patch(
+        "it is known what is older than a branch: lists, objects, iterators, generators", "self, ..."
+    ),
     "torch._dynamo.variables.iter.IteratorVariable.next_variable|tp_iternext_impl": Patch(
         _MOVED, "self, tx", in_subclasses=True
     ),
-    "torch._dynamo.variables.iter.IteratorVariable.unpack_var_sequence": Patch(_MOVED, "self, tx", in_subclasses=True),
-    "torch._dynamo.variables.iter.IteratorVariable.force_unpack_var_sequence": Patch(
-        _MOVED, "self, tx", in_subclasses=True, until="2.11"
-    ),
     "torch._dynamo.side_effects.SideEffects.mutation": Patch(_WRITES, "self, var"),
-    "torch._dynamo.side_effects.SideEffects.store_attr": Patch(_WRITES, "self, item, name, value, ..."),
-    "torch._dynamo.side_effects.SideEffects.register_hook": Patch(_WRITES, "self, ..."),
-    "torch._dynamo.side_effects.SideEffects.remove_hook": Patch(_WRITES, "self, ..."),
-    "torch._dynamo.side_effects.SideEffects.track_save_for_backward": Patch(_WRITES, "self, ..."),
     "torch._dynamo.variables.builtin.BuiltinVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
     "torch._dynamo.variables.functions.PolyfilledFunctionVariable.call_function": Patch(
         _CALLS, "self, tx, args, kwargs"
@@ -107,15 +96,9 @@ PATCHES = {
     "torch._dynamo.variables.misc.NumpyVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
     "torch._dynamo.variables.constant.ConstantVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
     "torch._dynamo.variables.tensor.TensorVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
-    "torch._dynamo.variables.tensor.TensorVariable.method___setitem__": Patch(_CALLS, "self, tx, key, value"),
-    "torch._dynamo.variables.tensor.TensorVariable.var_getattr|tp_getattro_impl": Patch(_IDENTITY, "self, tx, name"),
-    "torch._dynamo.variables.tensor.TensorVariable.call_obj_hasattr": Patch(_IDENTITY, "self, tx, name"),
     "torch._dynamo.variables.tensor.TensorVariable.get_python_hash|hash_impl": Patch(_IDENTITY, "self, ..."),
     "torch._dynamo.variables.tensor.TensorVariable.is_python_equal": Patch(_IDENTITY, "self, other", until="2.13"),
-    "torch._dynamo.variables.tensor.TensorVariable.method_item": Patch(_NUMBERS, "self, tx, ..."),
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.allow_scalar_outputs": Patch(_NUMBERS, "self"),
-    "torch._dynamo.utils.iter_contains": Patch(_SEARCHES, "items, search, tx, ..."),
-    "torch._dynamo.variables.lists.iter_contains": Patch(_SEARCHES, "items, search, tx, ..."),
 }
 
 Replacement = Callable[[Callable], Callable]

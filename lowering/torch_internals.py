@@ -255,6 +255,70 @@ def places(node: fx.Node) -> list[tuple[str, int, str]]:
     return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
 
 
+@dataclass(frozen=True)
+class CallPath:
+    """Functions that call each other, outermost first, each as file, line and name; and the ids of modules among them.
+
+    Functions of torch and of Python's library are left out. What remains of a function after a graph break is that function.
+    """
+
+    calls: tuple[tuple[str, int, str], ...]
+    modules: frozenset[int]
+
+
+def path_of(node: fx.Node) -> CallPath:
+    """Where a node was traced."""
+    return _call_path(places(node), node.meta.get("nn_module_stack") or ())
+
+
+def path_of_tracer(tx: Any) -> CallPath:
+    """Where Dynamo's ``tx`` is in what it traces."""
+    calls, modules = [], tx.nn_module_stack
+    while tx is not None:
+        calls.append((tx.f_code.co_filename, tx.lineno, tx.f_code.co_name))
+        tx = tx.parent
+    return _call_path(reversed(calls), modules)
+
+
+def path_to(code: CodeType) -> CallPath:
+    """How the function came to be called whose frame is compiled now; it is the last one, where it begins, or is resumed."""
+    frame, calls, modules = inspect.currentframe(), [], set()
+    while frame is not None and not _is_of_torch(frame.f_code.co_filename):  # our hooks
+        frame = frame.f_back
+    while frame is not None:
+        if not _is_of_torch(frame.f_code.co_filename):
+            calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            modules.add(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return _call_path([*reversed(calls), (code.co_filename, code.co_firstlineno, code.co_name)], modules)
+
+
+def is_resumed(code: CodeType) -> bool:
+    """Whether it is what remains of a function after a graph break."""
+    return _RESUMES.match(code.co_name) is not None
+
+
+_RESUMES = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
+
+
+def _is_of_torch(file: str) -> bool:
+    return file.startswith(os.path.dirname(torch.__file__) + os.sep)
+
+
+def _call_path(calls: Iterable[tuple[str, int, str]], modules: Iterable[str | int]) -> CallPath:
+    kept: list[tuple[str, int, str]] = []
+    for file, line, name in calls:
+        if _is_of_torch(file) or os.path.dirname(file) == _STANDARD_LIBRARY:
+            continue
+        if (resumes := _RESUMES.match(name)) is not None:
+            name = resumes[1]
+            if kept and (kept[-1][0], kept[-1][2]) == (file, name):
+                kept.pop()  # the function itself, which calls what remains of it
+        kept.append((file, line, name))
+    ids = (str(module).partition("@")[0] for module in modules)
+    return CallPath(tuple(kept), frozenset(int(own) for own in ids if own.isdigit()))
+
+
 def says_no_ops(error: Exception) -> bool:
     """Whether Dynamo gave a frame up for having no tensor operations in it."""
     return isinstance(error, exc.SkipFrame) and str(error).startswith("No ops traced")
@@ -263,7 +327,7 @@ def says_no_ops(error: Exception) -> bool:
 def place_of(error: Exception) -> str:
     """``file:line`` of the user's code that Dynamo could not trace, or nothing."""
     stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if not frame.filename.startswith(os.path.dirname(torch.__file__) + os.sep)]
+    own = [frame for frame in stack if not _is_of_torch(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

@@ -39,12 +39,13 @@ from moeblaze_ops.lowering.obligations.zero import Zeros, is_zero_at, zero_if
 
 @dataclass
 class Discharged:
-    """What came of the branches of a graph: why one is not proven, or the nodes that run unasked now.
+    """What came of the branches of a graph: why one is not proven, and which node shows it, or the nodes that run unasked now.
 
     ``graded`` are tensors through which a gradient flows, and through none that the program has without the work.
     """
 
     reason: str | None = None
+    at: fx.Node | None = None
     work: set[fx.Node] = field(default_factory=set)
     graded: list[fx.Node] = field(default_factory=list)
 
@@ -60,15 +61,16 @@ def discharge(gm: fx.GraphModule) -> Discharged:
         view = views[graph] = GraphView(graph, TABLE)
         for asked in [node for node in graph.nodes if node.target is some_rows]:
             if not have_rows(view, asked.args[0]):
-                return Discharged(f"{_line(asked)}: a list may have no parts")
+                return Discharged(f"{_line(asked)}: a list may have no parts", asked)
         off = any(map(view.is_gradient_off, graph.nodes))
         known, numbers = _Known(view), _Known(view.of_numbers) if off else None
         if (write := _write_to_hits(view)) is not None:
-            return Discharged(f"{_line(write)}: {name_of(write)} writes to the numbers of experts that a loop goes over")
+            why = f"{name_of(write)} writes to the numbers of experts that a loop goes over"
+            return Discharged(f"{_line(write)}: {why}", write)
         for begin in begins:
             reason = _unproven(known, numbers, begin)
             if reason is not None:
-                return Discharged(f"{_line(begin)}: {reason}")
+                return Discharged(f"{_line(begin)}: {reason}", begin)
             (end,) = begin.users
             result.work.update(node for node in _from(begin, end) if node.target is not branch_begins)
             result.graded += [after for before, after in zip(*end.args[1:3], strict=True) if gains_gradient(before, after)]

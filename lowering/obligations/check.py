@@ -22,7 +22,7 @@ from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 def unproven(gm: fx.GraphModule) -> str | None:
     """What keeps a graph from being what the program computes: numbers that the host shares, counts of what are no experts."""
     if shared := [node for graph in graphs_of(gm) for node in _writes_to_shared(graph)]:
-        return f"{', '.join(_named(shared))} writes to numbers that the host shares"
+        return f"{', '.join(named(shared))} writes to numbers that the host shares"
     return "ids may be no numbers of experts" if any(map(unknown_counted_ids, graphs_of(gm))) else None
 
 
@@ -58,7 +58,7 @@ def _may_be_zero(size: int | torch.SymInt) -> bool:
 def remaining_effects(gm: fx.GraphModule, work: set[fx.Node]) -> list[str]:
     """The nodes of ``work`` that are still there and do more than give a value, or assert something, each with its line."""
     nodes = [node for node in all_nodes(gm) if node in work and (has_effect(node) or target_name(node) in ASSERTS)]
-    return _named(nodes)
+    return named(nodes)
 
 
 def _writes_to_shared(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -74,8 +74,8 @@ def _writes_to_shared(graph: fx.Graph) -> Iterator[fx.Node]:
             shared.add(storage)
 
 
-def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
-    """The program's ops that make tensors of a size that only the data tell, or ``numbers`` on the host, each with its line."""
+def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[fx.Node]:
+    """The program's ops that make tensors of a size that only the data tell, or ``numbers`` on the host."""
 
     def depends_on_data(node: fx.Node) -> bool:
         value = node.meta.get("example_value")
@@ -86,7 +86,7 @@ def data_dependent_shapes(gm: fx.GraphModule, *, numbers: bool) -> list[str]:
     dependent = {node for node in nodes if depends_on_data(node) or (most_true(node) is not None and target_name(node) != "item")}
     dependent |= {node for node in nodes if numbers and target_name(node) == "item"}
     sources = [node for node in nodes if node in dependent and dependent.isdisjoint(node.all_input_nodes)]
-    return _named(node for node in sources if getattr(node.target, "namespace", "") != NAMESPACE)
+    return [node for node in sources if getattr(node.target, "namespace", "") != NAMESPACE]
 
 
 def most_true(node: fx.Node) -> float | None:
@@ -145,7 +145,7 @@ def all_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for graph in graphs_of(gm) for node in graph.nodes]
 
 
-def _named(nodes: Iterable[fx.Node]) -> list[str]:
+def named(nodes: Iterable[fx.Node]) -> list[str]:
     """Each node with its line, once."""
     return list(dict.fromkeys(f"{name_of(node)} ({line_of(node)[1]})" for node in nodes))
 

@@ -15,14 +15,13 @@ must not have been moved. What is not so gives the attempt up (`Declined`), and 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch._dynamo import symbolic_convert
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
     BaseListVariable,
     ConstantVariable,
@@ -36,13 +35,16 @@ from torch._dynamo.variables.base import (
     ValueMutationNew,
     VariableTracker,
 )
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.misc import CellVariable
+from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
+from moeblaze_ops.lowering.torch_internals import CallPath, path_of_tracer
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
+from moeblaze_ops.lowering.tracing.done_for_real import refuse_what_is_done_for_real
 from moeblaze_ops.lowering.tracing.hit_loops import (
     Declined,
     HitIterator,
@@ -53,10 +55,11 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     iterator_over,
     known_number,
     refuse_comparison,
+    refuse_search,
 )
-from moeblaze_ops.lowering.tracing.longer_lists import LongerLists
+from moeblaze_ops.lowering.tracing.longer_lists import LongerLists, moves
 from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
-from moeblaze_ops.lowering.tracing.same_state import is_same, known_of_sizes, realized, says_more, world
+from moeblaze_ops.lowering.tracing.same_state import attributes, is_same, known_of_sizes, realized, says_more, world
 
 Variable = VariableTracker
 
@@ -73,7 +76,7 @@ class _Branch:
     names: dict[str, Variable] = field(default_factory=dict)  # as they are at the join without the work
     stack: list[Variable] = field(default_factory=list)
     result: Variable | None = None  # what the frame returns without the work, if it joins at its end
-    attributes: dict[tuple[Variable, str], Variable] = field(default_factory=dict)  # as they were, of those that are written
+    attributes: dict[Variable, dict[str, Variable]] = field(default_factory=dict)  # as they were where it began
     world: tuple = ()
     known: tuple = ()  # what is known of sizes
     lists: dict[Variable, list[Variable]] = field(default_factory=dict)  # older ones that are appended to, as they were
@@ -92,11 +95,13 @@ class Branches:
     def __init__(self, *, traces: bool = True) -> None:
         self.traces = traces
         self.left: str | None = None
+        self.causes: list[CallPath] = []  # where what is left was met, if the frames inside meet it as well
         self.differs = False
         self.reset()
 
     def reset(self) -> None:
         """Start again, as Dynamo does when it learns something on the way."""
+        self._output: Any = None
         self.open: list[_Branch] = []
         self.age = 0
         self.done: dict[str, None] = {}
@@ -106,8 +111,12 @@ class Branches:
         self._births: dict[int, tuple[Any, int]] = {}
 
     def decline(self, branch: _Branch, what: str) -> NoReturn:
-        self.left = self.left or f"{branch.line}: {what} where the condition is false, too"
+        self._leave(f"{branch.line}: {what} where the condition is false, too", branch.tx)
         raise Declined(self.left)
+
+    def _leave(self, why: str, tx: Any, *, with_frames_inside: bool = True) -> None:
+        if self.left is None:
+            self.left, self.causes = why, [path_of_tracer(tx)] if with_frames_inside else []
 
     def instead(self, give: Callable[..., Any], *args: Any) -> Any:
         """What ``give`` gives in the place of what Dynamo would, or None; that, or an error, is a difference."""
@@ -123,8 +132,12 @@ class Branches:
 
     # What is older than a branch.
 
-    def born(self, thing: Any, age: int | None = None) -> None:
-        self._births[id(thing)] = thing, self.age if age is None else age
+    def made(self, variable: Variable, *, mutation_type: Any = None, **_: Any) -> None:
+        """Dynamo makes a variable; objects that may be changed share a kind of mutation with their copies."""
+        if issubclass(type(variable), IteratorVariable | LocalGeneratorObjectVariable):
+            self._births[id(variable)] = variable, self.age
+        if mutation_type is not None:
+            self._births.setdefault(id(mutation_type), (mutation_type, self.age))
 
     def birth(self, thing: Any) -> int:
         """How many branches had begun when it was made; none where that is not known."""
@@ -132,7 +145,7 @@ class Branches:
 
     def is_older(self, variable: Variable, branch: _Branch) -> bool:
         kind = variable.mutation_type
-        if isinstance(variable, IteratorVariable):
+        if kind is None and variable.source is None and isinstance(variable, IteratorVariable):
             return self.birth(variable) < branch.age
         return not isinstance(kind, ValueMutationNew | AttributeMutationNew) or self.birth(kind) < branch.age
 
@@ -142,6 +155,12 @@ class Branches:
         if self.open and self.is_older(iterator, self.open[-1]):
             self.decline(self.open[-1], "an iterator would be moved on")
 
+    def taken(self, variables: Iterable[Variable]) -> None:
+        """An instruction, or a function of Python's, takes these: what it does with an iterator is not seen."""
+        for variable in variables if self.open else ():
+            if isinstance(variable, IteratorVariable):
+                self.moved(variable)
+
     def mutated(self, variable: Variable) -> None:
         for branch in self.open:
             if self.is_older(variable, branch) and variable not in branch.lists:
@@ -149,29 +168,16 @@ class Branches:
                     self.decline(branch, f"{_kind(variable)} would be changed")
                 branch.lists[variable] = list(variable.items)
 
-    def stored(self, effects: SideEffects, item: Variable, name: str) -> None:
-        self.merged.refuse_own(item, name)
-        for branch in self.open:
-            if self.is_older(item, branch) and (item, name) not in branch.attributes:
-                known = effects.store_attr_mutations.get(item, {})
-                if isinstance(item, CellVariable) and (name in known or item.pre_existing_contents is not None):
-                    branch.attributes[item, name] = effects.load_cell(item)
-                elif name in known:
-                    branch.attributes[item, name] = known[name]
-                else:
-                    self.decline(branch, f"{name!r} of {_kind(item)} would be set")
-
     def takes_number(self) -> None:
         """A number of an element is asked for, which is allowed in no other attempt."""
         self.differs = True
 
-    def effect(self) -> None:
-        if self.open:
-            self.decline(self.open[-1], "a hook would be registered")
-
     # Steps.
 
     def step(self, tx: Any, original: Callable[[Any], bool]) -> bool:
+        if tx.output is not self._output:
+            self.reset()
+            self._output = tx.output
         at = tx.instruction_pointer
         if at is None:
             return original(tx)
@@ -180,13 +186,14 @@ class Branches:
             return self._step(tx, at, instruction, original)
         except Declined as declined:
             self.differs = True
-            self.left = self.left or f"{_place(tx, instruction)}: {declined}"
+            self._leave(f"{_place(tx, instruction)}: {declined}", tx, with_frames_inside=not self.age)  # no branch is before it
             raise
 
     def _step(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         if tx.debug_locals and tx is not (root := tx.output.root_tx):  # Dynamo makes calls of loggers of the frame itself alone
             root.debug_locals += tx.debug_locals
             tx.debug_locals.clear()
+        refuse_what_is_done_for_real(tx.stack)
         if not self.traces:
             self._inspect(tx, instruction)
             return original(tx)
@@ -211,6 +218,12 @@ class Branches:
             sides = [realized(side) for side in tx.stack[-2:]]
             refuse_comparison(_COMPARES[instruction.opname], sides)
             self.merged.refuse(_COMPARES[instruction.opname], sides)
+        if instruction.opname in _ATTRIBUTES:
+            _ATTRIBUTES[instruction.opname](self.merged, realized(tx.stack[-1]), instruction.argval)
+            if instruction.argval == "__contains__":
+                refuse_search(tx.stack[-1])
+        if instruction.opname == "CONTAINS_OP":
+            refuse_search(*tx.stack[:-3:-1])
         if instruction.opname in _WRITES_TEXT:
             self._write_text(tx, instruction)
         if instruction.opname == "WITH_EXCEPT_START" and self.age:
@@ -231,7 +244,21 @@ class Branches:
                 tx.push(found.call_method(tx, "logical_not", [], {}) if instruction.argval else found)
                 tx.instruction_pointer = at + 1
                 return True
-        return self.longer.step(tx, instruction, original)
+        if instruction.opname == "STORE_SUBSCR" and isinstance(realized(tx.stack[-2]), TensorVariable):
+            tx.stack[-1] = as_key(tx.stack[-1])
+        if not self.age:
+            return original(tx)
+        before = list(tx.stack)
+        goes_on = original(tx)
+        kept = next((i for i, (one, other) in enumerate(zip(before, tx.stack, strict=False)) if one is not other), len(tx.stack))
+        taken = [realized(variable) for variable in before[kept:]]
+        if instruction.opname != "FOR_ITER" and not moves(tx, instruction):
+            self.taken(taken)
+        if instruction.opname.startswith("CALL"):
+            called, *args = [variable for variable in taken if not isinstance(variable, NullVariable)] or [None]
+            self.merged.refuse(getattr(called, "fn", getattr(called, "_fn", None)), args)
+        self.longer.refuse(tx, instruction, taken)
+        return goes_on
 
     def _write_text(self, tx: Any, instruction: Any) -> None:
         """Let a text have the number of a tensor without axes, as Python's has; of other tensors Dynamo knows no text."""
@@ -267,18 +294,23 @@ class Branches:
         """Begin the work of a branch."""
         tx = branch.tx
         branch.begin = tx.output.create_proxy("call_function", branch_begins, (condition, works_if, fork), {})
-        branch.world, branch.known = world(tx), known_of_sizes(tx)
+        branch.world, branch.known, branch.attributes = world(tx), known_of_sizes(tx), attributes(tx)
         self.open.append(branch)
 
     def _watch(self, tx: Any, instruction: Any) -> None:
         branch = self.open[-1]
         if "YIELD" in instruction.opname and tx is branch.tx:
             self.decline(branch, "a generator would yield")
-        generator = isinstance(tx, symbolic_convert.InliningGeneratorInstructionTranslator) and tx is not branch.tx
-        if generator and self.birth(tx) < branch.age:
+        if tx is not branch.tx and self._is_of_older_generator(tx, branch):
             self.decline(branch, "a generator would be moved on")
         if tx is branch.tx and returns(instruction):
             self.decline(branch, "the function would return")
+
+    def _is_of_older_generator(self, tx: Any, branch: _Branch) -> bool:
+        if not isinstance(tx, symbolic_convert.InliningGeneratorInstructionTranslator):
+            return False
+        made = [(thing, age) for thing, age in self._births.values() if isinstance(thing, LocalGeneratorObjectVariable)]
+        return next((age for generator, age in made if generator.inline_tracer is tx), branch.age) < branch.age  # or being made
 
     def _joins(self, branch: _Branch, at: int, instruction: Any) -> bool:
         return returns(instruction) if branch.join == EXIT else at == branch.join
@@ -312,7 +344,7 @@ class Branches:
         tx = branch.tx
         names, stack, blocks = dict(tx.symbolic_locals), list(tx.stack), list(tx.block_stack)
         fork = tx.output.create_proxy("call_function", branch_forks, (), {})
-        branch.world = world(tx)
+        branch.world, branch.attributes = world(tx), attributes(tx)
         self.open.append(branch)
         tx.instruction_pointer = skip
         while not self._joins(branch, at := tx.instruction_pointer, instruction := tx.instructions[at]):
@@ -321,7 +353,7 @@ class Branches:
                 self.decline(branch, "the other side ends the function")
         if branch.join == EXIT:
             branch.result = tx.stack[-1] if instruction.opname == "RETURN_VALUE" else ConstantVariable.create(instruction.argval)
-        if branch.attributes or branch.world != world(tx):
+        if any(self._stored(branch)) or branch.world != world(tx):
             self.decline(branch, "the other side has an effect on Python, which would not be there")
         for found, before in branch.lists.items():
             branch.skipped[found], found.items[:] = list(found.items), before
@@ -346,7 +378,7 @@ class Branches:
                 self.decline(branch, f"{what} would be another")
 
         if branch.world != world(tx):
-            self.decline(branch, "random numbers, prints or modes of torch would be others")
+            self.decline(branch, "hooks, random numbers, prints or modes of torch would be others")
         if says_more(tx, branch.known):
             self.decline(branch, "what the work says of sizes would not hold")
         if branch.join == EXIT:
@@ -359,8 +391,7 @@ class Branches:
                 compare("a value", without, with_)
             for name in sorted(self._flow(tx).live_at(branch.join)):
                 compare(repr(name), branch.names.get(name), tx.symbolic_locals.get(name))
-        for (item, name), without in branch.attributes.items():
-            with_ = tx.output.side_effects.store_attr_mutations[item][name]
+        for item, name, without, with_ in self._stored(branch):
             compare("a variable of a function around" if isinstance(item, CellVariable) else repr(name), without, with_)
         added = []
         for found in {**branch.lists, **branch.skipped}:
@@ -376,6 +407,18 @@ class Branches:
         tx.output.create_proxy("call_function", branch_ends, (branch.begin, without, with_, tuple(added)), {})
         self.done[branch.line] = None
 
+    def _stored(self, branch: _Branch) -> Iterator[tuple[Variable, str, Variable, Variable]]:
+        """The attributes and cells of older objects that were written to since a branch began: as they were, and as they are."""
+        for item, values in attributes(branch.tx).items():
+            before = branch.attributes.get(item, {})
+            for name, value in values.items():
+                if before.get(name) is value or not self.is_older(item, branch):
+                    continue
+                known = before.get(name) or (item.pre_existing_contents if isinstance(item, CellVariable) else None)
+                if known is None:
+                    self.decline(branch, f"{name!r} of {_kind(item)} would be set")
+                yield item, name, known, value
+
     def _appended(self, branch: _Branch, found: Variable) -> list[Any]:
         """The parts that a list has more of, which must have no rows without the work."""
         before = branch.lists[found]
@@ -388,6 +431,11 @@ class Branches:
         return parts
 
 
+_ATTRIBUTES = {
+    "LOAD_ATTR": MergedTensors.refuse_history,
+    "LOAD_METHOD": MergedTensors.refuse_history,
+    "STORE_ATTR": MergedTensors.refuse_own,
+}
 _COMPARES = {"COMPARE_OP": operator.eq, "IS_OP": operator.is_}
 _WRITES_TEXT = frozenset(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"))
 

@@ -28,11 +28,13 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
             if (branches := attempt()) is None or not branches.traces:
                 return tensor_method(self, tx, name, args, kwargs)
             branches.merged.refuse_history(self, name)
+            if name in ("item", "__index__", "__int__", "__float__"):
+                branches.takes_number()
             found = branches.instead(host_numbers.handled_method, tx, self, name, args, kwargs)
             if found is None:
                 found = branches.instead(hit_loops.handled_method, tx, self, name, args)
-            if found is None and name == "__getitem__":
-                args = [as_key(args[0])]
+            if found is None and name in ("__getitem__", "__setitem__"):
+                args = [as_key(args[0]), *args[1:]]
             return tensor_method(self, tx, name, args, kwargs) if found is None else found
 
         return call_method
@@ -49,26 +51,6 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
 
         return call_method
 
-    def of_subscripts(set_item):
-        @functools.wraps(set_item)
-        def method(self, tx, key, value):
-            branches = attempt()
-            return set_item(self, tx, as_key(key) if branches is not None and branches.traces else key, value)
-
-        return method
-
-    def of_lists(contains):
-        @functools.wraps(contains)
-        def iter_contains(items, search, *args, **kwargs):
-            items = list(items)
-            if attempt() is not None:
-                hit_loops.refuse_search(items, search)
-            return contains(items, search, *args, **kwargs)
-
-        return iter_contains
-
-    asks_identity = _asked(attempt, lambda merged, tensor, *_: merged.refuse(hash, [tensor]))
-    asks_history = _asked(attempt, lambda merged, tensor, tx, attribute: merged.refuse_history(tensor, attribute))
     return {
         "BuiltinVariable.call_function": _function("fn", attempt),
         "PolyfilledFunctionVariable.call_function": _function("fn", attempt),
@@ -76,29 +58,7 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
         "NumpyVariable.call_function": _function("value", attempt),
         "ConstantVariable.call_method": of_texts,
         "TensorVariable.call_method": of_tensors,
-        "TensorVariable.method___setitem__": of_subscripts,
-        "TensorVariable.var_getattr|tp_getattro_impl": asks_history,
-        "TensorVariable.call_obj_hasattr": asks_history,
-        "TensorVariable.get_python_hash|hash_impl": asks_identity,
-        "TensorVariable.is_python_equal": asks_identity,
-        "utils.iter_contains": of_lists,
-        "lists.iter_contains": of_lists,
     }
-
-
-def _asked(attempt: Callable[[], Any], look: Callable[..., None]) -> Replacement:
-    """Lets ``look`` refuse a call of a method of tensors: it gets the merged ones, the tensor, and the arguments by position."""
-
-    def replacement(original):
-        @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            if (branches := attempt()) is not None:
-                look(branches.merged, self, *args)
-            return original(self, *args, **kwargs)
-
-        return method
-
-    return replacement
 
 
 def _function(attribute: str, attempt: Callable[[], Any]) -> Replacement:
@@ -122,6 +82,7 @@ def _function(attribute: str, attempt: Callable[[], Any]) -> Replacement:
                     return found
                 if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
                     args = [args[0], as_key(args[1])]
+                branches.taken(args)
                 hit_loops.refuse(function, args)
                 branches.merged.refuse(function, args)
             found = branches.instead(host_numbers.handled, tx, function, args, kwargs)

@@ -26,6 +26,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.iter import IteratorVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -260,6 +261,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):
         raise Declined("a set is made of numbers that only the data tell; ids.unique() gives those of experts")
     if function is operator.contains:
+        refuse_search(*args)
         return contains(tx, *args)
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
@@ -314,21 +316,22 @@ def refuse_comparison(function: Any, args: list[VariableTracker]) -> None:
         raise Declined("what only the data tell is compared by `is`, or a flag as a number; ask `if flag:`")
 
 
-def refuse_search(items: list[VariableTracker], searched: VariableTracker) -> None:
+def refuse_search(searched: VariableTracker, number: VariableTracker | None = None) -> None:
     """Give the attempt up where Dynamo would not find a number, as it takes numbers that it has no values of for different ones.
 
         2 in used, (0, 2) in enumerate(used)        of an input, ``used = [0, 2]``, whose numbers are not fixed
         used.index(2), any(e == 2 for e in used)    compare one by one, and are read well
     """
-    if searched.is_python_constant() and any(map(_holds_numbers, items)):
+    if (number is None or number.is_python_constant()) and _holds_numbers(searched):
         raise Declined("a number that is not known is looked for")
 
 
 def _holds_numbers(variable: VariableTracker) -> bool:
     if isinstance(variable, LazyVariableTracker):
         variable = variable.realize()
-    if isinstance(variable, BaseListVariable):
-        return any(map(_holds_numbers, variable.items))
+    if isinstance(variable, BaseListVariable | IteratorVariable):
+        parts = getattr(variable, "items", None) or vars(variable).values()
+        return any(isinstance(part, VariableTracker) and _holds_numbers(part) for part in parts)
     return isinstance(variable, SymNodeVariable)
 
 

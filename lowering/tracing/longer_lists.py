@@ -10,7 +10,6 @@
     y / len(outputs)                refused
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,26 +89,17 @@ class LongerLists:
             return variable.of
         return variable if id(variable) in self._lines else None
 
-    def step(self, tx: Any, instruction: Any, original: Callable[[Any], bool]) -> bool:
-        """Do an instruction, and refuse one that sees how long a list is."""
-        if not self._lines:
-            return original(tx)
-        before = list(tx.stack)
-        result = original(tx)
-        kept = 0
-        while kept < min(len(before), len(tx.stack)) and before[kept] is tx.stack[kept]:
-            kept += 1
-        taken = [variable.realize() if isinstance(variable, LazyVariableTracker) else variable for variable in before[kept:]]
+    def refuse(self, tx: Any, instruction: Any, taken: list[VariableTracker]) -> None:
+        """Refuse an instruction that saw, in what it has taken, how long a list is."""
         seen = next((self._lines[id(variable)] for variable in taken if id(variable) in self._lines), None)
-        if seen is None or _moves(tx, instruction):
-            return result
+        if seen is None or moves(tx, instruction):
+            return
         called = next((variable for variable in taken[:2] if not isinstance(variable, NullVariable)), None)
         is_call = instruction.opname.startswith("CALL")
         if is_call and isinstance(called, BuiltinVariable) and called.fn is len:
             tx.stack[-1] = _Length(seen[0])
         elif not is_call or not (_concatenates(called) or isinstance(called, BaseUserFunctionVariable)):
             raise Declined(f"the length of a list is seen, which {seen[1]} appends to")
-        return result
 
 
 def _one(tx: Any, found: VariableTracker) -> ConstantVariable:
@@ -119,8 +109,8 @@ def _one(tx: Any, found: VariableTracker) -> ConstantVariable:
     return ConstantVariable.create(1)
 
 
-def _moves(tx: Any, instruction: Any) -> bool:
-    """Whether an instruction only hands a list on, or appends to it."""
+def moves(tx: Any, instruction: Any) -> bool:
+    """Whether an instruction only hands on what it takes, or appends to it."""
     name = instruction.opname
     if name in ("LOAD_METHOD", "LOAD_ATTR"):
         return instruction.argval == "append"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 
 from moeblaze_ops.lowering.graph.fake_values import storage_of
@@ -41,15 +41,19 @@ class MergedTensors:
         self._nodes.update(variable.as_proxy().node for variable in variables if isinstance(variable, TensorVariable))
 
     def refuse(self, function: Any, args: list[VariableTracker]) -> None:
-        """Give the attempt up where a function asks which object one of them is."""
+        """Give the attempt up where a function asks which object one of them is, or how it came to be."""
+        if any(function is asking for asking in _OF_ATTRIBUTES) and len(args) > 1 and isinstance(args[1], ConstantVariable):
+            _OF_ATTRIBUTES[function](self, args[0], args[1].value)
         if not self._nodes or not any(function is asking for asking in _OF_IDENTITY):
             return
         nodes = {arg.as_proxy().node for arg in args if isinstance(arg, TensorVariable)}
         if len(nodes) == len(args) and not nodes.isdisjoint(self._nodes):
             raise Declined("a program asks which tensor one is, which depends on whether a branch was taken")
 
-    def refuse_history(self, variable: TensorVariable, name: str) -> None:
+    def refuse_history(self, variable: VariableTracker, name: str) -> None:
         """Give the attempt up where it is asked how a tensor came to be that depends on the work of a branch."""
+        if not isinstance(variable, TensorVariable):
+            return
         if (name in _OF_HISTORY and _depends_on_work(variable)) or self._has_own(variable, name):
             raise Declined(f"`{name}` is asked of a tensor, which depends on whether a branch was taken")
 
@@ -60,6 +64,13 @@ class MergedTensors:
 
     def _has_own(self, variable: TensorVariable, name: str) -> bool:
         return variable.as_proxy().node in self._nodes and not hasattr(torch.Tensor, name)
+
+
+_OF_ATTRIBUTES = {
+    getattr: MergedTensors.refuse_history,
+    hasattr: MergedTensors.refuse_history,
+    setattr: MergedTensors.refuse_own,
+}
 
 
 def _depends_on_work(variable: TensorVariable) -> bool:

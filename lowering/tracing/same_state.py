@@ -47,11 +47,18 @@ def _is_number(variable: Variable) -> bool:
 
 
 def world(tx: Any) -> tuple:
-    """What Dynamo knows besides variables: numbers drawn by Python, prints, modes."""
+    """What Dynamo knows besides variables: hooks, numbers drawn by Python, prints, modes."""
     output = tx.output
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack), modes, torch.get_default_dtype()
+    hooks = tuple(output.side_effects.tensor_hooks), len(output.side_effects.save_for_backward)
+    counts = len(output.random_calls), len(output.root_tx.debug_locals), len(tx.block_stack)
+    return hooks, counts, modes, torch.get_default_dtype()
+
+
+def attributes(tx: Any) -> dict[Variable, dict[str, Variable]]:
+    """What attributes, and cells, are by now, of all objects that were written to."""
+    return {item: dict(values) for item, values in tx.output.side_effects.store_attr_mutations.items()}
 
 
 _OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)

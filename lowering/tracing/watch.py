@@ -59,20 +59,7 @@ def _watched_step(step: Callable) -> Callable:
     return watched_step
 
 
-def _cloned(clone: Callable) -> Callable:
-    @functools.wraps(clone)
-    def cloned(self, **kwargs):
-        new = clone(self, **kwargs)
-        if (branches := _current.get()) is not None:
-            branches.born(new, branches.birth(self))
-        return new
-
-    return cloned
-
-
-_moved = _before(lambda branches, iterator, *_: branches.moved(iterator))
-_takes_number = _before(lambda branches, *_, **__: branches.takes_number())
-_effect = _before(lambda branches, *_, **__: branches.effect())
+_asks_identity = _before(lambda branches, tensor, *_: branches.merged.refuse(hash, [tensor]))
 
 
 def install() -> None:
@@ -81,21 +68,12 @@ def install() -> None:
         "attempts",
         {
             "InstructionTranslatorBase.step": _watched_step,
-            "InstructionTranslatorBase.__init__": _before(lambda branches, tx, *_, **__: branches.born(tx)),
-            "InstructionTranslator.__init__": _before(lambda branches, *_, **__: branches.reset()),
-            "MutationType.__init__": _before(lambda branches, kind, *_: branches.born(kind)),
-            "IteratorVariable.__init__": _before(lambda branches, iterator, **_: branches.born(iterator)),
-            "IteratorVariable.clone": _cloned,
-            "IteratorVariable.next_variable|tp_iternext_impl": _moved,
-            "IteratorVariable.unpack_var_sequence": _moved,
-            "IteratorVariable.force_unpack_var_sequence": _moved,
+            "VariableTracker.__init__": _before(lambda branches, variable, **given: branches.made(variable, **given)),
+            "IteratorVariable.next_variable|tp_iternext_impl": _before(lambda branches, iterator, *_: branches.moved(iterator)),
             "SideEffects.mutation": _before(lambda branches, _, variable: branches.mutated(variable)),
-            "SideEffects.store_attr": _before(lambda branches, *written, **__: branches.stored(*written[:3])),
-            "SideEffects.register_hook": _effect,
-            "SideEffects.remove_hook": _effect,
-            "SideEffects.track_save_for_backward": _effect,
-            "TensorVariable.method_item": _takes_number,
-            "ShapeEnv.allow_scalar_outputs": _takes_number,
+            "ShapeEnv.allow_scalar_outputs": _before(lambda branches, *_: branches.takes_number()),
+            "TensorVariable.get_python_hash|hash_impl": _asks_identity,
+            "TensorVariable.is_python_equal": _asks_identity,
             **replaced_calls(_current.get),
         },
     )

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType
@@ -20,8 +20,10 @@ from typing import Any, NoReturn
 from torch import fx
 
 from moeblaze_ops import config
+from moeblaze_ops.compile import given_up
 from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, keep
 from moeblaze_ops.lowering import patches, torch_internals
+from moeblaze_ops.lowering.torch_internals import CallPath, path_of
 
 try:
     from moeblaze_ops.lowering.tracing.branches import Branches
@@ -50,6 +52,7 @@ class _Attempt:
     assumes: bool = False  # a graph of its has work that is done unasked, or numbers: it is the only one, with a layer in it
     idle: list = field(default_factory=list)  # for each report, the layers whose idle experts get zeros
     left: str | None = None
+    causes: list[CallPath] = field(default_factory=list)  # of giving up, where inner frames share them
     failure: Exception | None = None  # of Dynamo, which could not trace the frame
     error: Exception | None = None  # of the compiler, or of the rewrite itself, which raises with ``config.strict`` only
 
@@ -57,8 +60,9 @@ class _Attempt:
         """What is recorded of its graphs, as far as they were looked at."""
         return [GraphRecord(report, dropped, idle) for report, idle in zip(self.reports, self.idle, strict=False)]
 
-    def give_up(self, reason: str) -> NoReturn:
+    def give_up(self, reason: str, at: Iterable[fx.Node] = ()) -> NoReturn:
         self.left = reason
+        self.causes += map(path_of, at)
         raise NotJustified(reason)
 
 
@@ -75,6 +79,8 @@ class _Tried:
     records: list[GraphRecord | CaptureRecord]
     failure: Exception | None = None
     differs: bool = False  # another attempt, without branches and numbers, may end in another way
+    causes: list[CallPath] = field(default_factory=list)
+    branch: str | None = None  # that was left, and why
 
 
 def compiled_by_attempts(
@@ -88,12 +94,26 @@ def compiled_by_attempts(
         patches.leave_off("attempts", why)
     if why_no_attempts() is not None:
         return None, None
-    tries = [_try(compile_frame, frame, Branches())]
-    if tries[-1].compiled is None and tries[-1].differs:
-        tries.append(_try(compile_frame, frame, None))
+    path, resumes = torch_internals.path_to(frame.code), torch_internals.is_resumed(frame.code)
+    tries: list[_Tried] = []
+    for follows_branches in (True, False):
+        attempt = given_up.Attempt(path, torch_internals.compiled_module()[0], resumes, follows_branches)
+        if given_up.is_one_too_many():
+            break
+        if (cause := given_up.known(attempt)) is not None:
+            if cause.branch is not None:
+                keep(CaptureRecord((), (cause.branch,), cause.branch))
+            continue
+        tries.append(_try(compile_frame, frame, Branches() if follows_branches else None))
+        if tries[-1].compiled is not None:
+            break
+        given_up.note(attempt, tries[-1].causes, tries[-1].branch, differs=tries[-1].differs)
+        if not tries[-1].differs:
+            break
     for record in (record for tried in tries for record in tried.records):
         keep(record)
-    return tries[-1].compiled, next((tried.failure for tried in tries if tried.failure is not None), None)
+    failures = (tried.failure for tried in tries if tried.failure is not None)
+    return tries[-1].compiled if tries else None, next(failures, None)
 
 
 def why_no_attempts() -> str | None:
@@ -159,7 +179,7 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
         discharged = branches.discharge(gm)
         if reason := traced.left or discharged.reason:
             traced.left = reason
-            attempt.give_up(reason)
+            attempt.give_up(reason, filter(None, [discharged.at]))
         work, graded = discharged.work, discharged.graded
         attempt.assumes |= bool(traced.done) or check.has_numbers(gm)
     if attempt.assumes and ends_in_break:
@@ -176,7 +196,9 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
     attempt.idle.append(tuple(idle_experts(gm, guarded)))
     if sources := check.data_dependent_shapes(gm, numbers=traced is not None):
         why = check.why_they_stay(gm, rewritten=bool(report.rewritten))
-        attempt.give_up(f"{', '.join(sources)} would stay in the graph: {why}")
+        is_defect = any(entry.reason == "INTERNAL" for entry in report.declined)
+        shared = () if is_defect else sources
+        attempt.give_up(f"{', '.join(check.named(sources))} would stay in the graph: {why}", shared)
     if effects := check.remaining_effects(gm, work):
         attempt.give_up(f"{', '.join(effects)} would run where the program skips it")
     if (leak := gradient_beside_layers([*filter(needs_gradient, guarded), *graded])) is not None:
@@ -235,4 +257,4 @@ def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame,
         done = (f"{frame.where}: captured with numbers of tokens in its graph: the layer has none",)
         records.append(CaptureRecord(done, ()))
     differs = branches is not None and (branches.differs or attempt.assumes)
-    return _Tried(compiled, records, attempt.failure, differs)
+    return _Tried(compiled, records, attempt.failure, differs, [*attempt.causes, *watched.causes], watched.left)

@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.compile import attempts as attempts_of_frames
+from moeblaze_ops.compile import given_up
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.tracing import canary
 from moeblaze_ops.lowering.tracing.branches import Branches
-from tests.tools.rewrite_harness import rewriting_backend
+from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 
 def rows_of_data(x):
@@ -129,8 +132,16 @@ def test_an_attempt_like_the_first_is_not_made(function, attempts):
 @pytest.mark.parametrize(
     "function",
     [
-        a_branch, a_number, numbers, a_list_too_long, a_number_inside_an_operator, counts, a_question,
-        a_number_that_a_loop_breaks_at, an_input_that_a_loop_breaks_at, counts_that_a_loop_breaks_at,
+        a_branch,
+        a_number,
+        numbers,
+        a_list_too_long,
+        a_number_inside_an_operator,
+        counts,
+        a_question,
+        a_number_that_a_loop_breaks_at,
+        an_input_that_a_loop_breaks_at,
+        counts_that_a_loop_breaks_at,
         a_branch_that_a_loop_breaks_at,
     ],  # fmt: skip
     ids=lambda f: f.__name__,
@@ -203,6 +214,119 @@ def test_a_python_number_in_the_graph_is_no_number_of_a_later_attempt(attempts):
         compiled = torch.compile(lambda x, n: rows_of_data(x) * n, backend=backend, dynamic=True)
         torch.testing.assert_close(compiled(x, 2.5), rows_of_data(x) * 2.5)
     assert attempts[:2] == [("<lambda>", True), ("<lambda>", False)]
+
+
+class Experts(nn.Module):
+    """Linear maps of rows that are split on the host, as JetMoE has them in its attention and in its MLP."""
+
+    def __init__(self, num_experts, dim_in, dim_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_experts, dim_out, dim_in) / 4)
+
+    def forward(self, rows, counts):
+        parts = rows.split(counts.tolist())
+        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, self.weight, strict=True)])
+
+
+class Routed(nn.Module):
+    def __init__(self, act, num_experts=3, dim=8):
+        super().__init__()
+        self.act, self.router = act, nn.Linear(dim, num_experts, bias=False)
+        self.up, self.down = Experts(num_experts, dim, 2 * dim), Experts(num_experts, 2 * dim, dim)
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=self.router.out_features)
+        rows = self.down(self.act(self.up(x[order // 2], counts)), counts)
+        return torch.zeros_like(x).index_add(0, order // 2, rows * weights.flatten()[order, None])
+
+
+class Block(nn.Module):
+    def __init__(self, *acts):
+        super().__init__()
+        self.parts = nn.ModuleList(map(Routed, acts))
+
+    def forward(self, x):
+        return self.last(x + self.parts[0](x))
+
+    def last(self, x):
+        return x + self.parts[-1](x) if len(self.parts) > 1 else x
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Norm(nn.Module):
+    """No activation: what it gives for a feature depends on all of them."""
+
+    def forward(self, x):
+        return x / (1 + x.norm(dim=-1, keepdim=True))
+
+
+def rewritten_layers(model) -> int:
+    x = torch.randn(7, 8)
+    with rewriting_backend() as backend, switch.recording() as records:
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    return len(rewritten_in(records))
+
+
+class Dropping(Model):
+    """Skips blocks, as NLLB-MoE does in training, and keeps a number of what it did."""
+
+    def forward(self, x):
+        return self.run(x)
+
+    def run(self, x):
+        for block in self.blocks:
+            if (x > 9).all():
+                continue
+            x, self.kind = block(x), x.dtype
+        return x
+
+
+def followed(attempts) -> list[str]:
+    """Whole functions that were tried with branches on data."""
+    return [name for name, follows_branches in attempts if follows_branches and "resume" not in name]
+
+
+def test_what_a_frame_was_given_up_for_is_not_tried_again_inside(attempts):
+    """Neither in the functions on the way to it; what stands beside it is tried."""
+    assert rewritten_layers(Model(*(Block(Norm(), nn.SiLU()) for _ in range(2)))) == 2
+    assert followed(attempts) == ["forward"]
+
+
+def test_the_same_line_of_another_module_is_tried(attempts):
+    assert rewritten_layers(Model(Block(Norm()), Block(nn.SiLU()))) == 1
+    assert followed(attempts) == ["forward"] * 2
+
+
+def test_a_branch_that_is_left_is_not_tried_again_around_it(attempts):
+    assert rewritten_layers(Dropping(Block(nn.SiLU()), Block(nn.SiLU()))) == 2
+    assert followed(attempts) == ["forward"] * 3  # and not `run`
+
+
+def test_what_was_given_up_is_tried_in_another_call(attempts):
+    model = Model(Block(Norm()))
+    for _ in range(2):
+        torch._dynamo.reset()
+        rewritten_layers(model)
+    assert followed(attempts) == ["forward"] * 2
+
+
+def test_too_many_attempts_that_are_given_up(attempts, monkeypatch, caplog):
+    monkeypatch.setattr(given_up, "MOST", 3)
+    assert rewritten_layers(Model(*(Block(Norm(), nn.SiLU()) for _ in range(2)))) == 0
+    assert len(attempts) == 3
+    assert "3 attempts at functions of this model were given up" in caplog.text
 
 
 def skips_idle_experts(x):

@@ -96,6 +96,12 @@ def drawn_with_first_of(self, left):
     return first_of(self)
 
 
+def extended(self, left):
+    found = []
+    found.extend(left)
+    return found[0] if found else self.experts[0]
+
+
 MOVES = {
     "iter": (lambda self: iter(self.experts), Layer.draw),
     "dunder": (lambda self: iter(self.experts), lambda self, left: left.__next__()),
@@ -113,6 +119,11 @@ MOVES = {
     "expression": (lambda self: (expert for expert in self.experts), Layer.draw),
     "loop_that_returns": (lambda self: iter(self.experts), drawn_with_first_of),
     "unpacked": (lambda self: iter(self.experts), lambda self, left: ([*left] or [self.experts[0]])[0]),
+    "extended": (lambda self: iter(self.experts), extended),
+    "listed": (lambda self: iter(self.experts), lambda self, left: (list(left) or [self.experts[0]])[0]),
+    "zipped": (lambda self: iter(self.experts), lambda self, left: next(zip(left, range(1), strict=False))[0]),
+    "in_a_list": (lambda self: iter(self.experts), lambda self, left: next(map(next, [left]))),
+    "generator_in_a_list": (lambda self: [generator(self)], lambda self, left: next(left[0])),
     "list_pop": (lambda self: list(self.experts), lambda self, left: left.pop()),
     "dict_pop": (lambda self: dict(enumerate(self.experts)), lambda self, left: left.popitem()[1]),
 }

@@ -135,7 +135,7 @@ def test_all_spellings_that_need_no_attempt(try_without):
     from tests.corpus.zoo import catalogue as zoo
 
     spellings = [*zoo.BY_NAME, *(spelling.__name__ for spelling in zoo.SEPARATE)]
-    name = "torch._dynamo.side_effects.SideEffects.store_attr"
+    name = "torch._dynamo.side_effects.SideEffects.mutation"
     found = try_without(name, "missing", *spellings)
     assert len(found["rewritten"]) >= 35
     assert not set(found["rewritten"]) & {"loop_mistral", "loop_nonzero"}

@@ -1,0 +1,40 @@
+"""What Dynamo does for real while it traces, so that an attempt that is given up would have done it as well.
+
+    self.up = nn.LazyLinear(8)              its parameters are made where it is first called
+    @torch._dynamo.assume_constant_result   the function is called, and its result is a constant of the graph
+
+An attempt is given up before an instruction has either at hand.
+"""
+
+import functools
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from moeblaze_ops.lowering.tracing.hit_loops import Declined
+
+_MARK = "_dynamo_marked_constant"
+
+
+def refuse_what_is_done_for_real(stack: list[VariableTracker]) -> None:
+    """Give the attempt up where what is on top of the stack has an effect on the program when Dynamo traces a call of it."""
+    if not stack:
+        return
+    value = _value(stack[-1])
+    if isinstance(value, LazyModuleMixin) and hasattr(value, "_initialize_hook"):
+        raise Declined("a lazy module is initialised while it is traced")
+    function = value.__func__ if isinstance(value, MethodType) else value
+    if isinstance(function, FunctionType) and _MARK in vars(function) and not function.__module__.startswith("torch."):
+        raise Declined("a function whose result is assumed to be constant is called while it is traced")
+
+
+def _value(variable: VariableTracker) -> Any:
+    """The object of the program that a variable of Dynamo's stands for, where it is a module or a function."""
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        value = variable.original_value()
+        return value.func if isinstance(value, functools.partial) else value
+    known = vars(variable.realize() if isinstance(variable, LazyVariableTracker) else variable)
+    return _value(known["func"]) if isinstance(known.get("func"), VariableTracker) else known.get("value", known.get("fn"))
