@@ -54,8 +54,8 @@ class LayerForm:
                 return self._sum([self.of(base), *self._terms(self.of(added))])
             case "leaf":
                 return self._subscripted(e)
-            case "call" if e.args[0] == CHOSEN:
-                return algebra.cast(torch.bool, self.of(*e.args[1]))
+            case "cast" if e.args[0] == torch.bool and all(map(_stops_gradient, factors_of(e.args[1]))):
+                return algebra.call(CHOSEN, (self.of(e.args[1]),))
             case "add":
                 return self._sum([self.of(term) for term in e.args])
             case "mul":
@@ -95,7 +95,7 @@ class LayerForm:
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
-        flat -= Counter(f for f in flat if _is_not_zero(f) and Counter(factors_of(f.args[1])) <= flat)
+        flat -= Counter(f for f in flat if _is_not_zero(f) and Counter(factors_of(*f.args[1])) <= flat)
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole
@@ -145,13 +145,13 @@ class LayerForm:
 
 
 def _is_not_zero(e: Expr) -> bool:
-    """True if ``e`` says that a number is not zero which lets no gradient through where it is.
+    """True if ``e`` says that a number is not zero which lets no gradient through where it is, as it is rounded.
 
         relu(scores) != 0, softmax(logits) != 0         but not  scores != 0: a score of zero has a gradient
     """
-    return e.kind == "cast" and e.args[0] == torch.bool and all(map(_stops_gradient, factors_of(e.args[1])))
+    return e.kind == "call" and e.args[0] == CHOSEN
 
 
 def _stops_gradient(e: Expr) -> bool:
     rectified = (e.kind == "call" and e.args[0] == "relu") or (e.kind == "leaf" and is_rectified(e.args[0]))
-    return rectified or fades(e) or is_indicator(e)
+    return rectified or fades(e) or is_indicator(e) or (e.kind == "const" and e.args[0] != 0)

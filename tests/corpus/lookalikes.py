@@ -167,7 +167,7 @@ def one_of_two_masks(self, x, weights, ids):
     return sum(expert(x) * share for expert, share in zip(self.experts, shares, strict=True))
 
 
-@_lookalike("SLOT_WEIGHTS")
+@_lookalike("STATEMENT")
 def weights_swapped_between_slots(self, x, weights, ids):
     """For the tokens of one expert."""
     out = torch.zeros_like(x)
@@ -185,21 +185,21 @@ def one_expert_weighted_differently(self, x, weights, ids):
 
 @_lookalike("DISTINCT_EXPERTS")
 def scattered_scores_of_repeated_ids(self, x, weights, ids):
-    ids = ids // 2 * 2
+    ids = torch.minimum(ids, ids.flip(-1))
     scores = torch.zeros(*x.shape[:-1], len(self.experts), dtype=x.dtype).scatter(-1, ids, weights)
     return sum(expert(x) * scores[..., e : e + 1] for e, expert in enumerate(self.experts))
 
 
-@_lookalike("DISTINCT_EXPERTS")
+@_lookalike("STATEMENT")
 def inputs_scaled_by_the_sum_of_repeated_ids(self, x, weights, ids):
     """What an expert makes of a sum of two weights is not the sum of what it makes of each."""
-    ids = ids // 2 * 2
+    ids = torch.minimum(ids, ids.flip(-1))
     return sum(expert(x * _share(weights, ids, e)) for e, expert in enumerate(self.experts))
 
 
 @_lookalike("DISTINCT_EXPERTS")
 def loop_over_repeated_ids(self, x, weights, ids):
-    out, ids = torch.zeros_like(x), ids // 2 * 2
+    out, ids = torch.zeros_like(x), torch.minimum(ids, ids.flip(-1))
     for e, expert in enumerate(self.experts):
         token, slot = torch.where(ids == e)
         out[token] += weights[token, slot, None] * expert(x[token])
@@ -319,7 +319,7 @@ def some_rows_by_split(self, x, weights, ids):
     return out
 
 
-@_lookalike("SLOT_WEIGHTS")
+@_lookalike("STATEMENT")
 def write_through_an_alias(self, x, weights, ids):
     out = torch.zeros_like(x) + self.experts[0](x) * _share(weights, ids, 0)
     flat = out.view(-1)
@@ -457,7 +457,7 @@ def gate_of_another_slot(self, x, weights, ids):
     return torch.einsum("tkd,tk->td", y, weights)
 
 
-@_lookalike("ROUTING", "packed", bias=True)
+@_lookalike("STATEMENT", "packed", bias=True)
 def llama4_with_biases(self, x, weights, ids):
     scores = torch.zeros(x.shape[0], self.E, dtype=x.dtype).scatter_(1, ids, weights)
     rows = x * scores.t().unsqueeze(-1)

@@ -42,6 +42,6 @@ def _rewritten_with(seed: int) -> dict:
 
 def test_processes_rewrite_a_graph_alike():
     one, other = _rewritten_with(1), _rewritten_with(3)
-    assert sum(bool(own["code"]) for own in one.values()) > 5
+    assert sum(bool(own["code"]) for own in one.values()) >= 5
     kinds, texts = differences(one, other)
     assert kinds["graphs of one alone"] == 0 and not texts

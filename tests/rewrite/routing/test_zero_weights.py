@@ -73,7 +73,8 @@ def _signed(logits):
 
 
 FADING = (_softmax, _renormalized, _softmax_of_two, _sigmoid, _above_a_threshold)
-OTHERS = (_rounded, _less_the_least, _of_an_untrained_scale, _signed)
+OTHERS = (_rounded, _less_the_least, _signed)
+REASONS = {"ROUTING", "SLOT_WEIGHTS", "STATEMENT"}
 
 
 @pytest.mark.parametrize("choose", FADING, ids=lambda f: f.__name__.strip("_"))
@@ -90,4 +91,13 @@ def test_weights_that_underflow(fp64, combine, choose):
 def test_weights_that_may_be_zero_otherwise(fp64, combine, choose):
     layer, x = _Layer(combine, choose), torch.randn(12, zoo.D)
     backend = check_against_eager(layer, x)
-    assert not backend.rewritten and set(backend.reasons) <= {"ROUTING", "SLOT_WEIGHTS"}
+    assert not backend.rewritten and set(backend.reasons) <= REASONS
+
+
+@pytest.mark.parametrize("combine", zoo.NONZERO, ids=lambda f: f.__name__)
+def test_weights_that_a_rectified_number_may_make_zero(fp64, combine):
+    """The mask of a product may go where no gradient gets past a zero of any factor; it is not always seen."""
+    layer, x = _Layer(combine, _of_an_untrained_scale), torch.randn(12, zoo.D)
+    assert (_of_an_untrained_scale(layer.logits(x))[0] == 0).any()
+    backend = check_against_eager(layer, x)
+    assert set(backend.reasons) <= REASONS
