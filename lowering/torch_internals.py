@@ -288,9 +288,21 @@ def path_to(code: CodeType) -> CallPath:
     while frame is not None:
         if not _is_of_torch(frame.f_code.co_filename):
             calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            modules.add(id(frame.f_locals.get("self")))
+            modules.add(id(_self_of(frame)))
         frame = frame.f_back
     return _call_path([*reversed(calls), (code.co_filename, code.co_firstlineno, code.co_name)], modules)
+
+
+def _self_of(frame: FrameType) -> Any:
+    """What a method runs for. Up to Python 3.12 a frame keeps the values that it was asked for, which would live as long."""
+    code = frame.f_code
+    if "self" not in code.co_varnames[: code.co_argcount]:
+        return None
+    values = frame.f_locals
+    own = values.get("self")
+    if isinstance(values, dict):
+        values.clear()
+    return own
 
 
 def is_resumed(code: CodeType) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from moeblaze_ops.lowering.tracing.hit_loops import Declined
 
 _MARK = "_dynamo_marked_constant"
+_WITHOUT_EFFECT = ("torch.", "moeblaze_ops.")
 
 
 def refuse_what_is_done_for_real(stack: list[VariableTracker]) -> None:
@@ -27,7 +28,7 @@ def refuse_what_is_done_for_real(stack: list[VariableTracker]) -> None:
     if isinstance(value, LazyModuleMixin) and hasattr(value, "_initialize_hook"):
         raise Declined("a lazy module is initialised while it is traced")
     function = value.__func__ if isinstance(value, MethodType) else value
-    if isinstance(function, FunctionType) and _MARK in vars(function) and not function.__module__.startswith("torch."):
+    if isinstance(function, FunctionType) and _MARK in vars(function) and not function.__module__.startswith(_WITHOUT_EFFECT):
         raise Declined("a function whose result is assumed to be constant is called while it is traced")
 
 

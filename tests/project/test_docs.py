@@ -11,6 +11,7 @@ from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
 
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if any(block.language == "python" for block in blocks(page))]
 NEEDS = {
+    "expert_parallelism": ["transformers"],
     "getting_started": ["transformers"],
     "models": ["transformers"],
     "trainer": ["transformers", "accelerate"],
