@@ -23,10 +23,9 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
-from moeblaze_ops.ops.sharded.exchange import goes_all_to_all
+from moeblaze_ops.ops.sharded.exchange import choose_exchange, goes_all_to_all
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.groups import members_of
-from moeblaze_ops.ops.sharded.peer_copies import copies_between
 
 _TOKEN_LEGS, _WEIGHT_LEGS = 5, 3
 """Forward and backward: x, out, dout, x again and dx; weights and their gradients, gathered once more in backward."""
@@ -143,17 +142,16 @@ def insert_moved_tokens(
 ) -> fx.Node:
     """Insert the layer with tokens that move. They leave before the router chooses, unless it says where they go."""
     x, sharded = fake_of(x_TD), moving.sharded
-    copies = x.is_cuda and not moving.all_to_all and copies_between(sharded.group)
-    gathered = None if moving.all_to_all else _start_gather(insert, match, moving, x_TD, copies)
+    exchange = choose_exchange(sharded.group, moving.K, x.is_cuda)
+    gathered = None if exchange.all_to_all else _start_gather(insert, match, moving, x_TD, exchange.copies)
     w_up, b_up, w_down, b_down = (
         [_local(insert, view, sharded) for view in views]
         for views in (match.w_up, match.b_up, (match.w_down,), (match.b_down,) if match.b_down else ())
     )
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
-    keep_h = learns and config.keep == "preactivation"
-    together = sharded.members, sharded.group, copies
-    settings = (match.activation, match.weights_on_input, *together, config.arrived_rows == "exact", keep_h)
+    together = exchange.members, exchange.group, exchange.copies, exchange.exact, learns and exchange.keep_h
+    settings = (match.activation, match.weights_on_input, *together)
     parameters = (w_up, b_up, w_down, b_down)
     operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
     with x.fake_mode:
