@@ -95,7 +95,6 @@ class LayerForm:
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
-        flat -= Counter(f for f in flat if _is_not_zero(f) and Counter(factors_of(*f.args[1])) <= flat)
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole
@@ -144,14 +143,10 @@ class LayerForm:
         return self._algebra.substitute(hit, {var: slot}) in factors_of(body)
 
 
-def _is_not_zero(e: Expr) -> bool:
-    """True if ``e`` says that a number is not zero which lets no gradient through where it is, as it is rounded.
-
-        relu(scores) != 0, softmax(logits) != 0         but not  scores != 0: a score of zero has a gradient
-    """
-    return e.kind == "call" and e.args[0] == CHOSEN
-
-
 def _stops_gradient(e: Expr) -> bool:
+    """True if no gradient gets past ``e`` where it is zero, as it is rounded.
+
+        relu(scores), softmax(logits)         but not  scores: one of zero has a gradient
+    """
     rectified = (e.kind == "call" and e.args[0] == "relu") or (e.kind == "leaf" and is_rectified(e.args[0]))
     return rectified or fades(e) or is_indicator(e) or (e.kind == "const" and e.args[0] != 0)
