@@ -54,6 +54,15 @@ _seen_frames: ContextVar[list[CodeType] | None] = ContextVar("moeblaze_seen_fram
 _compiled_module: ContextVar[nn.Module | None] = ContextVar("moeblaze_compiled_module", default=None)
 
 
+def overload_of(op: Any) -> torch._ops.OpOverload | None:
+    """The overload of an operator that has one, also of what ``torch.library.custom_op`` gave; None for anything else."""
+    if isinstance(op, torch.library.CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket) and len(op.overloads()) == 1:
+        op = getattr(op, *op.overloads())
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
 def marked_dynamic(placeholder: fx.Node) -> set[int]:
     """The axes of an input of Dynamo's graph that ``torch._dynamo.mark_dynamic`` was called for: a guard on one is an error."""
     argument = placeholder.meta.get("grapharg")

@@ -61,12 +61,13 @@ if TYPE_CHECKING:
     from moeblaze_ops import config as config
     from moeblaze_ops import distributed as distributed
     from moeblaze_ops.compile import disable, enable, enabled
+    from moeblaze_ops.compile.declare import declare
     from moeblaze_ops.distributed.shard_experts import shard_experts
 
 __all__ = [
-    "MoE", "accumulate_grad", "disable", "enable", "enabled", "explain", "load_balancing_loss", "memory_estimate", "moe",
-    "pack_experts", "record_routing", "replay_routing", "report", "round_routing", "route", "router_z_loss", "routing_stats",
-    "shard_experts", "verify",
+    "MoE", "accumulate_grad", "declare", "disable", "enable", "enabled", "explain", "load_balancing_loss", "memory_estimate",
+    "moe", "pack_experts", "record_routing", "replay_routing", "report", "round_routing", "route", "router_z_loss",
+    "routing_stats", "shard_experts", "verify",
 ]  # fmt: skip
 
 _MODULES = ("config", "distributed", "integrations")
@@ -85,6 +86,8 @@ if not TYPE_CHECKING:  # to a type checker it would mean that any name is there
         # The switch imports torch.compile, which a program that only calls the ops does not pay for.
         if name in ("disable", "enable", "enabled"):
             return getattr(import_module("moeblaze_ops.compile"), name)
+        if name == "declare":
+            return import_module("moeblaze_ops.compile.declare").declare
         if name == "shard_experts":
             import_module("moeblaze_ops.compile")  # which lets its layers start as written where Dynamo cannot capture them whole
             return import_module("moeblaze_ops.distributed").shard_experts

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 _REMEDIES = {
-    "OTHER_TERMS": "begin with torch.zeros_like(x), add outputs of experts alone; buffers of a fixed capacity stay as they are",
+    "OTHER_TERMS": "begin with torch.zeros_like(x), add outputs of experts alone; buffers of a fixed capacity stay as they are; "
+    "say by `moeblaze_ops.declare` what a library's operator computes",
     "ROUTING": "multiply each expert's output by the score with which the token chose it, found by comparing expert ids",
     "SLOT_WEIGHTS": "sort and gather the routing weights like the tokens that they belong to",
     "NOT_TWO_PROJECTIONS": "write an expert as down(act(up(x))) or down(act(gate(x)) * up(x)), without dropout or norm inside",

@@ -24,7 +24,7 @@ from moeblaze_ops.lowering.graph.arguments import argument_of, written_arguments
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, storage_of
 from moeblaze_ops.lowering.graph.model_state import nodes_of_state
-from moeblaze_ops.lowering.graph.operators import operator_name, overloads_of
+from moeblaze_ops.lowering.graph.operators import called_instead, operator_name, overloads_of
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size, size_of
 
 
@@ -280,7 +280,7 @@ class GraphView:
         target = node.args[0] if written and node.args and isinstance(node.args[0], fx.Node) else None
         if target is not None and not isinstance(fake_of(target), torch.Tensor):
             target = None  # arithmetic on Python numbers
-        value = self._compute(written if target is not None else target_name(node), node)
+        value = self._compute(node, written if target is not None else None)
         self._record(node, value)
         if target is not None:
             self._note_write(node, target)
@@ -319,11 +319,12 @@ class GraphView:
         self._now[node] = value
         self._history.setdefault(node, []).append((self.position[self._node], value))
 
-    def _compute(self, name: str, node: fx.Node) -> Any:
-        form = self.table.get(name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
+    def _compute(self, node: fx.Node, written: str | None) -> Any:
+        name, args, kwargs = called_instead(node)
+        form = self.table.get(written or name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
         if form is None or "out" in node.kwargs or self.is_without_gradient(node):
             return self.opaque(node)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._now[arg])
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda arg: self._now[arg])
         try:
             return form(self, *args, **kwargs)
         except NotCanonical:

@@ -8,7 +8,6 @@ What is not known has no name, so that nothing is concluded from it.
 """
 
 import sys
-from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodWrapperType
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch import fx
 _NAMESPACES = frozenset(("aten", "prims"))
 OTHERS = {"transformers::grouped_mm_fallback"}
 """Operators of other namespaces that compute what torch's operators of the same name do."""
+
+CALLS: dict[str, fx.Node] = {}
+"""Operators of other namespaces, and calls that compute the same; placeholders of their graphs are the arguments in order."""
 
 GROUPED_PRODUCTS = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 """Names of the products of groups of rows, which end at offsets."""
@@ -65,6 +67,20 @@ def overloads_of(node: fx.Node) -> list[torch._ops.OpOverload]:
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         return [getattr(node.target, overload) for overload in node.target.overloads()]
     return []
+
+
+def called_instead(node: fx.Node) -> tuple[str, tuple, dict[str, Any]]:
+    """The name and the arguments by which a node's form is found: its own, or those of the call that it was declared to be.
+
+        torch.ops.torchtitan.deterministic_scatter_add(out, index, src)     scatter_add, (out, 0, index, src), {}
+    """
+    for overload in overloads_of(node)[:1]:
+        if (call := CALLS.get(overload.name().partition(".")[0])) is not None:
+            behind = overload._schema.arguments[len(node.args) :]
+            given = [*node.args, *(node.kwargs.get(argument.name, argument.default_value) for argument in behind)]
+            places = dict(zip(call.graph.find_nodes(op="placeholder"), given, strict=True))
+            return operator_name(call), *fx.node.map_arg((call.args, call.kwargs), places.__getitem__)
+    return operator_name(node), node.args, node.kwargs
 
 
 def _name(target: Any) -> str:
@@ -128,15 +144,8 @@ def _is_own(function: Any) -> bool:
     else:
         for part in function.__qualname__.split("."):
             found = getattr(found, part, None)
-    return found is function and all(map(_is_written_in_torch, _unwrapped(function)))
-
-
-def _unwrapped(function: Any) -> Iterator[Any]:
-    """A function and what it wraps."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-def _is_written_in_torch(function: Any) -> bool:
-    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] == "torch"
+    wraps = [function]
+    while (inner := getattr(wraps[-1], "__wrapped__", None)) is not None:
+        wraps.append(inner)
+    homes = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in wraps}
+    return found is function and homes == {"torch"}

@@ -193,7 +193,7 @@ class Matcher:
         if not experts and is_foreign(root):
             given = Counter(chosen for operand in root.all_input_nodes for chosen in self._experts_behind(operand).elements())
             operator = overloads_of(root)[0].name()
-            detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not known"
+            detail = f"'{operator}' is no operator of torch: what it makes of the outputs of experts is not declared"
             return Decline(root, root, Reason.OTHER_TERMS, detail, frozenset(values_of(given)), given) if given else None
         if not experts:
             rows = {leaf.args[0] for term in terms for leaf in subexpressions(term, _is_row_product)}

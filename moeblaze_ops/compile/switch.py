@@ -25,6 +25,7 @@ from moeblaze_ops.distributed import whole_weights
 from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.graph import operators
 from moeblaze_ops.ops import accumulation
 from moeblaze_ops.plain_words import changes_outside
 
@@ -91,12 +92,13 @@ def on_trace() -> None:
 def cache_key(devices: Iterable[torch.device] = ()) -> str:
     """A digest of all that decides what is compiled beside a rewritten graph.
 
-    That is our sources, the versions of torch and Triton, the knobs, whether gradients accumulate in place, and what kernels
-    read of ``devices``.
+    That is our sources, the versions of torch and Triton, the knobs, whether gradients accumulate in place, operators that were
+    declared, and what kernels read of ``devices``.
     """
     versions = f"{torch.__version__} {_triton_version()}"
     answers = sorted((str(device), *all_that_is_asked(device)) for device in devices if device.type == "cuda")
-    settings = f"{config.snapshot()} {accumulation.is_in_use()}"
+    declared = {name: call.format_node() for name, call in operators.CALLS.items()}
+    settings = f"{config.snapshot()} {accumulation.is_in_use()} {declared}"
     return hashlib.sha256(f"{sources.DIGEST} {versions} {settings} {answers}".encode()).hexdigest()
 
 

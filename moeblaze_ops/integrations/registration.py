@@ -1,7 +1,8 @@
-"""``experts_implementation="moeblaze"`` and ``ep_implementation="moeblaze"`` of transformers without a call of ``register``.
+"""What other libraries are told of us without a call of the user's.
 
-Each is registered as soon as transformers has the registry. That is now where it was imported before, and when it is imported
-otherwise. Nothing here imports it.
+``experts_implementation="moeblaze"`` and ``ep_implementation="moeblaze"`` of transformers, and an operator of torchtitan's.
+Each is registered as soon as the library has the module in question: now where it was imported before, and when it is imported
+otherwise. Nothing here imports one.
 """
 
 import importlib.util
@@ -18,8 +19,9 @@ log = logging.getLogger(__name__)
 _REGISTRIES = {
     "transformers.integrations.moe": ("moeblaze_ops.integrations.transformers", "experts_implementation"),
     "transformers.distributed.expert_parallel": ("moeblaze_ops.integrations.expert_parallel", "ep_implementation"),
+    "torchtitan.ops.scatter_add": ("moeblaze_ops.compile.torchtitan", "deterministic_scatter_add"),
 }
-"""The module that has a registry, the one of ours that registers there, and the argument that takes the name."""
+"""The module of a library, the one of ours that registers there, and the argument or the operator that is registered."""
 
 
 def register_when_imported() -> None:
@@ -57,5 +59,5 @@ def _register(registry: str) -> None:
     ours, argument = _REGISTRIES[registry]
     try:
         import_module(ours)  # which registers, at its end where it is what imports the registry
-    except ImportError as error:  # a version of transformers that we do not know must not fail to import
-        log.warning("%s='moeblaze' is not registered: %s", argument, error)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # a version that we do not know must not fail to import
+        log.warning("%s is not registered: %s", argument, error)
