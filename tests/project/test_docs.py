@@ -13,6 +13,7 @@ PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if any(block.lan
 NEEDS = {
     "expert_parallelism": ["transformers"],
     "getting_started": ["transformers"],
+    "inference": ["transformers"],
     "models": ["transformers"],
     "trainer": ["transformers", "accelerate"],
     "peft": ["transformers", "peft"],
