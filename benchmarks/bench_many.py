@@ -17,12 +17,14 @@ Qwen3's layer (D 2048, F 768, E 128, K 8), router included, bf16. Sides, all in 
 
 Times are medians of CUDA events, after a barrier; TFLOP/s count the expert products of this GPU's tokens. kept: bytes allocated
 after forward beyond what was allocated before it and beyond the output. peak: highest allocation over forward and backward beyond
-what was allocated before; both 0 for graphs, whose memory is a pool. exposed: milliseconds beyond ``local``. The file is written
-after every step. ``--trace`` writes what the GPU of rank 0 did in two steps of each side: when each kernel and copy began, how
-long it took, and how long before it was launched.
+what was allocated before; both 0 for graphs, whose memory is a pool. exposed: milliseconds beyond ``local``. ``--skew``: the
+router prefers experts of the first rank, so that it gets as many times the rows of another one; times and memory are those of the
+rank that takes or has most, and ``local`` is balanced. The file is written after every step. ``--trace`` writes what the GPU of
+rank 0 did in two steps of each side: when each kernel and copy began, how long it took, and how long before it was launched.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -139,8 +141,8 @@ class TitanLayer(nn.Module):
 class Bench:
     """Sides of one size on one mesh, and what was measured of them."""
 
-    def __init__(self, arguments: argparse.Namespace, ep: int, T: int, rows: list[dict]) -> None:
-        self.arguments, self.ep, self.T, self.rows = arguments, ep, T, rows
+    def __init__(self, arguments: argparse.Namespace, ep: int, T: int, skew: float, rows: list[dict]) -> None:
+        self.arguments, self.ep, self.T, self.skew, self.rows = arguments, ep, T, skew, rows
         self.device = torch.device(arguments.device, int(os.environ["LOCAL_RANK"]) if arguments.device == "cuda" else None)
         self.dtype = torch.bfloat16
         world = dist.get_world_size()
@@ -150,11 +152,30 @@ class Bench:
         options = {"device": self.device, "dtype": self.dtype, "generator": generator}
         self.x = (0.5 * torch.randn(T, arguments.width, **options)).requires_grad_()
         self.dout = torch.randn(T, arguments.width, **options)
+        self.preference = 0.0
+        if skew > 1:
+            # The preference for experts of the first rank, halfway between one too weak and one too strong.
+            low, high = 0.0, 32.0
+            for _ in range(16):
+                self.preference = (low + high) / 2
+                low, high = (low, self.preference) if self.skew_of(self.layer()) > skew else (self.preference, high)
 
     def layer(self, experts: int | None = None) -> Layer:
         torch.manual_seed(7)
         a = self.arguments
-        return Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype, a.shared)
+        layer = Layer(a.width, a.hidden, experts or a.experts, a.choices, str(self.device), self.dtype, a.shared)
+        if experts is None:
+            layer.popularity[: a.experts // self.ep] = self.preference
+        return layer
+
+    @torch.no_grad()
+    def skew_of(self, layer: Layer) -> float:
+        """Rows of the first rank's experts over the mean of the other ranks."""
+        chosen = layer.route(self.x)[1]
+        first = (chosen < self.arguments.experts // self.ep).sum().double()
+        dist.all_reduce(first)
+        others = chosen.numel() * dist.get_world_size() - first
+        return (first / (others / (self.ep - 1))).item()
 
     def side(self, name: str) -> tuple[nn.Module, Callable]:
         compiled = {"backend": "moeblaze", "dynamic": False} | ({"mode": "reduce-overhead"} if name.endswith("graphs") else {})
@@ -260,7 +281,8 @@ class Bench:
         dist.all_gather(everyone, numbers)
         both, forward, kept, peak = (max(values) for values in zip(*(each.tolist() for each in everyone), strict=True))
         row = {
-            "ep": self.ep, "T": self.T, "side": side, "free": free, "step_ms": round(both, 3), "forward_ms": round(forward, 3),
+            "ep": self.ep, "T": self.T, "K": a.choices, "skew": self.skew, "side": side, "free": free,
+            "step_ms": round(both, 3), "forward_ms": round(forward, 3),
             "tflops": round(3 * flops / both / 1e9, 1), "forward_tflops": round(flops / forward / 1e9, 1),
             "kept_mib": round(kept), "peak_mib": round(peak), **rest,
         }  # fmt: skip
@@ -313,7 +335,7 @@ def compare(bench: Bench, name: str, results: dict[str, Tensor], reference: dict
         error = (results[key].float() - value.float()).norm() / value.float().norm().clamp(min=1e-30)
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         errors[key] = round(error.item(), 5)
-    bench.add({"ep": bench.ep, "T": bench.T, "compared": name, "errors": errors,
+    bench.add({"ep": bench.ep, "T": bench.T, "skew": bench.skew, "compared": name, "errors": errors,
                "agree": max(errors.values()) < REFERENCE_TOLERANCE})  # fmt: skip
 
 
@@ -328,6 +350,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--choices", type=int, default=8)
+    parser.add_argument("--skew", type=float, nargs="+", default=[1.0], help="rows of one rank over those of another")
     parser.add_argument("--shared", type=int, default=0, help="width of a shared expert, which every token goes through")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json")
@@ -340,22 +363,23 @@ def main() -> None:
     setting = {"device": device, "date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
     setting["nccl_max_ctas"] = os.environ.get("NCCL_MAX_CTAS")
     rows: list[dict] = [{"world": dist.get_world_size(), **setting}]
-    for T in arguments.tokens:
-        for ep in arguments.ep:
-            bench = Bench(arguments, ep, T, rows)
-            reference: tuple[str, dict[str, Tensor]] | None = None
-            for name in arguments.sides:
-                try:
-                    results = bench.measure(name)
-                    if not name.startswith("local"):
-                        if reference is not None:
-                            compare(bench, f"{name} with {reference[0]}", results, reference[1])
-                        reference = reference or (name, results)
-                except Exception as error:
-                    traceback.print_exc()
-                    bench.add({"ep": ep, "T": T, "side": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
-                if arguments.device == "cuda":
-                    torch.cuda.empty_cache()
+    for T, ep, skew in itertools.product(arguments.tokens, arguments.ep, arguments.skew):
+        bench = Bench(arguments, ep, T, skew, rows)
+        reference: tuple[str, dict[str, Tensor]] | None = None
+        for name in arguments.sides:
+            if skew != arguments.skew[0] and name.startswith("local"):
+                continue
+            try:
+                results = bench.measure(name)
+                if not name.startswith("local"):
+                    if reference is not None:
+                        compare(bench, f"{name} with {reference[0]}", results, reference[1])
+                    reference = reference or (name, results)
+            except Exception as error:
+                traceback.print_exc()
+                bench.add({"ep": ep, "T": T, "side": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
+            if arguments.device == "cuda":
+                torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
