@@ -50,7 +50,7 @@ def test_gathered_rows(own):
                     assert torch.equal(gathered[part], tokens(rank, 2 * step + number, count))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_summed_parts(ranks):
     from moeblaze_ops.ops.sharded.collectives import arrived, sum_parts
     from tests.tools.slow_copies import run_ranks
@@ -74,6 +74,31 @@ def test_summed_parts(ranks):
             torch.testing.assert_close(sums, wide.bfloat16(), rtol=1e-2, atol=0)
             everyone = sum(routing(r, step, ranks * rows)[1][part] for r in range(ranks))
             torch.testing.assert_close(of_weights, everyone)
+
+
+@pytest.mark.parametrize("start", ["gather", "sum"])
+def test_no_two_ranks_fetch_from_one_at_once(start, monkeypatch):
+    """Where all fetch at the pace of one link, the first, second and third fetch of each rank are from different ranks."""
+    from moeblaze_ops.ops.sharded import peer_copies
+    from moeblaze_ops.ops.sharded.collectives import arrived, gather_rows, sum_parts
+    from tests.tools.slow_copies import run_ranks
+
+    ranks, fetched, fetch = 4, {}, peer_copies._Window.fetch
+
+    def noted(window, copies):
+        fetched[window.rank] = [peer for _, peer, _, _ in copies]
+        return fetch(window, copies)
+
+    monkeypatch.setattr(peer_copies._Window, "fetch", noted)
+
+    def run(rank):
+        x = tokens(rank, 0, 4 * ranks)
+        arrived(*(gather_rows([x], 4 * ranks, ranks, "", False) if start == "gather" else sum_parts([x], ranks, "")))
+
+    run_ranks(ranks, run)
+    assert len(fetched) == ranks
+    for at_once in zip(*fetched.values(), strict=True):
+        assert sorted(at_once) == list(range(ranks))
 
 
 def test_the_first_tensor_is_there_before_the_second():

@@ -53,7 +53,6 @@ class _Handle:
 class _SlowWindow(peer_copies._Window):
     def __init__(self, name: str, rank: int, ranks: int, host: "_Host") -> None:
         self.rank, self.ranks = rank, ranks
-        self.others = [peer for peer in range(ranks) if peer != rank]
         self._name, self._host, self._timeout_ms = name, host, 60_000
         self._memory, self._room, self._begins = None, 0, []
         self._handle = _Handle(host.barrier)

@@ -62,7 +62,7 @@ def gather(local: list[Tensor], rows: int, group: str, routing: bool) -> list[Te
         rows: the same on every rank.
     """
     window = _window(group, "routing" if routing else "tokens")
-    rank, others = window.rank, window.others
+    rank = window.rank
     whole = [tensor.new_empty(window.ranks * rows, *tensor.shape[1:]) for tensor in local]
     sizes = [tensor.nbytes // window.ranks for tensor in whole]
     moved = list(zip(local, whole, sizes, window.open(sizes), strict=True))
@@ -75,7 +75,7 @@ def gather(local: list[Tensor], rows: int, group: str, routing: bool) -> list[Te
                 window.fill(place + own, size - own, 0 if tensor.is_floating_point() else 0xFF)
         window.show()
         into = [(out.data_ptr(), size, place) for _, out, size, place in together]
-        fetches = [(begin + peer * size, peer, place, size) for begin, size, place in into for peer in others]
+        fetches = [(begin + peer * size, peer, place, size) for begin, size, place in into for peer in window.others]
         event = window.fetch(fetches)
         # Beside the fetch.
         for begin, size, place in into:
@@ -93,25 +93,24 @@ def sum_parts(whole: list[Tensor], group: str) -> list[Tensor]:
         whole: contiguous, on a GPU.
     """
     window = _window(group, "sums")
-    rank, others = window.rank, window.others
-    sizes = [tensor.nbytes // window.ranks for tensor in whole]
-    places = window.open([len(others) * size for size in sizes])
-    own, arriving, fetches = [], [], []
+    rank, ranks = window.rank, window.ranks
+    sizes = [tensor.nbytes // ranks for tensor in whole]
+    places = window.open([(ranks - 1) * size for size in sizes])
+    arriving, fetches = [], []
     for tensor, size, place in zip(whole, sizes, places, strict=True):
-        begin, shape = tensor.data_ptr(), (tensor.shape[0] // window.ranks, *tensor.shape[1:])
+        begin = tensor.data_ptr()
         # The parts of the others lie in the order of ranks, without this one's.
         window.lay(place, begin, rank * size)
-        window.lay(place + rank * size, begin + (rank + 1) * size, (len(others) - rank) * size)
-        own.append(tensor.new_empty(shape))
-        arriving.append(tensor.new_empty(len(others), *shape))
+        window.lay(place + rank * size, begin + (rank + 1) * size, (ranks - 1 - rank) * size)
+        arriving.append(tensor.new_empty(ranks, tensor.shape[0] // ranks, *tensor.shape[1:]))
         into = arriving[-1].data_ptr()
-        fetches += [(into + i * size, peer, place + (rank - (rank > peer)) * size, size) for i, peer in enumerate(others)]
+        fetches += [(into + peer * size, peer, place + (rank - (rank > peer)) * size, size) for peer in window.others]
     window.show()
     event = window.fetch(fetches)
     # Beside the fetch.
-    for tensor, part, size in zip(whole, own, sizes, strict=True):
-        window.copy(part.data_ptr(), tensor.data_ptr() + rank * size, size)
-    return [_under_way(window, event, part, parts) for part, parts in zip(own, arriving, strict=True)]
+    for tensor, parts, size in zip(whole, arriving, sizes, strict=True):
+        window.copy(parts.data_ptr() + rank * size, tensor.data_ptr() + rank * size, size)
+    return [_under_way(window, event, parts[0], parts) for parts in arriving]
 
 
 def arrived(started: Tensor) -> Tensor:
@@ -120,7 +119,7 @@ def arrived(started: Tensor) -> Tensor:
 
 
 class _Transfer:
-    """A result under way. ``parts``: what is added to it in the end."""
+    """A result under way. ``parts``: what it is the sum of, those of all ranks in their order."""
 
     __slots__ = ("_event", "_parts", "_result", "_window")
 
@@ -136,9 +135,7 @@ class _Transfer:
             raise RuntimeError("sharded experts: what arrived must be taken once, got a second time")
         self._window.wait(self._event)
         self._window.under_way.discard(self)
-        if parts is not None:
-            _add(result, parts)
-        return result
+        return result if parts is None else _sum(parts)
 
 
 def _under_way(window: "_Window", event: torch.cuda.Event, result: Tensor, parts: Tensor | None) -> Tensor:
@@ -149,11 +146,8 @@ def _under_way(window: "_Window", event: torch.cuda.Event, result: Tensor, parts
     return started
 
 
-def _add(total: Tensor, parts: Tensor) -> None:
-    if len(parts) == 1:
-        total.add_(parts[0])
-    else:
-        total.copy_(parts.sum(0, dtype=torch.float32).add_(total))
+def _sum(parts: Tensor) -> Tensor:
+    return torch.add(*parts) if len(parts) == 2 else parts.sum(0)
 
 
 class _Window:
@@ -162,7 +156,6 @@ class _Window:
     def __init__(self, group: str) -> None:
         resolved = process_group(group)
         self.rank, self.ranks = resolved.rank(), resolved.size()
-        self.others = [peer for peer in range(self.ranks) if peer != self.rank]
         self._group, self._timeout_ms = group, int(timeout_of(resolved).total_seconds() * 1000)
         self._device = torch.cuda.current_device()
         self._memory: Tensor | None = None
@@ -179,6 +172,11 @@ class _Window:
         self._memcpy, self._memset, self._capture_info = _driver()
         self.under_way: set[_Transfer] = set()
         """Results that the fetching stream may still write to."""
+
+    @functools.cached_property
+    def others(self) -> list[int]:
+        """The other ranks in the order in which this one fetches: no two ranks begin with the same one, nor go on with it."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def open(self, sizes: Iterable[int]) -> list[int]:
         """Have room for so many bytes, one behind the other, that nobody reads any more; their places."""
