@@ -7,14 +7,14 @@
     torchrun --nproc-per-node 2 benchmarks/bench_model.py --tiny --device cpu    # a check of this script
 
 Needs transformers 5.24. The model's own configuration with random weights in bf16, the same ones for all sides; sequences of 4096
-random tokens, other ones on each GPU; sdpa. Sides:
+random tokens, other ones on each GPU; sdpa; a learning rate of 0. Sides:
 
     shard_experts        experts over all GPUs by ``shard_experts``, the rest under ``fully_shard`` (gradients summed in fp32)
     moeblaze             ``DistributedConfig(ep_size=N, fsdp_size=N, ep_implementation="moeblaze")``
     all_to_all, auto     the same with an implementation of transformers, which runs ``grouped_mm``
-    all_reduce           ``DistributedConfig(ep_size=N, tp_size=N)``: all GPUs share the sequences of all
+    all_reduce, NAME@tp  ``DistributedConfig(ep_size=N, tp_size=N)``: all GPUs share the sequences of all
 
-NAME+compile compiles each layer, with ``backend="moeblaze"`` but for transformers' own; the first side always is, and so is the
+SIDE+compile compiles each layer, with ``backend="moeblaze"`` but for transformers' own; the first side always is, and so is the
 loss. One GPU trains a model of its own with any of them. A step is forward, backward and AdamW (fused, its states in bf16), or
 without AdamW (``--forward-backward``): the mean of ``--steps`` after ``--warm``, of the slowest GPU. TFLOP/s count products as
 Megatron-LM does: 23.0 GFLOP a token for 48 layers and the whole vocabulary. weights: MiB of parameters; kept: allocated by
@@ -94,10 +94,16 @@ class WithoutAttention(nn.Module):
         return hidden_states, None
 
 
+def layout_of(side: str) -> tuple[str, str]:
+    """The implementation, and the axis of ``DistributedConfig`` beside that of experts."""
+    implementation, _, axis = side.removesuffix("+compile").partition("@")
+    return implementation, axis or ("tp" if implementation == "all_reduce" else "fsdp")
+
+
 def make_model(side: str, layers: int, arguments: argparse.Namespace) -> nn.Module:
     """A model whose parameters are stored as the side says; all sides have the same weights."""
     config = configuration(arguments, layers)
-    implementation, world = side.removesuffix("+compile"), dist.get_world_size()
+    world, (implementation, axis) = dist.get_world_size(), layout_of(side)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config,
@@ -112,7 +118,7 @@ def make_model(side: str, layers: int, arguments: argparse.Namespace) -> nn.Modu
         if implementation == "shard_experts":
             shard(model, f"ep{world}", arguments.device)
         else:
-            model = shard_by_transformers(model, implementation, world)
+            model = shard_by_transformers(model, implementation, axis)
     model.to_empty(device=arguments.device)
     with torch.device(arguments.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -129,10 +135,10 @@ def make_model(side: str, layers: int, arguments: argparse.Namespace) -> nn.Modu
     return model.train()
 
 
-def shard_by_transformers(model: nn.Module, implementation: str, world: int) -> nn.Module:
+def shard_by_transformers(model: nn.Module, implementation: str, axis: str) -> nn.Module:
     """What ``from_pretrained`` does with a model before it loads weights."""
-    axis = "tp_size" if implementation == "all_reduce" else "fsdp_size"
-    layout = DistributedConfig(ep_size=world, ep_implementation=implementation, **{axis: world})
+    world = dist.get_world_size()
+    layout = DistributedConfig(ep_size=world, ep_implementation=implementation, **{f"{axis}_size": world})
     layout, _, meshes = type(model).prepare_distribute_model(layout)
     return type(model).maybe_distribute_model(model, layout, meshes)
 
@@ -178,14 +184,15 @@ class Side:
         self.weights = allocated(arguments)
         world, rank = dist.get_world_size(), dist.get_rank()
         ids = [tokens_of(each, arguments) for each in range(world)]
-        self.ids = torch.cat(ids) if name.startswith("all_reduce") and world > 1 else ids[rank]
+        self.ids = torch.cat(ids) if layout_of(name)[1] == "tp" and world > 1 else ids[rank]
         # Gradients of experts are sums over the GPUs; transformers makes means of all.
         self.parts = world if name == "shard_experts" else 1
         by_mesh: dict[object, list[nn.Parameter]] = {}
         for parameter in self.model.parameters():
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        # Random weights route evenly, and with a rate of 0 they stay so.
         groups = [{"params": parameters} for parameters in by_mesh.values()]
-        self.optimizer = None if arguments.forward_backward else torch.optim.AdamW(groups, lr=1e-5, fused=True)
+        self.optimizer = None if arguments.forward_backward else torch.optim.AdamW(groups, lr=0.0, fused=True)
         self.kept = 0
 
     def gradients(self) -> Tensor:
