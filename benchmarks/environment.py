@@ -33,7 +33,7 @@ def device(name: str) -> str:
 
 def command(arguments: argparse.Namespace) -> dict[str, object]:
     """What was asked for; not where the results went."""
-    return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
+    return {name: value for name, value in vars(arguments).items() if name not in ("json", "plot", "trace")}
 
 
 def save(arguments: argparse.Namespace, measurements: Iterable[object], **more: object) -> None:

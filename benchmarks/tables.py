@@ -207,6 +207,61 @@ def fsdp_table() -> str:
     return markdown(["tokens a GPU", "forward and backward", "with AdamW", "tokens/s a GPU", "peak"], lines)
 
 
+def experts_over_four_table() -> str:
+    """Qwen3's layer with its experts over four GPUs, forward and backward, TFLOP/s of a GPU."""
+    labels = {"local": "no communication", "ours": "copy engines", "captured": "copies, in a CUDA graph", "nccl": "NCCL"}
+    labels["titan"] = "torchtitan's flow"
+    files = ("many_ep4_h200.json", "many_ep4_8k_h200.json", "many_ep4_skew_h200.json")
+    rows = [row for file in reversed(files) for row in json.loads((RESULTS / file).read_text()) if row.get("skew") == 1]
+    found = {(row["T"], row["side"]): f"{row['tflops']:.0f}" for row in rows if "tflops" in row}
+    lines = [[str(T), *(found.get((T, side), "-") for side in labels)] for T in (8192, 32768)]
+    return markdown(["tokens a GPU", *labels.values()], lines)
+
+
+def skew_table() -> str:
+    """The same at 32768 tokens where one rank gets several times the rows of another: the slowest time, the highest peak."""
+    rows = json.loads((RESULTS / "many_ep4_skew_h200.json").read_text())
+    found = {(row["skew"], row["side"]): row for row in rows if "step_ms" in row}
+    lines = []
+    for skew in dict.fromkeys(skew for skew, _ in found):
+        ours, theirs = found[skew, "ours"], found[skew, "titan"]
+        times = [f"{row['step_ms']:.1f} ms" for row in (ours, theirs)]
+        lines.append([f"{skew:.0f}x", *times, *(f"{row['kept_mib']} ({row['peak_mib']}) MiB" for row in (ours, theirs))])
+    header = ["rows of one rank", "moeblaze", "torchtitan's flow", "kept (peak), moeblaze", "kept (peak), torchtitan's flow"]
+    return markdown(header, lines)
+
+
+def whole_model_table() -> str:
+    """Qwen3-30B-A3B, all 48 layers, on four GPUs: a step with AdamW."""
+    files = ("model_4gpus_h200.json", "model_4gpus_transformers_h200.json")
+    rows = [row for file in files for row in json.loads((RESULTS / file).read_text())["measurements"]]
+    lines = [
+        [
+            row["side"].replace("+", " + "),
+            str(row["checkpointed"]),
+            f"{row['step_ms']:.0f} ms",
+            f"{row['tokens_per_s'] / 1000:.1f}k",
+            f"{row['tflops']:.0f}",
+            f"{row['peak_mib']} MiB",
+        ]
+        for row in rows
+    ]
+    return markdown(["", "layers checkpointed", "step", "tokens/s a GPU", "TFLOP/s a GPU", "peak"], lines)
+
+
+def four_layers_table() -> str:
+    """Four layers of it on two GPUs, forward and backward, whole and without attention: time, and peak beyond the weights."""
+    files = ("model_2gpus_h200.json", "model_2gpus_experts_h200.json")
+    whole, experts = ({row["side"]: row for row in json.loads((RESULTS / file).read_text())["measurements"]} for file in files)
+    lines = []
+    for side in sorted(whole, key=lambda side: whole[side]["step_ms"]):
+        cells = []
+        for row in (whole[side], experts.get(side)):
+            cells += [f"{row['step_ms']:.1f} ms", f"{row['peak_mib'] - row['weights_mib']} MiB"] if row else ["-", "-"]
+        lines.append([side.replace("+", " + "), *cells])
+    return markdown(["", "four layers", "peak", "without attention", "its peak"], lines)
+
+
 def few_tokens_table() -> str:
     """A layer of few tokens without gradients: microseconds on the device, and how fast the weights are read."""
     rows = json.loads((RESULTS / "small_h100.json").read_text())["measurements"]
@@ -292,6 +347,10 @@ TABLES = {
         routing_table,
         models_table,
         fsdp_table,
+        experts_over_four_table,
+        skew_table,
+        whole_model_table,
+        four_layers_table,
         compile_table,
         demo_table,
     ),
