@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -15,7 +16,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config, moe
+from tests.tools import sharded_layers
 from tests.tools.documents import ROOT
+from tests.tools.ranks import assert_passed, run_checks
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 D, H, E, K, T = 24, 40, 4, 2, 67
@@ -443,6 +446,53 @@ def test_pytorch_186620_186615_transformers_47999_45001_no_sync_and_no_hopper_ne
         moe(*arguments).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Balanced(Stacked):
+    """Returns a load-balancing loss beside the output."""
+
+    def forward(self, x):
+        probabilities = self.router(x).softmax(dim=-1)
+        chosen = probabilities.topk(K, dim=-1).indices
+        load = F.one_hot(chosen, E).sum(dim=1).to(x.dtype).mean(dim=0)
+        return super().forward(x), E * (load * probabilities.mean(dim=0)).sum()
+
+
+def losses_of(run, x):
+    """A step's losses of one rank, and x with its gradient."""
+    x = x.clone().requires_grad_()
+    out, balance = run(x)
+    (out.square().sum() + balance).backward()
+    return x
+
+
+def check_over_ranks() -> None:
+    """Two steps in memory that holds NaN until it is written; the gradients of the second."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    inputs = [torch.randn(T, D, generator=torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())]
+    torch.manual_seed(0)
+    model = Balanced()
+    one = copy.deepcopy(model)
+    wanted = [losses_of(one, x).grad for x in inputs][dist.get_rank()]
+    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    config.experts_move = "tokens"
+    with rewriting_backend() as backend, switch.recording() as records:
+        run = torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(2):
+            model.zero_grad()
+            got = losses_of(run, inputs[dist.get_rank()]).grad
+    (layer,) = rewritten_in(records)
+    assert "experts_over_ranks" in layer.became
+    gradients = sharded_layers.reduced({name: p.grad for name, p in model.named_parameters()}, ("router.weight",))
+    gradients = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in gradients.items()}
+    sharded_layers.assert_close({"x": got, **gradients}, {"x": wanted, **{name: p.grad for name, p in one.named_parameters()}})
+
+
+@reported("transformers#48205", "transformers#48687", "pytorch#160285", "Automodel#1260", "Automodel#1408")
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo")
+def test_transformers_48205_48687_pytorch_160285_automodel_1260_1408_gradients_over_ranks(tmp_path):
+    outcomes = run_checks({"gradients": check_over_ranks}, 2, tmp_path)
+    assert_passed(outcomes["gradients"])
 
 
 def test_the_page_lists_these_threads():
