@@ -14,6 +14,11 @@ arrived_rows: Literal["exact", "bound"] = "exact"
 """How long h is where tokens move to sharded experts. ``exact``: as many rows as arrived, which the host reads once a layer.
 ``bound``: room for every slot of every rank, and no host sync."""
 
+batch_invariant: bool = False
+"""The bits of a token's output, and of the gradients of its ``x`` and of its routing weights, depend on no other token, nor on how
+many there are: those of a step of generation are those of training. See ``docs/batch_invariance.md`` for what rounds where, and
+for what it costs: weights move between ranks, not tokens, and layers that keep x go through backward as a whole."""
+
 check_expert_ids: bool = False
 """Raise for expert ids other than -1 outside [0, E) on every device, at the price of a host sync in ``dispatch``; ``moe`` does on
 a CPU either way."""

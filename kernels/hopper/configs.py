@@ -29,6 +29,12 @@ _FAR_EPILOGUE_BOUND = 512
 _FEW_COLUMNS = 64
 """Columns up to which a product takes as long as its rows take to arrive: more of them are on their way then."""
 
+_FEW_ROWS = 16
+"""Rows of an expert on average up to which those that a tile lacks are not read: 128 rows are as many bytes as a tile's weights."""
+
+_FEW_TILES = 128
+"""Wide tiles up to which narrow ones are taken, so that more multiprocessors read weights."""
+
 _CACHED_BYTES = 32 << 20
 """Bytes that stay in L2 beside what else is read; it has 50 MB."""
 
@@ -146,7 +152,7 @@ class RowsPlan:
 class GatherPlan:
     """``gathered rows @ weight``: up projection (``parts`` side by side in a tile), gradient of the activation.
 
-    ``num_parameters``: those that the activation reads.
+    ``num_parameters``: those that the activation reads. ``few_rows``: rows that a tile lacks are not read.
     """
 
     tile: Tile
@@ -165,6 +171,7 @@ class GatherPlan:
     warps: Warps = TWELVE_WARPS
     early: bool = False
     low: LowRank = LowRank()
+    few_rows: bool = False
     a_k_inner: bool = True
     gathered: bool = True
 
@@ -275,18 +282,30 @@ def ceil_div(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 
-def rows_tile(columns: int) -> Tile:
+def rows_tile(columns: int, num_rows: int) -> Tile:
     """Tile of the down projection and of the up projection's input gradient."""
     if columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8)
-    return Tile(block_n=_block_n(columns), stages=3)
+    wide = Tile(block_n=_block_n(columns), stages=3)
+    return Tile(block_n=128, stages=6) if _are_few(num_rows, columns, wide.block_n) else wide
 
 
-def up_tile(columns: int, parts: int) -> Tile:
+def up_tile(columns: int, parts: int, num_rows: int) -> Tile:
     """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
     if parts == 1 and columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8, lead=1)
-    return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
+    wide = Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
+    return Tile(block_n=128, stages=6, lead=1) if _are_few(num_rows, columns, wide.block_n // parts) else wide
+
+
+def _are_few(num_rows: int, columns: int, block_n: int) -> bool:
+    """True if so few rows, each of another expert at most, make few tiles. Products of either width add in one order."""
+    return num_rows * ceil_div(columns, block_n) <= _FEW_TILES
+
+
+def has_few_rows(num_rows: int, num_experts: int) -> bool:
+    """True if most of a tile's rows are missing."""
+    return num_rows <= _FEW_ROWS * num_experts
 
 
 def reads_more_than_cached(tile: Tile, num_bytes: int) -> bool:
