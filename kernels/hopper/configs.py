@@ -30,10 +30,8 @@ _FEW_COLUMNS = 64
 """Columns up to which a product takes as long as its rows take to arrive: more of them are on their way then."""
 
 _FEW_ROWS = 16
-"""Rows of an expert on average up to which those that a tile lacks are not read: 128 rows are as many bytes as a tile's weights."""
-
-_FEW_TILES = 128
-"""Wide tiles up to which narrow ones are taken, so that more multiprocessors read weights."""
+"""Rows of an expert on average up to which a product takes as long as its weights take to arrive. Tiles are narrow then, so that
+more multiprocessors read weights, and rows that a tile lacks are not read: 128 of them are as many bytes as its weights."""
 
 _CACHED_BYTES = 32 << 20
 """Bytes that stay in L2 beside what else is read; it has 50 MB."""
@@ -282,30 +280,25 @@ def ceil_div(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 
-def rows_tile(columns: int, num_rows: int) -> Tile:
+def has_few_rows(num_rows: int, num_experts: int) -> bool:
+    """True if most of a tile's rows are missing. What is chosen by it changes the order of no sum."""
+    return num_rows <= _FEW_ROWS * num_experts
+
+
+def rows_tile(columns: int, few_rows: bool) -> Tile:
     """Tile of the down projection and of the up projection's input gradient."""
     if columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8)
-    wide = Tile(block_n=_block_n(columns), stages=3)
-    return Tile(block_n=128, stages=6) if _are_few(num_rows, columns, wide.block_n) else wide
+    return Tile(block_n=128, stages=6) if few_rows else Tile(block_n=_block_n(columns), stages=3)
 
 
-def up_tile(columns: int, parts: int, num_rows: int) -> Tile:
+def up_tile(columns: int, parts: int, few_rows: bool) -> Tile:
     """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
     if parts == 1 and columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8, lead=1)
-    wide = Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
-    return Tile(block_n=128, stages=6, lead=1) if _are_few(num_rows, columns, wide.block_n // parts) else wide
-
-
-def _are_few(num_rows: int, columns: int, block_n: int) -> bool:
-    """True if so few rows, each of another expert at most, make few tiles. Products of either width add in one order."""
-    return num_rows * ceil_div(columns, block_n) <= _FEW_TILES
-
-
-def has_few_rows(num_rows: int, num_experts: int) -> bool:
-    """True if most of a tile's rows are missing."""
-    return num_rows <= _FEW_ROWS * num_experts
+    if few_rows:
+        return Tile(block_n=128, stages=6, lead=1)
+    return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
 
 
 def reads_more_than_cached(tile: Tile, num_bytes: int) -> bool:

@@ -213,14 +213,15 @@ def hopper_expert_up(
         return
     weights, biases = part_views(w_up), part_views(b_up)
     num_columns = h_NGF.shape[2]
-    tile = up_tile(num_columns, len(weights), slots_N.shape[0])
+    few_rows = has_few_rows(slots_N.shape[0], weights[0].shape[0])
+    tile = up_tile(num_columns, len(weights), few_rows)
     part_n = tile.block_n // len(weights)
     described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
     factor = None if lora_b_EGFR is None else lora_b_EGFR.mT
     low, low_rank = describe_low_rank(u_NR, factor, tile.block_m, part_n)
     plan = _plan(
         tile,
-        x_TD.shape[1] % tile.block_k == 0 and has_few_rows(slots_N.shape[0], weights[0].shape[0]),
+        few_rows and x_TD.shape[1] % tile.block_k == 0,
         x_TD.shape[1],
         num_columns,
         len(weights),

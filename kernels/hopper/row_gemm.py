@@ -13,7 +13,7 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.configs import LowRank, RowsPlan, Tile, rows_tile
+from moeblaze_ops.kernels.hopper.configs import LowRank, RowsPlan, Tile, has_few_rows, rows_tile
 from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gdc_wait, gl, gluon, mbarrier, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
@@ -250,7 +250,7 @@ def _launch_rows(
     if rows_NGF.shape[0] == 0:
         return
     num_columns = y_ND.shape[1]
-    tile = rows_tile(num_columns, rows_NGF.shape[0])
+    tile = rows_tile(num_columns, has_few_rows(rows_NGF.shape[0], weights[0].shape[0]))
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
     channels = 0 if left_TC is None else left_TC.shape[1]
     form = (rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
