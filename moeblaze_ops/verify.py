@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
+from moeblaze_ops.batch_moves import BatchMoves, batch_moves
 from moeblaze_ops.comparison import Comparison, compare, results_of, rounding_of, widened, wider
 from moeblaze_ops.explain import checked_model, explained
 from moeblaze_ops.explanation import Explanation
@@ -25,14 +27,19 @@ class Verification:
     comparisons: tuple[Comparison, ...]
     reference: torch.dtype | None
     no_reference: str = ""
+    batch: BatchMoves | None = None
 
     @property
     def agrees(self) -> bool:
-        """True if a layer was rewritten, a result compared, and every result is within its bound."""
+        """True if a layer was rewritten, a result compared, every result is within its bound, and no MoE layer's bits moved."""
         rewritten = any(candidate.became for candidate in self.explanation.candidates)
-        return rewritten and bool(self.comparisons) and all(comparison.agrees for comparison in self.comparisons)
+        moved = self.batch is not None and bool(self.batch.experts)
+        return rewritten and bool(self.comparisons) and all(comparison.agrees for comparison in self.comparisons) and not moved
 
     def __str__(self) -> str:
+        return self._of_results() if self.batch is None else f"{self._of_results()}\n{self.batch}"
+
+    def _of_results(self) -> str:
         wrong = sum(not comparison.agrees for comparison in self.comparisons)
         verdict = f"{wrong} of {len(self.comparisons)} results differ" if wrong else f"{len(self.comparisons)} results agree"
         if not any(candidate.became for candidate in self.explanation.candidates):
@@ -46,7 +53,9 @@ class Verification:
     __repr__ = __str__
 
 
-def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keywords: Any) -> Verification:
+def verify(
+    model: Callable, *inputs: Any, tolerance: float | None = None, batch_invariant: bool = False, **keywords: Any
+) -> Verification:
     """Run ``model(*inputs, **keywords)`` as written and rewritten, forward and backward, and compare.
 
     The rewritten run takes the graphs that a compile would rewrite, operator by operator. Where memory allows, both are
@@ -62,6 +71,9 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
         inputs, keywords: what it is called with.
         tolerance: the relative error that the rewritten results may have; None: four times that of the model as written,
             and four roundings of the coarsest dtype in it (32 where there is no precise run).
+        batch_invariant: also compile the module with ``config.batch_invariant`` and run its inputs in other batches: in reverse
+            order, twice as many, and in two halves. The report says which module's bits move first; those of attention and norms
+            may, those of an MoE layer whose inputs have the same bits do not agree.
 
     Returns:
         A report: print it, or ask for ``agrees``.
@@ -74,9 +86,15 @@ def verify(model: Callable, *inputs: Any, tolerance: float | None = None, **keyw
     with unchanged(model):
         explanation, outputs = explained(model, inputs, keywords)
         rewritten = results_of(outputs, inputs, keywords, wanted)
+    batch = None
+    if batch_invariant:
+        if not isinstance(model, nn.Module):
+            refuse_type("verify", "model", "be a module with batch_invariant=True", kind_of(model))
+        names = [candidate.where.partition(" (")[0] for candidate in explanation.candidates]
+        batch = batch_moves(model, [name for name in names if name in dict(model.named_modules())], inputs, keywords)
     dtype, precise, reason = _precise_results(model, inputs, keywords, list(wanted))
     rounding = rounding_of([*parameters.values(), *tree_leaves((inputs, keywords)), *written.values()])
-    return Verification(explanation, compare(written, rewritten, precise, rounding, tolerance), dtype, reason)
+    return Verification(explanation, compare(written, rewritten, precise, rounding, tolerance), dtype, reason, batch)
 
 
 def _precise_results(
