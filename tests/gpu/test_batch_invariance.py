@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import moeblaze_ops.compile  # noqa: F401  registers the backend
+import moeblaze_ops
+import moeblaze_ops.compile  # registers the backend
 from moeblaze_ops import config
-from tests.tools.batch_cases import Layer, Pool, Results, Sizes, WrittenLayer, different_bits, draw, run
+from tests.tools.batch_cases import Layer, Pool, Results, Sizes, WrittenLayer, contract_program, different_bits, draw, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -96,6 +97,18 @@ def test_nor_of_other_layers(sizes, mode):
 def test_nor_with_portable_kernels(monkeypatch, dtype):
     monkeypatch.setattr(config, "hopper", "off")
     assert count(SIZES["ragged"], dtype, "eager", 50, 4096) == 0
+
+
+def test_the_contract_holds():
+    """The program of the page, with numbers whose sums are exact."""
+    page = {"torch": torch, "moeblaze_ops": moeblaze_ops}
+    exec(contract_program(), page)
+    x, weights, experts, w_up, w_down, dout = (operand.cuda() for operand in page["operands"])
+    leaves = [leaf.requires_grad_() for leaf in (x.bfloat16(), weights, w_up.bfloat16(), w_down.bfloat16())]
+    out = moeblaze_ops.moe(leaves[0], leaves[1], experts, *leaves[2:], activation="relu")
+    gradients = torch.autograd.grad(out, leaves, dout.bfloat16())
+    for got, wanted in zip((out, *gradients), page["contract"](*page["operands"]), strict=True):
+        assert torch.equal(got.float().cpu(), wanted)
 
 
 def test_another_order_for_few_tokens_is_caught(monkeypatch):

@@ -1,5 +1,6 @@
 """With ``config.batch_invariant`` the bits of a token's results are those in any other batch: on CPUs, and which tiles are taken."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from moeblaze_ops import config
 from moeblaze_ops.cpu import row_pieces
 from moeblaze_ops.memory.row_ranges import choose_parts
 from tests.system.test_explain_layers import Dense
-from tests.tools.batch_cases import Layer, Pool, Sizes, WrittenLayer, different_bits, draw, run
+from tests.tools.batch_cases import Layer, Pool, Sizes, WrittenLayer, contract_program, different_bits, draw, run
 
 SIZES = {
     "gated": Sizes(64, 96, 6, 2),
@@ -124,6 +125,19 @@ def test_weight_gradients_do_not_depend_on_limits(monkeypatch):
         monkeypatch.setattr(config, "max_layer_transient_bytes", limit)
         gradients.append(torch.autograd.grad(layer(x, delta, keep), list(layer.parameters()), dout))
     assert all(map(torch.equal, gradients[0], gradients[1])) and all(map(torch.equal, gradients[0], gradients[2]))
+
+
+PROGRAM = contract_program()
+PLACES = [found.start() for found in re.finditer(r"(?<!def )rounded\(", PROGRAM)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: PROGRAM[place:].partition(")")[0])
+def test_each_rounding_of_the_contract_is_seen(place, capsys):
+    """The page shows that the operators round where its program does; here, that they do not where it leaves one out."""
+    page = {"torch": torch, "moeblaze_ops": moeblaze_ops}
+    exec(f"{PROGRAM[:place]}({PROGRAM[place + len('rounded('):]}", page)
+    never_inexact = PROGRAM[place:].startswith("rounded(h.relu())")
+    assert ("False" in capsys.readouterr().out) != never_inexact
 
 
 class Model(nn.Module):

@@ -6,12 +6,16 @@ What a layer gives for each of its tokens is compared with what one batch of the
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moeblaze_ops
+from tests.tools.documents import blocks
+
+PAGE = Path(__file__).parents[2] / "docs" / "batch_invariance.md"
 
 Results = tuple[Tensor, ...]
 """Of tokens: the output, the gradient of x, and that of the routing weights where they are seen."""
@@ -72,6 +76,11 @@ class WrittenLayer(Layer):
         y = torch._grouped_mm(a, self.w_down.transpose(1, 2), offs=offsets)
         y = y * weights.reshape(-1)[order].unsqueeze(1)
         return y[torch.argsort(order)].view(T, K, -1).sum(1).to(x.dtype)
+
+
+def contract_program() -> str:
+    """The code of the page that computes a layer with its roundings, and compares."""
+    return next(block.content for block in blocks(PAGE) if "def contract" in block.content)
 
 
 class Pool:
