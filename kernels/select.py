@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moeblaze_ops.kernels.launch import IS_INTERPRETED, capability
+from moeblaze_ops.kernels.launch import IS_INTERPRETED, capability, static_size
 from moeblaze_ops.kernels.settings import settings
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,16 @@ def why_portable(
         reason = f"an expert has {rows_per_expert} rows on average, no more than {_FEW_ROWS}"
     log.debug("%s: %s", kernel, "Hopper kernels" if reason is None else f"portable kernels, because {reason}")
     return reason
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """``tensor``, or with ``batch_invariant`` a copy of it, that Hopper kernels can read: where a part of a batch begins chooses none."""
+    width = static_size(tensor.shape[1])
+    if not settings().batch_invariant or width is None:
+        return tensor
+    # Routing weights are read one by one, wherever they begin a multiple of 16 bytes; rows that never are stay as they are.
+    is_aligned = _is_aligned(tensor) and (width % _ALIGNMENT != 0 or _is_aligned(tensor, tensor.stride(0)))
+    return tensor if tensor.stride(1) == 1 and is_aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank) -> str | None:

@@ -99,6 +99,24 @@ def test_nor_with_portable_kernels(monkeypatch, dtype):
     assert count(SIZES["ragged"], dtype, "eager", 50, 4096) == 0
 
 
+@pytest.mark.parametrize("K", [1, 3])
+def test_parts_of_a_batch_may_begin_anywhere(K):
+    """Views of x, of the weights and of the gradient, of which some are not aligned to 16 bytes."""
+    layer = Layer(Sizes(256, 128, 8, K), torch.bfloat16, "cuda")
+    x, dout = (torch.randn(301, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weights, experts = torch.rand(301, K, device="cuda"), torch.rand(301, 8, device="cuda").topk(K).indices
+
+    def results(first: int, end: int) -> list[Tensor]:
+        leaves = [x[first:end].detach().requires_grad_(), weights[first:end].detach().requires_grad_()]
+        out = moeblaze_ops.moe(*leaves, experts[first:end], layer.w_up, layer.w_down)
+        return [out, *torch.autograd.grad(out, leaves, dout[first:end])]
+
+    whole = results(0, 301)
+    for _ in range(3):
+        parts = zip(*(results(first, end) for first, end in ((0, 7), (7, 8), (8, 145), (145, 301))), strict=True)
+        assert all(map(torch.equal, map(torch.cat, parts), whole))
+
+
 def test_the_contract_holds():
     """The program of the page, with numbers whose sums are exact."""
     page = {"torch": torch, "moeblaze_ops": moeblaze_ops}
