@@ -164,7 +164,7 @@ def contenders(names: list[str]) -> dict[str, Callable[[Shape, float], nn.Module
         if torch.is_grad_enabled():
             layer(x.requires_grad_()).backward(x.detach())
         with torch.no_grad():
-            layer(x.detach())
+            layer(x)
         config.batch_invariant = False
         return layer
 

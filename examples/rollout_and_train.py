@@ -1,9 +1,9 @@
 """Generate with a static cache, then score the same tokens in a training forward: what the MoE layers give is equal to the bit.
 
-A step of generation has a token of each sequence, the training forward all tokens of all sequences. With
-``config.batch_invariant`` an MoE layer gives a token the same bits in both. Attention, norms and plain products round otherwise in
-the two, so the layers' inputs differ in the last bits: compared are the MoE layers on the inputs that the rollout had, and beside
-them the probabilities that the whole model gives. ``replay_rollout.py`` keeps the rollout's experts where inputs differ by more.
+A step of generation has a token of each sequence, the training forward all tokens of all sequences. With ``batch_invariant`` an
+MoE layer gives a token the same bits in both. Attention, norms and plain products round otherwise in the two, so the layers'
+inputs differ in the last bits: compared are the MoE layers on the inputs that the rollout had, and beside them the probabilities
+that the whole model gives. ``replay_rollout.py`` keeps the rollout's experts where inputs differ by more.
 """
 
 import torch
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
     def forward(self, tokens, start=0, caches=None):
         x = self.embedding(tokens) + self.position(start + torch.arange(tokens.shape[1], device=tokens.device))
-        for i, (attention, moe) in enumerate(zip(self.attention, self.moe)):
+        for i, (attention, moe) in enumerate(zip(self.attention, self.moe, strict=True)):
             x = x + attention(functional.layer_norm(x, x.shape[-1:]), start, caches and caches[i])
             x = x + moe(functional.layer_norm(x, x.shape[-1:]))
         return self.head(functional.layer_norm(x, x.shape[-1:])).float().log_softmax(-1)
@@ -62,7 +62,7 @@ class Calls:
 
     def joined(self, i):
         """All tokens of layer i, ``[batch, length, dim]``."""
-        return (torch.cat(tensors, dim=1) for tensors in zip(*self.of[i]))
+        return (torch.cat(tensors, dim=1) for tensors in zip(*self.of[i], strict=True))
 
     def stop(self):
         for hook in self.hooks:
@@ -84,7 +84,7 @@ def generate(model, prompt):
 
 
 def different(model, batch_invariant):
-    """Numbers of the MoE layers' outputs that differ between rollout and training forward, of equal inputs; what was rolled out."""
+    """Numbers of the MoE layers' outputs that differ between rollout and training, of equal inputs; and what was rolled out."""
     config.batch_invariant = batch_invariant
     torch.manual_seed(1)
     calls = Calls(model)
@@ -104,7 +104,7 @@ def main():
         number, tokens, rolled = different(model, batch_invariant)
         scored = model(tokens[:, :-1]).gather(-1, tokens[:, 1:, None]).squeeze(-1)
         off = (scored - rolled).exp().sub(1).abs().max().item()
-        print(f"batch_invariant={batch_invariant}: {number} numbers of MoE layers differ; largest |ratio - 1| of the model {off:.0e}")
+        print(f"batch_invariant={batch_invariant}: {number} numbers of MoE layers differ; largest |ratio - 1| {off:.0e}")
     (scored - rolled.detach()).exp().mean().backward()  # the policy gradient's ratio
 
 

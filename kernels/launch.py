@@ -13,7 +13,6 @@ from triton.runtime.jit import JITFunction
 
 from moeblaze_ops.kernels import devices
 from moeblaze_ops.kernels.configs import ROW_BLOCK, Operands, choose_rank_block
-from moeblaze_ops.kernels.settings import settings
 from moeblaze_ops.kernels.tracing import is_traceable
 
 
@@ -122,13 +121,6 @@ def is_multiple(size: int, block: int) -> bool:
 def ceil_div(size: int, block: int) -> int:
     """Number of blocks of ``block`` that cover ``size``; a SymInt for a symbolic size."""
     return (size + block - 1) // block
-
-
-def mean_rows(num_rows: int, num_experts: int) -> int | None:
-    """Rows of an expert on average, rounded up; ``None`` when either is symbolic, and where no bit may depend on it."""
-    if settings().batch_invariant or static_size(num_rows) is None or static_size(num_experts) is None:
-        return None
-    return ceil_div(num_rows, max(1, num_experts))
 
 
 def most_row_tiles(blocks_B2: Tensor, num_rows: int, block_m: int) -> int:

@@ -15,7 +15,7 @@ arrived_rows: Literal["exact", "bound"] = "exact"
 ``bound``: room for every slot of every rank, and no host sync."""
 
 batch_invariant: bool = False
-"""The bits of a token's output, and of the gradients of its ``x`` and of its routing weights, depend on no other token, nor on how
+"""The bits of a token's output, and of the gradients of its ``x`` and its routing weights, depend on no other token, nor on how
 many there are: those of a step of generation are those of training. ``docs/batch_invariance.md`` says what rounds where, and what
 it costs: between ranks weights move, never tokens, and layers that keep x go through backward as a whole."""
 

@@ -7,16 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ops import config
 from moeblaze_ops.adapters import LoRAFactors
 from moeblaze_ops.arguments.traced_activations import resolved_activation
 from moeblaze_ops.arguments.validation_calls import check_module, check_module_input
 from moeblaze_ops.arguments.validation_values import check_number, kind_of, not_scriptable, refuse, refuse_type
 from moeblaze_ops.functional import moe
 from moeblaze_ops.kernels.formulas.named import is_gated
-from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.route import route
-from moeblaze_ops.ops.router_products import router_logits
+from moeblaze_ops.ops.router_products import logits_of
 
 
 @not_scriptable
@@ -122,7 +120,7 @@ class MoE(nn.Module):
         """Shape [..., D] to [..., D]."""
         check_module_input(x, self.w_up)
         active = self._active()
-        weights, experts = route(self._logits(x), self.K, renormalize=self.renormalize)
+        weights, experts = route(logits_of(self.router, x), self.K, renormalize=self.renormalize)
         return moe(
             x,
             weights,
@@ -137,12 +135,6 @@ class MoE(nn.Module):
             lora_up=[adapter.up for adapter in active],
             lora_down=[adapter.down for adapter in active],
         )
-
-    def _logits(self, x: Tensor) -> Tensor:
-        if not config.batch_invariant or type(self.router) is not nn.Linear:
-            return self.router(x)
-        x_TD = x.reshape(-1, x.shape[-1])
-        return call(router_logits, x_TD, self.router.weight, False).view(*x.shape[:-1], -1)
 
     def _active(self) -> list[LoRAFactors]:
         if unknown := [name for name in self.active_adapters if name not in self.adapters]:

@@ -31,13 +31,12 @@ from moeblaze_ops.kernels.launch import (
     is_multiple,
     launch,
     low_rank_blocks,
-    mean_rows,
     most_row_tiles,
     operands,
     static_size,
     strides_of,
 )
-from moeblaze_ops.kernels.select import readable, why_portable
+from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_low_rank,
     count_row_tiles,

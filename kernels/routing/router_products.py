@@ -3,9 +3,9 @@
     logits[t, e] = <x[t, :], w[e, :]>
     dw[e, :]     = sum over tokens t:  dlogits[t, e] * x[t, :]
 
-Each reads x once, and is bound by that. A program of the logits takes BLOCK_T tokens and BLOCK_E experts; one of the gradient takes
-a stretch of D of the tokens of one of PARTS equal parts, which are added in order. A logit is one sum over D in order: its bits
-depend on no other token.
+Each reads x once, and is bound by that. A program of the logits takes BLOCK_T tokens and BLOCK_E experts; one of the gradient
+takes a stretch of D of the tokens of one of PARTS equal parts, which are added in order. A logit is one sum over D in order:
+its bits depend on no other token.
 """
 
 import torch
@@ -109,7 +109,7 @@ def launch_router_logits(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tens
         wide: give the sums as they are, in fp32.
 
     Returns:
-        logits_TE: shape [T, E], dtype of x, or fp32, contiguous. fp32 sums; two runs agree bit for bit, and two numbers of tokens.
+        logits_TE: shape [T, E], dtype of x, or fp32, contiguous. fp32 sums; two runs agree bit for bit, of any number of tokens.
     """
     (T, D), E = x_TD.shape, w_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32 if wide else x_TD.dtype)

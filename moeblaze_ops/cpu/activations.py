@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from moeblaze_ops import config
 from moeblaze_ops.arguments.activations import GATES, activate, activation_gradient, parameter_gradient
 from moeblaze_ops.cpu.row_pieces import in_pieces
 from moeblaze_ops.kernels.formulas.named import is_gated
+from moeblaze_ops.kernels.settings import settings
 
 _aten = torch.ops.aten
 _Value: TypeAlias = Callable[..., Tensor]
@@ -27,7 +27,7 @@ _IN_PLACE: dict[str, tuple[_Value, _Slope]] = {
 
 def activate_into(a_NF: Tensor, h_NGF: Tensor, activation: str, params_NP: Tensor | None = None) -> None:
     """a = act(h), as ``activate`` has it bit for bit."""
-    if config.batch_invariant:
+    if settings().batch_invariant:
         in_pieces(_activate_into, [a_NF], [h_NGF, params_NP], activation)
     else:
         _activate_into(a_NF, h_NGF, params_NP, activation)
@@ -64,7 +64,7 @@ def backward_into(
         params_NP, dparams_NP: the parameters of each row, and what it adds to their gradients, which is written.
     """
     operands = da_NF, h_NGF, scale_N1, params_NP
-    if not config.batch_invariant:
+    if not settings().batch_invariant:
         return _backward_into(dh_NGF, wa_NF, dparams_NP, *operands, activation)
     dscale_N = None if scale_N1 is None else scale_N1.new_empty(scale_N1.shape[0])
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops import config
-from moeblaze_ops.arguments.activations import activate
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves, up_shape
 from moeblaze_ops.cpu.activations import activate_into, backward_into
 from moeblaze_ops.cpu.row_pieces import add_product_of_rows, product_of_rows
@@ -31,6 +29,7 @@ from moeblaze_ops.cpu.rows import (
 )
 from moeblaze_ops.cpu.weight_grad import expert_weight_grad
 from moeblaze_ops.kernels.formulas.named import IDENTITY
+from moeblaze_ops.kernels.settings import settings
 
 
 def expert_up(
@@ -216,7 +215,7 @@ def expert_up_backward(
     if dlogits_TE is not None:
         parts = dlogits_TE.shape[1] // w_router_ED.shape[0] if w_router_ED.shape[0] else 1
         factors = dlogits_TE.to(dx_TD.dtype), w_router_ED.to(dx_TD.dtype).repeat(parts, 1)
-        dx_TD += product_of_rows(*factors) if config.batch_invariant else torch.mm(*factors)
+        dx_TD += product_of_rows(*factors) if settings().batch_invariant else torch.mm(*factors)
     return dx_TD.to(dh_NGF.dtype), dweights_TK
 
 
@@ -433,7 +432,7 @@ class _DownGradients:
         biases = self.b_down[0].unbind(0)[block.experts]
         for share, rows, bias in zip(of_each(dscale, block), of_each(dout_rows, block), biases, strict=True):
             rows, bias = rows.to(dscale.dtype), bias.to(dscale.dtype)
-            if config.batch_invariant:
+            if settings().batch_invariant:
                 add_product_of_rows(share.unsqueeze(1), rows, bias.unsqueeze(1))
             else:
                 share.addmv_(rows, bias)

@@ -38,7 +38,9 @@ def add_product_of_rows(out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> N
     _pieces(add, [out_NY], [out_NY, rows_NX], _ROWS)
 
 
-def in_pieces(function: Callable[..., Any], results: Sequence[Tensor | None], operands: Sequence[Tensor | None], *rest: Any) -> None:
+def in_pieces(
+    function: Callable[..., Any], results: Sequence[Tensor | None], operands: Sequence[Tensor | None], *rest: Any
+) -> None:
     """``function(*results, *operands, *rest)``, which fills results from operands, both with rows at their first axis.
 
     A result may be the memory of an operand.

@@ -168,8 +168,8 @@ def choose_parts(
 
     ``("whole", 0)`` as long as the limit of ``config.max_layer_transient_bytes`` allows it, else ``("ranges", limit in
     bytes)``, which are for backward, up to ``tokens_in_ranges`` and ``("chunks", tokens of one)`` beyond, and always without
-    gradients. With ``config.batch_invariant`` gradients are taken as a whole: a range rounds the gradient of x wherever other tokens'
-    rows let it end.
+    gradients. With ``config.batch_invariant`` gradients are taken as a whole: a range rounds the gradient of x wherever the rows
+    of other tokens let it end.
     """
     if config.batch_invariant and torch.is_grad_enabled():
         return "whole", 0

@@ -5,8 +5,7 @@ Compiled code has them in place of a recognised router's products where matrix l
 ``lowering/inductor/router_products.py``.
 """
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import check_like, require
@@ -14,6 +13,7 @@ from moeblaze_ops.arguments.validation_values import check_float_dtype
 from moeblaze_ops.cpu.row_pieces import product_of_rows
 from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.autodiff import carrying, parted
+from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
 
 MOST_EXPERTS = 16
@@ -27,7 +27,8 @@ def _check(op: str, x_TD: Tensor, name: str, other: Tensor, experts_axis: int, m
     fits = len(shape) == 2 and shape[shared] == x_TD.shape[shared] and shape[experts_axis] >= 1
     form = ", ".join("E" if axis == experts_axis else str(x_TD.shape[axis]) for axis in (0, 1))
     rule = "1 expert or more" if most is None else f"1 to {most} experts"
-    require(fits and (most is None or shape[experts_axis] <= most), op, name, f"have shape [{form}] with {rule}", f"shape {shape}")
+    fits = fits and (most is None or shape[experts_axis] <= most)
+    require(fits, op, name, f"have shape [{form}] with {rule}", f"shape {shape}")
     check_like(op, name, other, x_TD)
 
 
@@ -125,9 +126,18 @@ Args:
     wide: give the sums as they are, in fp32 (fp64 for fp64).
 
 Returns:
-    logits_TE: shape [T, E], dtype of x unless ``wide``, contiguous. On CUDA with fp32 sums; two runs agree bit for bit. The bits of
-    a token's logits depend on no other token and not on their number: on CUDA always, on a CPU with ``config.batch_invariant``.
+    logits_TE: shape [T, E], dtype of x unless ``wide``, contiguous. On CUDA with fp32 sums; two runs agree bit for bit. The bits
+    of a token's logits depend on no other token: on CUDA always, on a CPU with ``config.batch_invariant``.
 
 Raises:
     ValueError, TypeError: an argument breaks one of the rules above.
 """
+
+
+def logits_of(router: nn.Linear, x: Tensor) -> Tensor:
+    """``router(x)``, of which no bit may depend on how many tokens there are where ``config.batch_invariant`` says so."""
+    if not config.batch_invariant or type(router) is not nn.Linear:
+        return router(x)
+    logits_TE = call(router_logits, x.reshape(-1, x.shape[-1]), router.weight, False)
+    logits_TE = logits_TE if router.bias is None else logits_TE + router.bias
+    return logits_TE.view(*x.shape[:-1], -1)

@@ -7,7 +7,7 @@ from torch import Tensor
 import moeblaze_ops
 import moeblaze_ops.compile  # registers the backend
 from moeblaze_ops import config
-from tests.tools.batch_cases import Layer, Pool, Results, Sizes, WrittenLayer, contract_program, different_bits, draw, run
+from tests.batch.cases import Layer, Pool, Results, Sizes, WrittenLayer, contract_program, different_bits, draw, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

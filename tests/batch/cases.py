@@ -1,6 +1,6 @@
 """Random batches of known tokens, and how many bits of a layer's results for a token differ from those in another batch.
 
-A case is a multiset of tokens of a pool in random order, with rows of padding that nobody compares, in one batch or cut into several.
+A case is a multiset of tokens of a pool in random order, with rows of padding that nobody compares, in one batch or several.
 What a layer gives for each of its tokens is compared with what one batch of the whole pool gave.
 """
 
@@ -117,7 +117,8 @@ def draw(number: int, pool: int, most: int, generator: torch.Generator, sizes: t
         return int(torch.randint(low, high + 1, (), generator=generator))
 
     for _ in range(number):
-        T = sizes[integer(0, len(sizes) - 1)] if sizes else min(most, int(2 ** (18 * torch.rand((), generator=generator) ** 2)), most)
+        few = int(2 ** (18 * torch.rand((), generator=generator) ** 2))
+        T = sizes[integer(0, len(sizes) - 1)] if sizes else min(most, few)
         # Skew: all tokens are copies of a few.
         distinct = (pool, pool, 1, 3, 17)[integer(0, 4)]
         chosen = torch.randint(pool, (distinct,), generator=generator) if distinct < pool else torch.arange(pool)
