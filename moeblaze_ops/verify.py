@@ -162,8 +162,8 @@ def _batch_moves(model: nn.Module, layers: Sequence[str], inputs: Sequence[Any],
         expected = _run(model, watched, inputs, keywords, number)
         for kind, parts in batches.items():
             for rows in parts:
-                here = tree_map(lambda leaf, rows=rows: _rows_of(leaf, rows, number), (tuple(inputs), keywords))
-                _compare(kind, expected, _run(model, watched, *here, len(rows)), rows, number, moved, alone)
+                here, named = tree_map(lambda leaf, rows=rows: _rows_of(leaf, rows, number), (tuple(inputs), keywords))
+                _compare(kind, expected, _run(model, watched, here, named, len(rows)), rows, number, moved, alone)
         torch.compiler.reset()
     alone = [name for name in expected if name in alone and not any(name in _above(other) for other in alone)]
     holds = [name for name in alone if name in layers or any(own.dim() == 3 for own in watched[name].parameters(recurse=False))]
