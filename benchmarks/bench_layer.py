@@ -107,6 +107,13 @@ class OpsMoE(GroupedMoE):
         return moeblaze_ops.moe(x, weights, experts, self.w_up, self.w_down, activation=self.shape.activation)
 
 
+class InvariantMoE(GroupedMoE):
+    """The same layer, of which compiled code is kept apart: graphs keep the settings that they were compiled with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_weights(x, self.w_up, self.w_down)
+
+
 def bound(shape: Shape, backward: bool) -> Callable[[], None]:
     """The layer's GEMMs as balanced ``torch.bmm``: two forward, four backward."""
     E, M = shape.E, shape.T * shape.K // shape.E
@@ -150,10 +157,22 @@ def contenders(names: list[str]) -> dict[str, Callable[[Shape, float], nn.Module
         x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         return torch.cuda.make_graphed_callables(layer, (x,))
 
+    def invariant(shape: Shape, skew: float) -> nn.Module:
+        layer = torch.compile(InvariantMoE(shape, skew), backend="moeblaze")
+        x = torch.randn(shape.T, shape.D, device="cuda", dtype=torch.bfloat16)
+        config.batch_invariant = True
+        if torch.is_grad_enabled():
+            layer(x.requires_grad_()).backward(x.detach())
+        with torch.no_grad():
+            layer(x)
+        config.batch_invariant = False
+        return layer
+
     known = {
         "grouped_mm": GroupedMoE,
         "grouped_mm+compile": compiled(GroupedMoE),
         "moeblaze": compiled(GroupedMoE, backend="moeblaze"),
+        "moeblaze-invariant": invariant,
         "moeblaze-graphs": compiled(GroupedMoE, backend="moeblaze", mode="reduce-overhead"),
         "moeblaze-graphed": graphed,
         "moeblaze-ops": compiled(OpsMoE),

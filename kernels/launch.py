@@ -123,13 +123,6 @@ def ceil_div(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 
-def mean_rows(num_rows: int, num_experts: int) -> int | None:
-    """Rows of an expert on average, rounded up; ``None`` when either is symbolic."""
-    if static_size(num_rows) is None or static_size(num_experts) is None:
-        return None
-    return ceil_div(num_rows, max(1, num_experts))
-
-
 def most_row_tiles(blocks_B2: Tensor, num_rows: int, block_m: int) -> int:
     """Row tiles of a schedule, and tiles without rows: so many programs are launched. An entry has one row or more."""
     num_entries = blocks_B2.shape[0] - 1

@@ -107,7 +107,8 @@ def _state(addresses: list[int]) -> list[Hashable]:
     """What launches depend on besides: alignments, settings, and which tensors begin at one address."""
     state: list[Hashable] = [address % _ALIGNMENT for address in addresses]
     chosen = settings()
-    state += (left_free(), chosen.hopper, chosen.max_transient_bytes, chosen.check_expert_ids, allows_tf32())
+    state += (left_free(), allows_tf32(), chosen.hopper, chosen.batch_invariant)
+    state += (chosen.max_transient_bytes, chosen.check_expert_ids)
     if len(set(addresses)) < len(addresses):
         state += map(addresses.index, addresses)
     return state

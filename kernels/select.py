@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moeblaze_ops.kernels.launch import IS_INTERPRETED, capability
+from moeblaze_ops.kernels.launch import IS_INTERPRETED, capability, ceil_div, static_size
 from moeblaze_ops.kernels.settings import settings
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,28 @@ def why_portable(
         reason = f"an expert has {rows_per_expert} rows on average, no more than {_FEW_ROWS}"
     log.debug("%s: %s", kernel, "Hopper kernels" if reason is None else f"portable kernels, because {reason}")
     return reason
+
+
+def is_batch_invariant() -> bool:
+    """Whether no bit of a token's results may depend on the other tokens."""
+    return settings().batch_invariant
+
+
+def mean_rows(num_rows: int, num_experts: int) -> int | None:
+    """Rows of an expert on average, rounded up; ``None`` when either is symbolic, and where no bit may depend on it."""
+    if is_batch_invariant() or static_size(num_rows) is None or static_size(num_experts) is None:
+        return None
+    return ceil_div(num_rows, max(1, num_experts))
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy that Hopper kernels can read, where the place of a part of a batch in memory may choose no kernel."""
+    width = static_size(tensor.shape[1])
+    if not is_batch_invariant() or width is None:
+        return tensor
+    # Routing weights are read one by one, wherever they begin a multiple of 16 bytes; rows that never are stay as they are.
+    is_aligned = _is_aligned(tensor) and (width % _ALIGNMENT != 0 or _is_aligned(tensor, tensor.stride(0)))
+    return tensor if tensor.stride(1) == 1 and is_aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _why_not(gathered, weights, rows, scale, biases, weight_on_input, low_rank) -> str | None:

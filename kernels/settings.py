@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 class Settings(Protocol):
     """The knobs of ``moeblaze_ops.config`` that decide what launchers launch."""
 
+    batch_invariant: bool
     check_expert_ids: bool
     hopper: Literal["auto", "off"]
     max_transient_bytes: int | None

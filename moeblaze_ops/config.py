@@ -14,6 +14,11 @@ arrived_rows: Literal["exact", "bound"] = "exact"
 """How long h is where tokens move to sharded experts. ``exact``: as many rows as arrived, which the host reads once a layer.
 ``bound``: room for every slot of every rank, and no host sync."""
 
+batch_invariant: bool = False
+"""The bits of a token's output, and of the gradients of its ``x`` and its routing weights, depend on no other token, nor on how
+many there are: those of a step of generation are those of training. ``docs/batch_invariance.md`` says what rounds where, and what
+it costs: between ranks weights move, never tokens, and layers that keep x go through backward as a whole."""
+
 check_expert_ids: bool = False
 """Raise for expert ids other than -1 outside [0, E) on every device, at the price of a host sync in ``dispatch``; ``moe`` does on
 a CPU either way."""
@@ -99,6 +104,7 @@ class _Config(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("__"):
             _check(name, value)
+            _check_together({**snapshot(), name: value})
         super().__setattr__(name, value)
 
 
@@ -120,6 +126,11 @@ def _check(name: str, value: Any) -> None:
             raise TypeError(f"config: {name} must be {rule}, got {value!r}")
         if value < 1:
             raise ValueError(f"config: {name} must be {rule}, got {value}")
+
+
+def _check_together(values: dict[str, object]) -> None:
+    if values["batch_invariant"] and values["experts_move"] == "tokens":
+        raise ValueError("config: experts_move must not be tokens with batch_invariant: ranks round parts of a token's sum")
 
 
 _KNOBS = get_type_hints(sys.modules[__name__])

@@ -14,6 +14,7 @@ from moeblaze_ops.arguments.validation_values import check_number, kind_of, not_
 from moeblaze_ops.functional import moe
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops.route import route
+from moeblaze_ops.ops.router_products import logits_of
 
 
 @not_scriptable
@@ -119,7 +120,7 @@ class MoE(nn.Module):
         """Shape [..., D] to [..., D]."""
         check_module_input(x, self.w_up)
         active = self._active()
-        weights, experts = route(self.router(x), self.K, renormalize=self.renormalize)
+        weights, experts = route(logits_of(self.router, x), self.K, renormalize=self.renormalize)
         return moe(
             x,
             weights,

@@ -15,6 +15,7 @@ TESTS = Path(__file__).parent
 
 # The tier of a test is that of the longest path which it lies below. `make check` runs what is fast, or below no path.
 TIERS = {
+    "batch": "slow",
     "capture": "capture",
     "distributed": "slow",
     "door": "door",

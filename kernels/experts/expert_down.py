@@ -23,7 +23,6 @@ from moeblaze_ops.kernels.launch import (
     is_multiple,
     launch,
     low_rank_blocks,
-    mean_rows,
     most_row_tiles,
     operands,
     static_size,
@@ -32,7 +31,7 @@ from moeblaze_ops.kernels.launch import (
 from moeblaze_ops.kernels.rows.combine import combine, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows
-from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.select import mean_rows, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_low_rank,
     count_row_tiles,

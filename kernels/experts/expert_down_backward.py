@@ -37,13 +37,12 @@ from moeblaze_ops.kernels.launch import (
     is_multiple,
     launch,
     low_rank_blocks,
-    mean_rows,
     most_row_tiles,
     operands,
     static_size,
     strides_of,
 )
-from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_low_rank,
     count_row_tiles,
@@ -315,6 +314,7 @@ def _launch(
         rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on; and the gradient of the parameters, fp32, None
         where there are none. fp32 sums; two runs agree bit for bit.
     """
+    dout_TD, weights_TK = readable(dout_TD), None if weights_TK is None else readable(weights_TK)
     num_rows, _, F = h_NGF.shape
     dh_NGF = h_NGF if overwrite_h else h_NGF.new_empty(h_NGF.shape)
     if wa_NF is None:

@@ -31,13 +31,12 @@ from moeblaze_ops.kernels.launch import (
     is_multiple,
     launch,
     low_rank_blocks,
-    mean_rows,
     most_row_tiles,
     operands,
     static_size,
     strides_of,
 )
-from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_low_rank,
     count_row_tiles,
@@ -222,6 +221,7 @@ def launch_expert_up(
         h_NGF of shape [N, G, F] and a_NF of shape [N, F] ([0, F] for identity), in x's dtype, contiguous, rows in
         expert order; rows from ``offsets_E1[E]`` on are not written. fp32 sums; two runs agree bit for bit.
     """
+    x_TD = readable(x_TD)
     num_experts, F, D = w_up[0].shape[0], w_up[0].shape[2], w_up[0].shape[3]
     num_rows = slots_N.shape[0]
     gated = len(w_up) == 2 or w_up[0].shape[1] == 2

@@ -30,7 +30,6 @@ from moeblaze_ops.kernels.launch import (
     is_multiple,
     launch,
     low_rank_blocks,
-    mean_rows,
     most_row_tiles,
     operands,
     static_size,
@@ -40,7 +39,7 @@ from moeblaze_ops.kernels.rows.add_rows import add_rows
 from moeblaze_ops.kernels.rows.combine import add_row_dots, combine, num_parts, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
-from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.select import is_batch_invariant, mean_rows, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_channels,
     add_low_rank,
@@ -288,7 +287,9 @@ def launch_expert_up_backward_part(
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
     last = slots = None
-    for first, dx_ND in row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
+    # The inner product of a row and its token is a sum over all columns.
+    chunks = [(0, dh_NGF.new_empty((dh_NGF.shape[0], D)))] if weights_TK is not None and is_batch_invariant() else None
+    for first, dx_ND in chunks or row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
         if last is not None:
             add_up(*last)
         columns = first, dx_ND.shape[1]

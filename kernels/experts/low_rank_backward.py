@@ -24,6 +24,7 @@ from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.kernels.launch import allows_tf32, capability, ceil_div, is_multiple, launch, operands, static_size
+from moeblaze_ops.kernels.select import is_batch_invariant
 from moeblaze_ops.kernels.tiles import load_tile, multiply_add
 from moeblaze_ops.kernels.tracing import is_traceable
 
@@ -173,8 +174,12 @@ def launch_low_rank_backward(
 
 
 def _added_up(du_CNR: Tensor) -> Tensor:
-    """The sum over tiles. Additions are one pass of generated code, where a sum of eight or more is a slower reduction."""
-    return functools.reduce(torch.add, du_CNR.unbind(0)) if is_traceable() else du_CNR.sum(0)
+    """The sum over tiles. Additions are one pass of generated code, where a sum of eight or more is a slower reduction.
+
+    The order of the reduction depends on the number of rows, that of additions does not.
+    """
+    in_order = is_traceable() or is_batch_invariant()
+    return functools.reduce(torch.add, du_CNR.unbind(0)) if in_order else du_CNR.sum(0)
 
 
 def _halves(dy_NGW: Tensor, b_EGWR: Tensor, db_EGWR: Tensor) -> list[Tensor]:

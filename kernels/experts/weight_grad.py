@@ -28,7 +28,7 @@ from moeblaze_ops.kernels.launch import (
     operands,
     static_size,
 )
-from moeblaze_ops.kernels.select import why_portable
+from moeblaze_ops.kernels.select import readable, why_portable
 from moeblaze_ops.kernels.tiles import grouped_order, load_slot_weights, load_tile, multiply_add
 
 
@@ -272,7 +272,7 @@ def _launch(
     early=False,
 ) -> None:
     """Fills ``dw``, or adds to it, with the Hopper kernel or the portable one."""
-    weighted = weights_TK is not None
+    gathered_TD, weighted = readable(gathered_TD), weights_TK is not None
     hopper_operands = {"gathered": gathered_TD, "rows": (grouped_NGF,), "weights": dw, "weight_on_input": weighted}
     stored_alike = all(part.stride() == dw[0].stride() for part in dw[1:])
     if why_portable("expert_weight_grad", **hopper_operands) is None and (stored_alike or not accumulate):

@@ -29,6 +29,10 @@ _FAR_EPILOGUE_BOUND = 512
 _FEW_COLUMNS = 64
 """Columns up to which a product takes as long as its rows take to arrive: more of them are on their way then."""
 
+_FEW_ROWS = 16
+"""Rows of an expert on average up to which a product takes as long as its weights take to arrive. Tiles are narrow then, so that
+more multiprocessors read weights, and rows that a tile lacks are not read: 128 of them are as many bytes as its weights."""
+
 _CACHED_BYTES = 32 << 20
 """Bytes that stay in L2 beside what else is read; it has 50 MB."""
 
@@ -146,7 +150,7 @@ class RowsPlan:
 class GatherPlan:
     """``gathered rows @ weight``: up projection (``parts`` side by side in a tile), gradient of the activation.
 
-    ``num_parameters``: those that the activation reads.
+    ``num_parameters``: those that the activation reads. ``few_rows``: rows that a tile lacks are not read.
     """
 
     tile: Tile
@@ -165,6 +169,7 @@ class GatherPlan:
     warps: Warps = TWELVE_WARPS
     early: bool = False
     low: LowRank = LowRank()
+    few_rows: bool = False
     a_k_inner: bool = True
     gathered: bool = True
 
@@ -275,17 +280,24 @@ def ceil_div(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 
-def rows_tile(columns: int) -> Tile:
+def has_few_rows(num_rows: int, num_experts: int) -> bool:
+    """True if most of a tile's rows are missing. What is chosen by it changes the order of no sum."""
+    return num_rows <= _FEW_ROWS * num_experts
+
+
+def rows_tile(columns: int, few_rows: bool) -> Tile:
     """Tile of the down projection and of the up projection's input gradient."""
     if columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8)
-    return Tile(block_n=_block_n(columns), stages=3)
+    return Tile(block_n=128, stages=6) if few_rows else Tile(block_n=_block_n(columns), stages=3)
 
 
-def up_tile(columns: int, parts: int) -> Tile:
+def up_tile(columns: int, parts: int, few_rows: bool) -> Tile:
     """Tile of the up projection; its ``block_n`` holds ``parts`` blocks of columns."""
     if parts == 1 and columns <= _FEW_COLUMNS:
         return Tile(block_n=_FEW_COLUMNS, stages=8, lead=1)
+    if few_rows:
+        return Tile(block_n=128, stages=6, lead=1)
     return Tile(block_n=max(128, parts * _block_n(columns, 256 // parts)), stages=4, lead=1)
 
 

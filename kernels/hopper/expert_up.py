@@ -14,7 +14,7 @@ from moeblaze_ops.kernels.activations import IDENTITY
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_program
 from moeblaze_ops.kernels.hopper.activations import activate, load_parameters
-from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, reads_more_than_cached, up_tile
+from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, Tile, has_few_rows, reads_more_than_cached, up_tile
 from moeblaze_ops.kernels.hopper.expert_order import spread_blocks
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, tma_store, tma_store_wait
@@ -148,6 +148,8 @@ def _expert_up_kernel(
 
 @cache
 def _plan(
+    tile: Tile,
+    few_rows: bool,
     contracted: int,
     columns: int,
     parts: int,
@@ -160,7 +162,7 @@ def _plan(
     low: LowRank,
 ) -> GatherPlan:
     return GatherPlan(
-        tile=up_tile(columns, parts),
+        tile=tile,
         contracted=contracted,
         columns=columns,
         parts=parts,
@@ -173,6 +175,7 @@ def _plan(
         bias_stride=bias_stride,
         store_h=store_h,
         low=low,
+        few_rows=few_rows,
     )
 
 
@@ -210,12 +213,15 @@ def hopper_expert_up(
         return
     weights, biases = part_views(w_up), part_views(b_up)
     num_columns = h_NGF.shape[2]
-    tile = up_tile(num_columns, len(weights))
+    few_rows = has_few_rows(slots_N.shape[0], weights[0].shape[0])
+    tile = up_tile(num_columns, len(weights), few_rows)
     part_n = tile.block_n // len(weights)
     described = [describe_weight(w_EFD, True, part_n, tile.block_k) for w_EFD in weights]
     factor = None if lora_b_EGFR is None else lora_b_EGFR.mT
     low, low_rank = describe_low_rank(u_NR, factor, tile.block_m, part_n)
     plan = _plan(
+        tile,
+        few_rows and x_TD.shape[1] % tile.block_k == 0,
         x_TD.shape[1],
         num_columns,
         len(weights),

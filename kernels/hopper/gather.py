@@ -90,11 +90,14 @@ def _copy_step_rows(ring, step, x_ptr, row_offsets, k, PLAN: gl.constexpr):
     x_offsets = gl.expand_dims(row_offsets, 1) + gl.expand_dims(ks, 0)
     x_ptrs = x_ptr + k + x_offsets  # [block_m, block_k]
     stage = step % ring.STAGES
-    if PLAN.contracted % block_k == 0:
-        copy_rows(ring.a.index(stage), x_ptrs)
-    else:
+    if PLAN.contracted % block_k != 0:
         inside, _ = gl.broadcast(gl.expand_dims(k + ks < PLAN.contracted, 0), x_ptrs)
         copy_rows(ring.a.index(stage), x_ptrs, mask=inside)
+    elif PLAN.few_rows:
+        inside, _ = gl.broadcast(gl.expand_dims(row_offsets >= 0, 1), x_ptrs)
+        copy_rows(ring.a.index(stage), x_ptrs, mask=inside)
+    else:
+        copy_rows(ring.a.index(stage), x_ptrs)
     copy_rows_arrive(ring.ready.index(stage), increment_count=False)
 
 
@@ -103,6 +106,16 @@ def load_slots(slots_ptr, first, end, ROWS: gl.constexpr):
     """The slots of ROWS rows from ``first`` on; rows past the last one before ``end`` repeat it."""
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     return gl.load(slots_ptr + gl.maximum(gl.minimum(rows, end - 1), 0))
+
+
+@gluon.jit
+def _starts_of_tile(slots, first, end, stride_x8, PLAN: gl.constexpr):
+    """Where the token rows of a tile begin; with few rows a number below zero, of 16 bytes, for those that it lacks."""
+    starts = row_starts(slots, stride_x8, PLAN)
+    if PLAN.few_rows:
+        rows = first + gl.arange(0, PLAN.tile.block_m, gl.SliceLayout(1, row_layout(gl.num_warps())))
+        starts = gl.where(rows < end, starts, -8)
+    return starts
 
 
 @gluon.jit
@@ -119,7 +132,7 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, low_rank, PL
     step = 0
     expert, first, end, column_block = order.locate(gl.program_id(0))
     row = first
-    row_offsets = row_starts(load_slots(slots_ptr, first, end, PLAN.tile.block_m), stride_x8, PLAN)
+    row_offsets = _starts_of_tile(load_slots(slots_ptr, first, end, PLAN.tile.block_m), first, end, stride_x8, PLAN)
     next_expert, first, end, next_column_block = order.locate(gl.program_id(0) + num_programs)
     next_slots = load_slots(slots_ptr, first, end, PLAN.tile.block_m)
     _copy_step_rows(ring, 0, x_ptr, row_offsets, 0, PLAN)
@@ -130,7 +143,7 @@ def produce(ring, order, x_ptr, stride_x8, slots_ptr, weight_descs, low_rank, PL
             _load_step_weights(ring, step, weight_descs, expert, k, column, PLAN)
             _copy_step_rows(ring, step + 1, x_ptr, row_offsets, k + block_k, PLAN)
             step += 1
-        row_offsets = row_starts(next_slots, stride_x8, PLAN)
+        row_offsets = _starts_of_tile(next_slots, first, end, stride_x8, PLAN)
         if PLAN.low.rank > 0:
             low_k: gl.constexpr = PLAN.low.block_k
             last_r: gl.constexpr = (PLAN.low.steps - 1) * low_k

@@ -13,7 +13,7 @@ from functools import cache
 
 from torch import Tensor
 
-from moeblaze_ops.kernels.hopper.configs import LowRank, RowsPlan, rows_tile
+from moeblaze_ops.kernels.hopper.configs import LowRank, RowsPlan, Tile, has_few_rows, rows_tile
 from moeblaze_ops.kernels.hopper.gluon_api import fence_async_shared, gdc_wait, gl, gluon, mbarrier, tma_store, tma_store_wait
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
@@ -216,6 +216,7 @@ def _rows_kernel(
 
 @cache
 def _plan(
+    tile: Tile,
     contracted: int,
     columns: int,
     parts: int,
@@ -228,7 +229,7 @@ def _plan(
     low: LowRank,
 ) -> RowsPlan:
     form = (contracted, columns, parts, b_k_inner, bias_stride)
-    return RowsPlan(rows_tile(columns), *form, to_tokens, has_weights, channels, early, low)
+    return RowsPlan(tile, *form, to_tokens, has_weights, channels, early, low)
 
 
 def _launch_rows(
@@ -249,13 +250,13 @@ def _launch_rows(
     if rows_NGF.shape[0] == 0:
         return
     num_columns = y_ND.shape[1]
-    tile = rows_tile(num_columns)
+    tile = rows_tile(num_columns, has_few_rows(rows_NGF.shape[0], weights[0].shape[0]))
     described = [describe_weight(w_EFD, False, tile.block_n, tile.block_k) for w_EFD in weights]
     channels = 0 if left_TC is None else left_TC.shape[1]
     form = (rows_NGF.shape[2], num_columns, len(weights), described[0][1], bias_stride(biases))
     factor = None if factor_ERD is None else factor_ERD.unsqueeze(1)
     low, (low_rows, low_weight, _) = describe_low_rank(low_NR, factor, tile.block_m, tile.block_n)
-    plan = _plan(*form, slots_N is not None, weights_TK is not None, channels, early, low)
+    plan = _plan(tile, *form, slots_N is not None, weights_TK is not None, channels, early, low)
     product = (y_ND, 0, 0, y_ND, 0, 0) if left_TC is None else (left_TC, *left_TC.stride(), right_CD, *right_CD.stride())
     launch_persistent(
         _rows_kernel,

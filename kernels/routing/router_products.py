@@ -1,10 +1,11 @@
-"""The products of a router of few experts: so narrow that matrix libraries have only slow kernels for them.
+"""The products of a router: of one of few experts they are so narrow that matrix libraries have only slow kernels for them.
 
     logits[t, e] = <x[t, :], w[e, :]>
     dw[e, :]     = sum over tokens t:  dlogits[t, e] * x[t, :]
 
-Each reads x once, and is bound by that. A program of the logits takes BLOCK_T tokens; one of the gradient takes a stretch of D of
-the tokens of one of PARTS equal parts, which are added in order.
+Each reads x once, and is bound by that. A program of the logits takes BLOCK_T tokens and BLOCK_E experts; one of the gradient
+takes a stretch of D of the tokens of one of PARTS equal parts, which are added in order. A logit is one sum over D in order:
+its bits depend on no other token.
 """
 
 import torch
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeblaze_ops.kernels.configs import choose_router_product, router_parts
-from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, static_size
+from moeblaze_ops.kernels.configs import choose_router_block, choose_router_product, router_parts
+from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
 from moeblaze_ops.kernels.tiles import load_tile, multiply_add, rows_times_weight
 
 
@@ -31,15 +32,17 @@ def _router_logits_kernel(
     stride_w_d,
     ALLOW_TF32: tl.constexpr,
     EVEN_D: tl.constexpr,
+    EVEN_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    experts = tl.arange(0, BLOCK_E)
+    num_expert_tiles = tl.cdiv(E, BLOCK_E)
+    tokens = (tl.program_id(0) // num_expert_tiles).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.program_id(0) % num_expert_tiles * BLOCK_E + tl.arange(0, BLOCK_E)
     rows = x_ptr + tl.minimum(tokens, T - 1) * stride_x_t
     logits = rows_times_weight(
-        rows, stride_x_d, w_ptr, stride_w_d, stride_w_e, experts, D, E, BLOCK_T, BLOCK_E, BLOCK_D, EVEN_D, False, ALLOW_TF32
+        rows, stride_x_d, w_ptr, stride_w_d, stride_w_e, experts, D, E, BLOCK_T, BLOCK_E, BLOCK_D, EVEN_D, EVEN_E, ALLOW_TF32
     )
     is_in = (tokens < T)[:, None] & (experts < E)[None, :]
     tl.store(logits_ptr + tokens[:, None] * E + experts[None, :], logits.to(logits_ptr.dtype.element_ty), mask=is_in)
@@ -84,35 +87,37 @@ def _router_weight_grad_kernel(
     tl.store(parts_tile, total, mask=(experts < E)[:, None] & (cols < D)[None, :])
 
 
-def _options(config, D) -> dict:
+def _options(config, D, block_e) -> dict:
     """What both kernels are compiled for."""
     return {
         "ALLOW_TF32": allows_tf32(),
         "EVEN_D": is_multiple(D, config.columns),
         "BLOCK_T": config.rows,
         "BLOCK_D": config.columns,
-        "BLOCK_E": 16,
+        "BLOCK_E": block_e,
         "num_warps": config.num_warps,
         "num_stages": 4,
     }
 
 
-def launch_router_logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+def launch_router_logits(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tensor:
     """``x @ w.T``.
 
     Args:
         x_TD: tokens. Shape [T, D], bf16, fp16 or fp32, any strides.
-        w_ED: the router's weight. Shape [E, D], dtype of x, any strides, E at most 16.
+        w_ED: the router's weight. Shape [E, D], dtype of x, any strides.
+        wide: give the sums as they are, in fp32.
 
     Returns:
-        logits_TE: shape [T, E], dtype of x, contiguous. fp32 sums; two runs agree bit for bit.
+        logits_TE: shape [T, E], dtype of x, or fp32, contiguous. fp32 sums; two runs agree bit for bit, of any number of tokens.
     """
     (T, D), E = x_TD.shape, w_ED.shape[0]
-    logits_TE = x_TD.new_empty((T, E))
-    config = choose_router_product(x_TD.element_size(), static_size(D))
+    logits_TE = x_TD.new_empty((T, E), dtype=torch.float32 if wide else x_TD.dtype)
+    config = choose_router_product(x_TD.element_size(), static_size(D), static_size(T))
+    block_e = choose_router_block(operands(x_TD), static_size(E), static_size(T))
     launch(
         _router_logits_kernel,
-        ceil_div(T, config.rows),
+        ceil_div(T, config.rows) * ceil_div(E, block_e),
         x_TD,
         w_ED,
         logits_TE,
@@ -121,7 +126,8 @@ def launch_router_logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
         E,
         *x_TD.stride(),
         *w_ED.stride(),
-        **_options(config, D),
+        EVEN_E=is_multiple(E, block_e),
+        **_options(config, D, block_e),
     )
     return logits_TE
 
@@ -153,6 +159,6 @@ def launch_router_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
         *dlogits_TE.stride(),
         *x_TD.stride(),
         PARTS=parts,
-        **_options(config, D),
+        **_options(config, D, 16),
     )
     return parts_PED.sum(0).to(x_TD.dtype)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.configs import FEW_CHANNELS, choose_combine, choose_combine_few, choose_combine_product, choose_row_dot
 from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
+from moeblaze_ops.kernels.settings import settings
 from moeblaze_ops.kernels.tiles import add_channels, load_tile, multiply_add
 
 _LARGEST_UNROLL = 8
@@ -135,6 +136,7 @@ def _combine_kernel(
     HAS_COUNTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
+    ROUNDS: tl.constexpr,
     PARTS: tl.constexpr,
     FEW_CHANNELS: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
@@ -205,6 +207,9 @@ def _combine_kernel(
                 left_tile = left_ptr + tokens[:, None] * stride_left_t + (part * C + cs)[None, :] * stride_left_c
                 left = load_tile(left_tile, token_in, cs < C, False, EVEN_C)  # [BLOCK_T, BLOCK_C]
                 product = multiply_add(left, right, product, ALLOW_TF32)
+        if ROUNDS:
+            total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+            product = product.to(out_ptr.dtype.element_ty).to(tl.float32)
         total += product
     out_tile = out_ptr + tokens[:, None] * stride_out_t + cols[None, :]  # [BLOCK_T, BLOCK_D]
     tl.store(out_tile, total.to(out_ptr.dtype.element_ty), mask=token_in[:, None] & col_in[None, :])
@@ -316,7 +321,9 @@ def combine(
     left_TC, right_CD = product or (None, None)
     num_channels = 0 if product is None else right_CD.shape[0]
     parts = num_parts(product)
-    has_few_channels = static_size(num_channels) is not None and num_channels <= FEW_CHANNELS and parts == 1
+    # The sum and the product are rounded apart where eager code has to give the same bits, in which each is a tensor.
+    rounds = product is not None and settings().batch_invariant
+    has_few_channels = static_size(num_channels) is not None and num_channels <= FEW_CHANNELS and parts == 1 and not rounds
     if has_few_channels:
         config = (choose_combine_few if top_k > _SOME_SLOTS else choose_combine)(static_size(D))
     else:
@@ -344,6 +351,7 @@ def combine(
         HAS_COUNTS=counts_T is not None,
         HAS_WEIGHTS=weights_TK is not None,
         HAS_PRODUCT=product is not None,
+        ROUNDS=rounds,
         PARTS=parts,
         FEW_CHANNELS=num_channels if has_few_channels else 0,
         ALLOW_TF32=allows_tf32(),

@@ -27,7 +27,7 @@ from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_losses import count_by_dispatch, count_one_hot, join_router_gradients
-from moeblaze_ops.lowering.inductor.router_products import replace_router_product
+from moeblaze_ops.lowering.inductor.router_products import replace_by_invariant_product, replace_router_product
 from moeblaze_ops.lowering.inductor.whole_columns import join_columns
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
@@ -44,6 +44,8 @@ def register_lowerings() -> None:
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
+    for product in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.aten.addmm.default):
+        torch_internals.register_visit(product, replace_by_invariant_product, joint=False)
     torch_internals.register_visit(torch.ops.aten.cat.default, join_columns)
     torch_internals.register_visit(expert_weight_grad, accumulate_in_place, joint=False)
     torch_internals.register_lowering(expert_weight_grad_or_add, torch_internals.results_may_be_none(expert_weight_grad_or_add))
@@ -96,7 +98,8 @@ def register_traced_lowering(
 
         devices = {fake.device.type for fake in fakes if isinstance(fake, torch.Tensor)}
         if devices == {"cpu"}:
-            if op not in cpu_activations.IMPLEMENTATIONS or torch_internals.is_packaging():
+            as_called = config.batch_invariant or torch_internals.is_packaging()
+            if op not in cpu_activations.IMPLEMENTATIONS or as_called:
                 return call_on_cpu(*args, **kwargs)
             chosen = partial(cpu_activations.IMPLEMENTATIONS.get, op)
         elif "cuda" not in devices or must_call(op, arguments(fakes)):

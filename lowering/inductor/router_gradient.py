@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from moeblaze_ops import config
 from moeblaze_ops.lowering.graph.sizes import same_size, size_of
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward
 
@@ -42,6 +43,8 @@ def add_router_gradient(total: fx.Node) -> bool:
         if not _same_shape(experts, total):
             continue  # the product is broadcast against it
         if dx.args[0].target in _IN_PARTS:
+            if config.batch_invariant:
+                return False
             _add_in_place(total, experts, dx, mm)
             return True
         moved = _later_ancestors(mm, dx.args[0], total)
@@ -82,6 +85,8 @@ def _takes_product(backward: fx.Node) -> bool:
         return False
     # With weights on the input their gradient comes out of the same op, and leads to the logits.
     is_free = backward.args[3] is None and all(given is None for given in backward.args[_ROUTER])
+    if config.batch_invariant and backward.args[6].meta["val"].shape[1] == 1:
+        return False  # rows of one expert a token are added to without tensor cores
     return is_free and "eager_input_vals" in backward.meta
 
 

@@ -1,25 +1,28 @@
-"""The products of a recognised router whose number of experts no fast kernel of a matrix library takes.
+"""The products of a recognised router that kernels of ours compute.
 
 Rows of E numbers in 16 bits are a multiple of 16 bytes only where E is one of 8. Elsewhere cuBLAS falls back to kernels that
 take twice as long as reading the tokens does. On CUDA and up to 16 experts, the logits that ``route`` reads, and the gradient
 for the router's weight that follows from ``route_backward``, come from kernels of their own.
+
+With ``config.batch_invariant`` all products whose rows are tokens do, on any device: of a matrix library the number of tokens
+chooses the kernel, and with it the order in which a logit is summed.
+
+    F.linear(x, w), F.linear(x, w, b)      the logits, with a bias the wide ones plus it
+    dlogits @ w                            the gradient of the tokens, where it is not part of another sum
 """
 
 import torch
 from torch import fx
 
+from moeblaze_ops import config
+from moeblaze_ops.lowering.inductor.graph_writer import Writer
 from moeblaze_ops.ops.router_products import MOST_EXPERTS
 
-_SCALED = (
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.mul.Tensor,
-    torch.ops.aten.div.Tensor,
-    torch.ops.prims.convert_element_type.default,
-)
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_SCALED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.mul.Tensor, aten.div.Tensor, _CAST)
 """Another shape or type, or a scale."""
-_SHIFTED = (*_SCALED, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
+_SHIFTED = (*_SCALED, aten.add.Tensor, aten.sub.Tensor)
 """What may stand between a product and ``route``, or between ``route_backward`` and a product: losses have gradients, too."""
 _ROUTES = (torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_at.default)
 _GRADIENTS = (torch.ops.moeblaze.route_backward.default, torch.ops.moeblaze.router_sums_backward.default)
@@ -51,6 +54,29 @@ def replace_router_product(mm: fx.Node) -> bool:
     return True
 
 
+def replace_by_invariant_product(product: fx.Node) -> None:
+    """Replace a product of tokens that a router makes, with ``config.batch_invariant``."""
+    if not config.batch_invariant or product.kwargs or not (feeds_route(product) or _is_gradient_of_tokens(product)):
+        return
+    *bias, left, right = product.args[:2] if product.target != aten.addmm.default else product.args
+    wide = product.target == aten.mm.dtype or bool(bias)
+    call = Writer(product)
+    factors = left, call(aten.permute.default, right, [1, 0])
+    result = call(torch.ops.moeblaze.router_logits.default, *factors, wide)
+    # The strides that the op asks Inductor for.
+    result.meta["eager_input_vals"] = (*(node.meta["val"] for node in factors), wide), {}
+    if bias:
+        result = call(_CAST, call(aten.add.Tensor, result, *bias), product.meta["val"].dtype)
+    product.replace_all_uses_with(result)
+    product.graph.erase_node(product)
+
+
+def _is_gradient_of_tokens(product: fx.Node) -> bool:
+    """True for ``mm(route_backward(...), w)``, and not for ``mm(route_backward(...).t(), x)``."""
+    left = product.args[-2] if product.target == aten.addmm.default else product.args[0]
+    return not _is_transposed(left) and comes_from_route(left)
+
+
 def _is_transposed(node: fx.Node) -> bool:
     return node.target == torch.ops.aten.permute.default and list(node.args[1]) == [1, 0]
 
@@ -60,7 +86,7 @@ def feeds_route(node: fx.Node) -> bool:
     for user in node.users:
         if user.target in _ROUTES and user.args[0] is node:
             return True
-        if user.target in _SHIFTED and feeds_route(user):
+        if user.target in (*_SHIFTED, aten.sum.dim_IntList) and feeds_route(user):
             return True
     return False
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from moeblaze_ops import config
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.lowering.forms.views import is_scattered_over
@@ -147,8 +148,11 @@ def _match_given(view: GraphView, trail: _Trail, match: MoEMatch, ids: fx.Node) 
 
 
 def breaks_ties_as_topk(device: torch.device) -> bool:
-    """Whether ``torch.topk`` prefers the lower id between equal scores, as the fused router does; on a CPU it takes any."""
-    return device.type != "cpu"
+    """Whether the lower id between equal scores is right, as the fused router has it. ``torch.topk`` takes any on a CPU.
+
+    With ``config.batch_invariant`` the fused router runs there, too: its softmax depends on no other token.
+    """
+    return device.type != "cpu" or config.batch_invariant
 
 
 def _reaches_logits(view: GraphView, trail: _Trail) -> bool:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import GATES, activate, activation_gradient, parameter_gradient
+from moeblaze_ops.cpu.row_pieces import in_pieces
 from moeblaze_ops.kernels.formulas.named import is_gated
+from moeblaze_ops.kernels.settings import settings
 
 _aten = torch.ops.aten
 _Value: TypeAlias = Callable[..., Tensor]
@@ -25,6 +27,13 @@ _IN_PLACE: dict[str, tuple[_Value, _Slope]] = {
 
 def activate_into(a_NF: Tensor, h_NGF: Tensor, activation: str, params_NP: Tensor | None = None) -> None:
     """a = act(h), as ``activate`` has it bit for bit."""
+    if settings().batch_invariant:
+        in_pieces(_activate_into, [a_NF], [h_NGF, params_NP], activation)
+    else:
+        _activate_into(a_NF, h_NGF, params_NP, activation)
+
+
+def _activate_into(a_NF: Tensor, h_NGF: Tensor, params_NP: Tensor | None, activation: str) -> None:
     functions = _functions(activation, h_NGF)
     if functions is None:
         a_NF.copy_(activate(h_NGF, activation, params_NP))
@@ -54,6 +63,30 @@ def backward_into(
         activation: a name, or ``identity``.
         params_NP, dparams_NP: the parameters of each row, and what it adds to their gradients, which is written.
     """
+    operands = da_NF, h_NGF, scale_N1, params_NP
+    if not settings().batch_invariant:
+        return _backward_into(dh_NGF, wa_NF, dparams_NP, *operands, activation)
+    dscale_N = None if scale_N1 is None else scale_N1.new_empty(scale_N1.shape[0])
+
+    def fill(dscale: Tensor | None, *given: Any) -> None:
+        dots = _backward_into(*given)
+        if dscale is not None and dots is not None:
+            dscale.copy_(dots)
+
+    in_pieces(fill, [dscale_N, dh_NGF, wa_NF, dparams_NP], operands, activation)
+    return dscale_N
+
+
+def _backward_into(
+    dh_NGF: Tensor,
+    wa_NF: Tensor,
+    dparams_NP: Tensor | None,
+    da_NF: Tensor,
+    h_NGF: Tensor,
+    scale_N1: Tensor | None,
+    params_NP: Tensor | None,
+    activation: str,
+) -> Tensor | None:
     functions = _functions(activation, h_NGF)
     if functions is None:
         return _backward_of_any(dh_NGF, wa_NF, da_NF, h_NGF, scale_N1, activation, params_NP, dparams_NP)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ops.arguments.activations import activate
 from moeblaze_ops.arguments.weight_storage import bias_halves, up_halves, up_shape
 from moeblaze_ops.cpu.activations import activate_into, backward_into
+from moeblaze_ops.cpu.row_pieces import add_product_of_rows, product_of_rows
 from moeblaze_ops.cpu.rows import (
     RowBlock,
     add_biases,
+    dots_of_rows,
     matrices,
     multiply,
     of_each,
@@ -28,6 +29,7 @@ from moeblaze_ops.cpu.rows import (
 )
 from moeblaze_ops.cpu.weight_grad import expert_weight_grad
 from moeblaze_ops.kernels.formulas.named import IDENTITY
+from moeblaze_ops.kernels.settings import settings
 
 
 def expert_up(
@@ -77,7 +79,11 @@ def expert_down(
     down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK, v_NR, lora_b_ERD)
     for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
         params_NP = row_parameters(params_EP, block)
-        down.add(activate(h_NGF[block.rows], activation, params_NP) if a_NF is None else a_NF[block.rows], block)
+        a_rows = None if a_NF is None else a_NF[block.rows]
+        if a_rows is None:
+            a_rows = h_NGF.new_empty(block.rows.stop - block.rows.start, h_NGF.shape[2])
+            activate_into(a_rows, h_NGF[block.rows], activation, params_NP)
+        down.add(a_rows, block)
     return down.sums_TD.to(h_NGF.dtype)
 
 
@@ -208,7 +214,8 @@ def expert_up_backward(
     dx_TD = _up_backward_sums(dh_NGF, x_TD, w_up, weights_TK, *routing, dweights_TK, du_NR, lora_a_ERD)
     if dlogits_TE is not None:
         parts = dlogits_TE.shape[1] // w_router_ED.shape[0] if w_router_ED.shape[0] else 1
-        dx_TD += dlogits_TE.to(dx_TD.dtype) @ w_router_ED.to(dx_TD.dtype).repeat(parts, 1)
+        factors = dlogits_TE.to(dx_TD.dtype), w_router_ED.to(dx_TD.dtype).repeat(parts, 1)
+        dx_TD += product_of_rows(*factors) if settings().batch_invariant else torch.mm(*factors)
     return dx_TD.to(dh_NGF.dtype), dweights_TK
 
 
@@ -287,7 +294,7 @@ def _up_backward_sums(
         tokens = tokens_N[block.rows]
         if weights_TK is not None:
             slots = slots_N[block.rows]
-            dscale = torch.linalg.vecdot(dx_rows, x_TD.index_select(0, tokens).to(dx_rows.dtype))
+            dscale = dots_of_rows(dx_rows, x_TD.index_select(0, tokens).to(dx_rows.dtype))
             dweights_TK.view(-1).index_copy_(0, slots.long(), dscale.to(dweights_TK.dtype))
             dx_rows *= row_weights(weights_TK, slots)
         dx_TD.index_add_(0, tokens, dx_rows)
@@ -424,7 +431,11 @@ class _DownGradients:
     def _add_bias_shares(self, dscale: Tensor, dout_rows: Tensor, block: RowBlock) -> None:
         biases = self.b_down[0].unbind(0)[block.experts]
         for share, rows, bias in zip(of_each(dscale, block), of_each(dout_rows, block), biases, strict=True):
-            share.addmv_(rows.to(dscale.dtype), bias.to(dscale.dtype))
+            rows, bias = rows.to(dscale.dtype), bias.to(dscale.dtype)
+            if settings().batch_invariant:
+                add_product_of_rows(share.unsqueeze(1), rows, bias.unsqueeze(1))
+            else:
+                share.addmv_(rows, bias)
 
 
 def _weight_gradient_buffer(weights_TK: Tensor | None, positions_TK: Tensor) -> Tensor:

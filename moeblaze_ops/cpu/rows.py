@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moeblaze_ops.arguments.separate_experts import OneByOne
 from moeblaze_ops.arguments.validation import require
+from moeblaze_ops.cpu.row_pieces import add_product_of_rows, in_pieces, product_of_rows
+from moeblaze_ops.kernels.settings import settings
 
 _BLOCK_NUMBERS = 1 << 17
 """Numbers of one [rows, width] buffer of a block: with half a dozen of such buffers it fills a cache of some megabytes."""
@@ -73,10 +75,24 @@ def multiply(rows_NX: Tensor, of_experts: Sequence[Tensor], out_NY: Tensor, bloc
     for (rows, matrix, out), size in zip(parts, block.sizes, strict=True):
         if size == 0:
             continue
-        if add:
+        if settings().batch_invariant:
+            if add:
+                add_product_of_rows(out, rows, matrix)
+            else:
+                out.copy_(product_of_rows(rows, matrix))
+        elif add:
             out.addmm_(rows, matrix)
         else:
             torch.mm(rows, matrix, out=out)
+
+
+def dots_of_rows(left_NX: Tensor, right_NX: Tensor) -> Tensor:
+    """The inner product of each two rows. Shape [N]."""
+    if not settings().batch_invariant:
+        return torch.linalg.vecdot(left_NX, right_NX)
+    dots_N = left_NX.new_empty(left_NX.shape[0])
+    in_pieces(lambda dots, left, right: dots.copy_(torch.linalg.vecdot(left, right)), [dots_N], [left_NX, right_NX])
+    return dots_N
 
 
 def add_biases(rows_NX: Tensor, biases_EX: Tensor | OneByOne, block: RowBlock) -> None:

@@ -21,7 +21,7 @@ from transformers.distributed.expert_parallel import AllReduceEP, AllToAllEP, EP
 from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.integrations.transformers import NAME, Operands, as_operands, experts_forward, operands_of, warn
 from moeblaze_ops.kernels.formulas.named import is_gated
-from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks
+from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks, refuse_to_move_tokens
 from moeblaze_ops.ops.sharded.host_numbers import prepare
 
 
@@ -57,6 +57,7 @@ class MoeblazeEP(AllToAllEP):
         Warns:
             UserWarning: the ops cannot express the module's activation, gate or flags; it ran as "all_to_all".
         """
+        refuse_to_move_tokens(f"ep_implementation={NAME!r}")
         operands = operands_of(self.experts)
         if isinstance(operands, str):
             warn(f"{type(self.experts).__name__} runs as ep_implementation='all_to_all', not as {NAME!r}: {operands}")

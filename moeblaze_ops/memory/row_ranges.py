@@ -168,8 +168,11 @@ def choose_parts(
 
     ``("whole", 0)`` as long as the limit of ``config.max_layer_transient_bytes`` allows it, else ``("ranges", limit in
     bytes)``, which are for backward, up to ``tokens_in_ranges`` and ``("chunks", tokens of one)`` beyond, and always without
-    gradients.
+    gradients. With ``config.batch_invariant`` gradients are taken as a whole: a range rounds the gradient of x wherever the rows
+    of other tokens let it end.
     """
+    if config.batch_invariant and torch.is_grad_enabled():
+        return "whole", 0
     chunk_tokens = tokens_per_chunk(D, F, K, dtype, gated, device)
     if chunk_tokens >= T:
         return "whole", 0

@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeblaze_ops import config
 from moeblaze_ops.arguments.geometry import once
 from moeblaze_ops.arguments.validation import check_shape, require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K, TOP_K_BOUNDS, check_route_call
 from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, not_scriptable
+from moeblaze_ops.cpu.row_pieces import in_pieces
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.direct import call
@@ -136,7 +138,20 @@ def _route_fake(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_group
     return logits_TE.new_empty(shape, dtype=wide_dtype(logits_TE)), logits_TE.new_empty(shape, dtype=torch.int32)
 
 
-def _route_cpu(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
+def _route_cpu(logits_TE, bias_E, top_k, *options) -> tuple[Tensor, Tensor]:
+    if not config.batch_invariant:
+        return _choose(logits_TE, bias_E, top_k, *options)
+    weights_TK, experts_TK = _route_fake(logits_TE, bias_E, top_k, *options)
+
+    def fill(weights: Tensor, experts: Tensor, logits: Tensor) -> None:
+        for result, chosen in zip((weights, experts), _choose(logits, bias_E, top_k, *options), strict=True):
+            result.copy_(chosen)
+
+    in_pieces(fill, [weights_TK, experts_TK], [logits_TE])
+    return weights_TK, experts_TK
+
+
+def _choose(logits_TE, bias_E, top_k, scoring, renormalize, scale, num_groups, top_groups) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.to(wide_dtype(logits_TE))
     choice_TE = _choice_scores(logits_TE, bias_E, scoring, top_groups < num_groups)
     if top_groups < num_groups:
@@ -219,7 +234,16 @@ def _route_backward_fake(dweights_TK, logits_TE, weights_TK, experts_TK, scoring
     return logits_TE.new_empty(logits_TE.shape)
 
 
-def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
+def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, *options) -> Tensor:
+    operands = dweights_TK, logits_TE, weights_TK, experts_TK
+    if not config.batch_invariant:
+        return _gradient_of_logits(*operands, *options)
+    dlogits_TE = logits_TE.new_empty(logits_TE.shape)
+    in_pieces(lambda dlogits, *given: dlogits.copy_(_gradient_of_logits(*given, *options)), [dlogits_TE], operands)
+    return dlogits_TE
+
+
+def _gradient_of_logits(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
     experts_TK = experts_TK.long()
     wide_TE = logits_TE.to(wide_dtype(logits_TE))
     zeros_TE = torch.zeros_like(wide_TE, memory_format=torch.contiguous_format)

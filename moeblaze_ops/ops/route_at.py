@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
+from moeblaze_ops import config
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.arguments.validation_router import check_like_logits, check_logits, check_scoring, wide_dtype
 from moeblaze_ops.arguments.validation_values import ID_DTYPES
+from moeblaze_ops.cpu.row_pieces import in_pieces
 from moeblaze_ops.ops.autodiff import carrying, parted
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op
@@ -27,8 +29,14 @@ def _fake(logits_TE, experts_TK, scoring, renormalize, scale) -> Tensor:
 
 
 def _cpu(logits_TE, experts_TK, scoring, renormalize, scale) -> Tensor:
-    wide_TE = logits_TE.to(wide_dtype(logits_TE))
-    return weights_of(wide_TE, experts_TK.long(), scoring, renormalize, scale).contiguous()
+    def weigh(logits: Tensor, experts: Tensor) -> Tensor:
+        return weights_of(logits.to(wide_dtype(logits)), experts.long(), scoring, renormalize, scale).contiguous()
+
+    if not config.batch_invariant:
+        return weigh(logits_TE, experts_TK)
+    weights_TK = _fake(logits_TE, experts_TK, scoring, renormalize, scale)
+    in_pieces(lambda weights, *given: weights.copy_(weigh(*given)), [weights_TK], [logits_TE, experts_TK])
+    return weights_TK
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -199,6 +199,20 @@ def test_storages_fit(compiled, storage, widths, dtype):
     assert_fits(compiled)
 
 
+@pytest.mark.parametrize(("parts", "widths"), [(2, "even"), (1, "even"), (2, "ragged")])
+def test_few_rows_of_an_expert_fit(compiled, parts, widths):
+    """Narrow tiles, which do not read the rows that they lack; they multiply as the wide ones do."""
+    num_f, num_d = WIDTHS[widths]
+    many, blocks = 2 * N, torch.zeros(N // 128 + 2 * N + 1, 2, dtype=torch.int32)
+    table = (SLOTS_N, torch.zeros(many + 1, dtype=torch.int32), blocks, K, "swiglu" if parts == 2 else "silu")
+    h, a = empty(N, parts, num_f), empty(N, num_f)
+    hopper_expert_up(empty(T, num_d), [empty(many, parts, num_f, num_d)], [], *table, h, a)
+    hopper_down_rows(a, [empty(many, num_f, num_d)], [], *table[1:3], empty(N, num_d))
+    assert len(compiled) == 2
+    assert_fits(compiled)
+    assert all("wgmma.mma_async.sync.aligned.m64n128k16" in kernel.asm["ptx"] for kernel in compiled)
+
+
 # Both ranks with one layout, and each other layout with one: weights and low-rank columns are read by descriptors of their own.
 @pytest.mark.parametrize(
     ("storage", "widths", "rank"),

@@ -22,7 +22,9 @@ def test_kernels_compile_without_spills(dtype, D, capability):
     with recorded_launches(capability) as recorded:
         x, w = (torch.empty(rows, D, dtype=dtype, device="cuda") for rows in (32768, 4))
         launch_router_weight_grad(launch_router_logits(x, w), x)
-    assert len(recorded) == 2
+        many = torch.empty(256, D, dtype=dtype, device="cuda")
+        launch_router_logits(x, many), launch_router_logits(x[:64], many, True)
+    assert len(recorded) == 4
     for launch in recorded:
         resources = compile_launch(launch, capability)
         assert resources.spill_bytes == 0, launch.name

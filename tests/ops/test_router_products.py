@@ -13,7 +13,7 @@ T, D, HIDDEN = 32, 64, 128
 SIZES = {
     "few": (37, 24, 4),
     "one_expert": (5, 8, 1),
-    "most_experts": (130, 16, 16),
+    "many_experts": (130, 16, 16),
     "one_token": (1, 8, 3),
     "no_tokens": (0, 8, 3),
 }
@@ -35,6 +35,18 @@ def test_values_and_gradients(sizes):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_logits_of_many_experts_may_be_wide(monkeypatch, batch_invariant):
+    monkeypatch.setattr(moeblaze_ops.config, "batch_invariant", batch_invariant)
+    x, w, dlogits = (operand.bfloat16() for operand in make_operands((37, 24, 40)))
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    logits, expected = router_logits(x, w, True), F.linear(x.float(), w.float())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out, leaves, dlogits.float()) for out in (logits, expected)))
+    opcheck(router_logits, (x, w, True))
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_opcheck(sizes):
     x, w, dlogits = make_operands(sizes)
@@ -45,8 +57,9 @@ def test_opcheck(sizes):
 
 REJECTED = {
     "x_TD must have 2 dimensions": (router_logits, (2, 3, 8), (4, 8)),
-    r"w_ED must have shape \[E, 8\] with 1 to 16 experts, got shape \[17, 8\]": (router_logits, (3, 8), (17, 8)),
-    r"w_ED must have shape \[E, 8\] with 1 to 16 experts, got shape \[4, 9\]": (router_logits, (3, 8), (4, 9)),
+    r"w_ED must have shape \[E, 8\] with 1 expert or more, got shape \[0, 8\]": (router_logits, (3, 8), (0, 8)),
+    r"w_ED must have shape \[E, 8\] with 1 expert or more, got shape \[4, 9\]": (router_logits, (3, 8), (4, 9)),
+    r"dlogits_TE must have shape \[3, E\] with 1 to 16 experts, got shape \[3, 17\]": (router_weight_grad, (3, 17), (3, 8)),
     r"dlogits_TE must have shape \[3, E\] with 1 to 16 experts, got shape \[4, 2\]": (router_weight_grad, (4, 2), (3, 8)),
     r"dlogits_TE must have shape \[3, E\] with 1 to 16 experts, got shape \[3\]": (router_weight_grad, (3,), (3, 8)),
 }
@@ -140,6 +153,13 @@ def test_another_product_is_left_alone():
 def test_logits_that_are_computed_on_are_left_alone():
     """Their gradient is a sum of which a router's is a part, as it is with a loss."""
     assert number_of(kernels(not_a_router)) == (0, 1)
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(8, torch.bfloat16), (20, torch.float32)])
+def test_no_product_of_tokens_is_the_library_s_with_the_switch(monkeypatch, num_experts, dtype):
+    """Neither the logits nor the gradient of the tokens, which is no part of another sum where a token has one expert."""
+    monkeypatch.setattr(moeblaze_ops.config, "batch_invariant", True)
+    assert [launched.count("_router_logits_kernel") for launched in kernels(layer, num_experts, dtype)] == [1, 1]
 
 
 def test_fp32_is_left_alone():

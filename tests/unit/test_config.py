@@ -11,6 +11,7 @@ from moeblaze_ops import config
 
 RIGHT = {
     "arrived_rows": ["exact", "bound"],
+    "batch_invariant": [True, False],
     "check_expert_ids": [True, False],
     "collective_multiprocessors": [None, 1, 16],
     "exchange": ["auto", "all_gather", "all_to_all"],
@@ -30,6 +31,7 @@ RIGHT = {
 WRONG = [
     ("check_expert_ids", 1, TypeError, "True or False, got 1"),
     ("check_expert_ids", None, TypeError, "True or False, got None"),
+    ("batch_invariant", "on", TypeError, "True or False, got 'on'"),
     ("hopper", "on", ValueError, "one of auto, off, got 'on'"),
     ("hopper", True, TypeError, "one of auto, off, got True"),
     ("idle_expert_grads", None, TypeError, "one of zeros, none, got None"),
@@ -73,6 +75,15 @@ def test_wrong_values(name, value, error, message):
     assert type(raised.value) is error
     assert str(raised.value).startswith(f"config: {name} must be {message}")
     assert config.snapshot() == before
+
+
+def test_tokens_do_not_move_where_bits_stay(monkeypatch):
+    both = ("batch_invariant", True), ("experts_move", "tokens")
+    for first, second in (both, both[::-1]):
+        with monkeypatch.context() as patch:
+            patch.setattr(config, *first)
+            with pytest.raises(ValueError, match="config: experts_move must not be tokens with batch_invariant"):
+                setattr(config, *second)
 
 
 def test_a_knob_is_documented_and_read():

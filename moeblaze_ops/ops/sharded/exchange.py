@@ -99,3 +99,10 @@ def _unseen_sizes(x_TD: Tensor) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def refuse_to_move_tokens(what: str) -> None:
+    """Raise where the ranks that share a token's experts may not round their parts of its sum."""
+    if config.batch_invariant:
+        rule = "be False where tokens move to experts of other ranks (shard_experts moves weights)"
+        raise NotImplementedError(f"{what}: config.batch_invariant must {rule}, got True")

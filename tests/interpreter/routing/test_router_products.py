@@ -24,6 +24,15 @@ def test_products_match_oracle(sizes, dtype, strided):
     assert_near([logits, dw], [oracle("router_logits", x, w), oracle("router_weight_grad", dlogits, x)])
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_logits_of_several_tiles_of_experts(wide):
+    x, w = torch.randn(70, 40).bfloat16(), torch.randn(150, 40).bfloat16()
+    logits = launch_router_logits(x, w, wide)
+    assert logits.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert_near([logits], [oracle("router_logits", x, w)])
+    assert all(torch.equal(launch_router_logits(x[i : i + 1], w, wide), logits[i : i + 1]) for i in (0, 69))
+
+
 def test_a_token_reaches_its_own_logits_only():
     x, w = torch.randn(70, 16), torch.randn(4, 16)
     x[66] = float("nan")

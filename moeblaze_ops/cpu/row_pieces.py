@@ -1,0 +1,67 @@
+"""Functions of rows whose bits of one row depend neither on how many rows there are, nor on where the row stands.
+
+Matrix libraries choose kernels by the number of rows, and these add in different orders; ATen's vectorized functions have another
+formula for what is left over at the end of a tensor, or of a thread's part of it. So with ``config.batch_invariant`` rows are
+taken a fixed number at a time, in buffers of their own that are filled up with zeros:
+
+    product_of_rows(rows, matrix)                        rows @ matrix, 64 rows at a time
+    in_pieces(activate, [a_NF], [h_NGF], "swiglu")       activate(a, h, "swiglu") of so few rows that one thread has them
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROWS = 64
+"""Rows of a product: more than the libraries have kernels of their own for."""
+_ONE_THREAD = 1 << 15
+"""Numbers from which on ATen may part a function among threads."""
+_VECTORS = 64
+"""A multiple of the numbers that any of ATen's functions takes at a time."""
+
+
+def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor) -> Tensor:
+    """``rows @ matrix``. Shape [N, Y]."""
+    out_NY = rows_NX.new_empty(rows_NX.shape[0], matrix_XY.shape[1])
+    _pieces(lambda out, rows: torch.mm(rows, matrix_XY, out=out), [out_NY], [rows_NX], _ROWS)
+    return out_NY
+
+
+def add_product_of_rows(out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> None:
+    """``out += rows @ matrix``."""
+
+    def add(out: Tensor, before: Tensor, rows: Tensor) -> None:
+        torch.addmm(before, rows, matrix_XY, out=out)
+
+    _pieces(add, [out_NY], [out_NY, rows_NX], _ROWS)
+
+
+def in_pieces(
+    function: Callable[..., Any], results: Sequence[Tensor | None], operands: Sequence[Tensor | None], *rest: Any
+) -> None:
+    """``function(*results, *operands, *rest)``, which fills results from operands, both with rows at their first axis.
+
+    A result may be the memory of an operand.
+    """
+    given = [tensor for tensor in (*results, *operands) if tensor is not None]
+    width = max(tensor[:1].numel() for tensor in given) if given[0].shape[0] else 1
+    number = next((n for n in (64, 32, 16, 8, 4, 2) if n * width < _ONE_THREAD and n * width % _VECTORS == 0), 1)
+    _pieces(lambda *tensors: function(*tensors, *rest), results, operands, number)
+
+
+def _pieces(
+    function: Callable[..., Any], results: Sequence[Tensor | None], operands: Sequence[Tensor | None], number: int
+) -> None:
+    num_rows = next(tensor.shape[0] for tensor in (*results, *operands) if tensor is not None)
+    made, taken = ([None if t is None else t.new_zeros(number, *t.shape[1:]) for t in given] for given in (results, operands))
+    for first in range(0, num_rows, number):
+        rows = slice(first, min(first + number, num_rows))
+        for piece, whole in zip(taken, operands, strict=True):
+            if piece is not None and whole is not None:
+                piece[: rows.stop - first] = whole[rows]
+        function(*made, *taken)
+        for piece, whole in zip(made, results, strict=True):
+            if piece is not None and whole is not None:
+                whole[rows] = piece[: rows.stop - first]
