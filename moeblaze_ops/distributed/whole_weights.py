@@ -14,7 +14,7 @@ a rank that skips the layer is named, and its weights are not taken for those of
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  # noqa: F401
 from moeblaze_ops.ops.sharded.collectives import meet, start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
+from moeblaze_ops.ops.sharded.stored_layers import layers
 
 Member = tuple[str, Callable, tuple]
 """Of a class that is made: a name, and the function that makes it of the original class and these arguments."""
@@ -39,6 +40,12 @@ class RunningLayer:
         self.path = path
         self.depth = 0
         self.weights: list[WholeWeights] = []
+        layers.add(self)
+
+    def shards(self) -> Iterator[Tensor]:
+        """What this rank stores of the layer's experts now."""
+        for stored in (weights.parameters[name] for weights in self.weights for name in weights.names):
+            yield stored.to_local().detach() if isinstance(stored, DTensor) else stored
 
     def run(self, function: Callable, /, *args: object, **kwargs: object) -> object:
         """Call ``function`` as the layer, or as a part of it.

@@ -75,7 +75,7 @@ def generated(
     """Forward and backward of a layer whose tokens move, in a graph as the rewriter leaves it."""
 
     def start(x):
-        rows = most_tokens(x, group, "a layer") if exact else T
+        rows = most_tokens(x, None, group, "a layer") if exact else T
         if all_to_all:
             return x
         return start_gather_of_tokens(x, rows, RANKS, group, copies)
