@@ -54,7 +54,7 @@ KINDS = ("dense_einsum", "gathered_einsum", "stacked_loop", "masked_sum", "skipp
 COUNTS = (0, 1, 2, 5, 5, 8)
 TOLERANCE = 1e-9
 LATE_S = 3.0
-_TOGETHER = 10
+_TOGETHER = 8
 """Programs that the same processes run, if none fails."""
 
 
