@@ -229,7 +229,7 @@ def last_first(nodes, *_):
 @pytest.mark.parametrize("lite", [False, True])
 @pytest.mark.parametrize("copies", [False, True])
 def test_ranks_talk_in_the_order_of_the_program(group, copies, lite):
-    """Inductor chooses an order by the memory that it takes with a rank's own sizes; ``lite`` mode calls operators as they are."""
+    """Inductor chooses an order by the memory that it takes with a rank's own sizes; ``lite`` calls operators as they are."""
 
     def two(x, y, ids, *weights):
         settings = ("swiglu", False, list(range(RANKS)), group, copies, False, True)
