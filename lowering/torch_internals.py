@@ -512,8 +512,10 @@ def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
     from torch._inductor import ir
 
     def is_talk(operation: Any) -> bool:
-        is_collective = isinstance(operation, ir._CollectiveKernel) and not isinstance(operation, ir._WaitKernel)
-        return is_collective or getattr(operation, "op_overload", None) in ops
+        op = getattr(operation, "op_overload", None)
+        if isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional":  # mode="lite" makes no kernel of it
+            return op is not torch.ops._c10d_functional.wait_tensor.default
+        return op in ops or (isinstance(operation, ir._CollectiveKernel) and not isinstance(operation, ir._WaitKernel))
 
     def replacement(original):
         @functools.wraps(original)

@@ -168,20 +168,21 @@ def _start_gather(insert: Inserter, match: MoEMatch, moving: Moving, x_TD: fx.No
         # What copies have started holds nothing yet.
         everyone = x.new_empty(ranks * x.shape[0], x.shape[1], *([0] if copies else []))
     rows = config.tokens_per_rank or _most_tokens(
-        first, early_TD, group, f"{moving.layer}, by {'copies' if copies else 'collectives'}"
+        first, early_TD, moving.sharded, f"{moving.layer}, by {'copies' if copies else 'collectives'}"
     )
     return first.given(everyone, start_gather_of_tokens, early_TD, rows, ranks, group, copies)
 
 
-def _most_tokens(first: Inserter, x_TD: fx.Node, group: str, layer: str) -> fx.Node:
+def _most_tokens(first: Inserter, x_TD: fx.Node, sharded: ShardedWeights, layer: str) -> fx.Node:
     """How many tokens the ranks have at most: they tell each other once for each layer.
 
     Two layers that have equally many on this rank may have different numbers on another, which asks twice then.
     """
-    x = fake_of(x_TD)
+    x, stored = fake_of(x_TD), next(iter(sharded.stored.values()))
+    shard = first.call(local_shard, stored) if stored.op == "placeholder" else None
     with x.fake_mode:
         value = x.new_empty(x.shape[0], 0)
-    return first.given(value, most_tokens, x_TD, group, layer)
+    return first.given(value, most_tokens, x_TD, shard, sharded.group, layer)
 
 
 def join_gathers(graph: fx.Graph) -> None:

@@ -14,7 +14,7 @@ a rank that skips the layer is named, and its weights are not taken for those of
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  # noqa: F401
 from moeblaze_ops.ops.sharded.collectives import meet, start_gathers, start_reduce_scatters, wait
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
+from moeblaze_ops.ops.sharded.stored_layers import layers
 
 Member = tuple[str, Callable, tuple]
 """Of a class that is made: a name, and the function that makes it of the original class and these arguments."""
@@ -39,6 +40,12 @@ class RunningLayer:
         self.path = path
         self.depth = 0
         self.weights: list[WholeWeights] = []
+        layers.add(self)
+
+    def shards(self) -> Iterator[Tensor]:
+        """What this rank stores of the layer's experts now."""
+        for stored in (weights.parameters[name] for weights in self.weights for name in weights.names):
+            yield stored.to_local().detach() if isinstance(stored, DTensor) else stored
 
     def run(self, function: Callable, /, *args: object, **kwargs: object) -> object:
         """Call ``function`` as the layer, or as a part of it.
@@ -51,7 +58,7 @@ class RunningLayer:
         try:
             whole = self.gather()
             result = function(*args, **kwargs)
-            return tied(result, whole) if any(weight.requires_grad for weight in whole) else result
+            return tied(result, whole, (args, kwargs)) if whole and torch.is_grad_enabled() else result
         finally:
             self.depth -= 1
             if self.depth == 0:
@@ -128,25 +135,31 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """A copy of a result through which backward reaches weights that it was not computed from."""
+    """A copy of a result through which backward reaches tensors that it was not computed from.
+
+    Backward begins with something that forward has saved: where the layer is checkpointed, it runs again there on every rank.
+    """
 
     @staticmethod
-    def forward(ctx, result: Tensor, *whole: Tensor) -> Tensor:
-        ctx.count = len(whole)
+    def forward(ctx, result: Tensor, *others: Tensor) -> Tensor:
+        ctx.count = len(others)
+        ctx.save_for_backward(result.new_empty(0))
         return result.clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:
+        _ = ctx.saved_tensors
         return gradient, *(None,) * ctx.count
 
 
-def tied(result: object, whole: list[Tensor]) -> object:
-    """Let backward reach ``whole`` through a result."""
+def tied(result: object, whole: list[Tensor], inputs: object) -> object:
+    """Let backward reach ``whole``, and what needs a gradient among the inputs, through a result."""
+    others = [each for each in (*whole, *tree_leaves(inputs)) if isinstance(each, Tensor) and each.requires_grad]
 
     def tie(tensor: Tensor) -> Tensor:
-        return _Tied.apply(tensor, *whole) if tensor.is_floating_point() else tensor
+        return _Tied.apply(tensor, *others) if tensor.is_floating_point() else tensor
 
-    return tree_map_only(Tensor, tie, result)
+    return tree_map_only(Tensor, tie, result) if others else result
 
 
 def whole_of(stored: DTensor) -> Tensor:

@@ -5,18 +5,20 @@ breaks between them: on all ranks, or on one. From step to step ranks have other
 compiles anew. Torch compares each collective with those that the other ranks make, and raises where they differ. Without that,
 ranks wait for each other until the time of their group is over, or compute other numbers.
 
-    python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2
+    python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2 --groups 8            # of processes, side by side
     python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2 --not-compared        # and in the time that they take
     python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # cold, and with what that left
     python tests/distributed/rank_programs.py --show 7
 
-Through Inductor each program runs twice, with caches on disk that ranks share: the last rank compiles later than the others with
-cold ones, the first with warm ones, in other processes.
+Each program that fails has a line with its seed, and tracebacks on stderr. Through Inductor each runs twice, with caches on disk
+that ranks share: the last rank compiles later than the others with cold ones, the first with warm ones, in other processes. There
+each operator is called as it is: to build them in C++ takes most of the time, and ``--build`` does so.
 """
 
 import argparse
 import contextlib
 import copy
+import faulthandler
 import linecache
 import os
 import random
@@ -24,17 +26,21 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
+from torch.multiprocessing.spawn import ProcessExitedException
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
@@ -48,6 +54,8 @@ KINDS = ("dense_einsum", "gathered_einsum", "stacked_loop", "masked_sum", "skipp
 COUNTS = (0, 1, 2, 5, 5, 8)
 TOLERANCE = 1e-9
 LATE_S = 3.0
+_TOGETHER = 8
+"""Programs that the same processes run, if none fails."""
 
 
 class Outcome(NamedTuple):
@@ -62,10 +70,16 @@ class Outcome(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How ranks run programs. ``late`` begins each of them later; ``caches`` is a folder that they share."""
+    """How ranks run programs.
+
+    ``late`` begins each of them later; ``caches`` is a folder that they share. A rank waits ``patience_s`` for the others, and a
+    program that takes twice as long ends its process.
+    """
 
     compiler: str | None = None
     compared: bool = True
+    build: bool = False
+    patience_s: int = 300
     late: int | None = None
     caches: str | None = None
 
@@ -87,9 +101,12 @@ class Program:
     """A network of layers, and what is done with it."""
 
     layers: list[str]
+    experts: int
+    top_k: int
     lines: list[str]
     frozen: list[int]
     compiler: str
+    dynamic: bool | None
     settings: dict[str, object]
     steps: list[Step]
 
@@ -101,6 +118,8 @@ class Program:
 def draw(seed: int, ranks: int, compiler: str | None = None) -> Program:
     r = random.Random(seed)
     layers = [r.choice(KINDS) for _ in range(r.choice([1, 1, 2, 2, 3, 4]))]
+    top_k = r.choice([1, 2, 2])
+    experts = ranks * (r.choice([1, 1, 2]) if ranks == 2 else 1)  # a loop over them is traced for each
     lines = []
     for number in range(len(layers)):
         lines += r.choices([[], ["graph_break()"], [f"if self.rank == {r.randrange(ranks)}: graph_break()"]], [4, 1, 1])[0]
@@ -127,33 +146,34 @@ def draw(seed: int, ranks: int, compiler: str | None = None) -> Program:
             r.choice([None, None, *range(ranks)]),
             r.random() < 0.9,
         )
-        for _ in range(r.choice([1, 2, 3]))
+        for _ in range(r.choice([1, 2, 3] if len(layers) < 3 else [1, 2]))
     ]
     frozen = [number for number in range(len(layers)) if r.random() < 0.15]
-    drawn = r.choices(["graphs", "aot_eager", "none"], [5, 2, 1])[0]
-    return Program(layers, lines, frozen, compiler or drawn, settings, steps)
+    drawn = r.choices(["graphs", "aot_eager", "none"], [8, 1, 1])[0]
+    dynamic = r.choice([None, True])
+    return Program(layers, experts, top_k, lines, frozen, compiler or drawn, dynamic, settings, steps)
 
 
 class Cumulative(nn.Module):
     """Each expert for the tokens of all before it as well: no layer that the rewriter knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
-        whole = zoo.stacked("dense_einsum")
+        whole = zoo.stacked("dense_einsum", **sizes)
         self.router, self.w1, self.w2 = whole.router, whole.w1, whole.w2
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x)
-        rows = [(x @ self.w1[e]) @ self.w2[e] * (weights * (ids <= e)).sum(-1, keepdim=True) for e in range(zoo.E)]
+        rows = [(x @ self.w1[e]) @ self.w2[e] * (weights * (ids <= e)).sum(-1, keepdim=True) for e in range(len(self.w1))]
         return torch.stack(rows).sum(0)
 
 
 class Skipping(nn.Module):
     """A loop that reads how many experts there are, and skips those without tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
-        whole = zoo.stacked("stacked_loop")
+        whole = zoo.stacked("stacked_loop", **sizes)
         self.router, self.w1, self.w2 = whole.router, whole.w1, whole.w2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,10 +188,11 @@ class Skipping(nn.Module):
         return out
 
 
-def _layer(kind: str) -> nn.Module:
+def _layer(kind: str, program: Program) -> nn.Module:
+    sizes = {"E": program.experts, "K": program.top_k, "normalise": program.top_k > 1}
     if kind == "masked_sum":
-        return zoo.ModuleListMoE(zoo.masked_sum)
-    return Cumulative() if kind == "unknown" else Skipping() if kind == "skipping" else zoo.stacked(kind)
+        return zoo.ModuleListMoE(zoo.masked_sum, **sizes)
+    return Cumulative(**sizes) if kind == "unknown" else Skipping(**sizes) if kind == "skipping" else zoo.stacked(kind, **sizes)
 
 
 def _network(program: Program, seed: int, rank: int) -> nn.Module:
@@ -183,7 +204,7 @@ def _network(program: Program, seed: int, rank: int) -> nn.Module:
     linecache.cache[file] = len(program.source), None, program.source.splitlines(keepends=True), file
     exec(compile(program.source, file, "exec"), names)
     network = type("Network", (nn.Module,), {"forward": names["forward"]})()
-    network.rank, network.layers = rank, nn.ModuleList(map(_layer, program.layers))
+    network.rank, network.layers = rank, nn.ModuleList(_layer(kind, program) for kind in program.layers)
     for number in program.frozen:
         for name, p in network.layers[number].named_parameters():
             p.requires_grad_("router" in name)
@@ -255,7 +276,7 @@ def _compiled(program: Program, network: nn.Module) -> Iterator[Callable]:
         return
     if program.compiler == "inductor":
         with switch.enabled():
-            yield torch.compile(network)
+            yield torch.compile(network, dynamic=program.dynamic)
         return
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
@@ -263,7 +284,7 @@ def _compiled(program: Program, network: nn.Module) -> Iterator[Callable]:
         return gm.forward if program.compiler == "graphs" else lookup_backend("aot_eager")(gm, example_inputs)
 
     with switch.rewriting(backend):
-        yield torch.compile(network, backend=backend)
+        yield torch.compile(network, backend=backend, dynamic=program.dynamic)
 
 
 def check(seed: int, compiler: str | None = None) -> Outcome:
@@ -304,11 +325,14 @@ def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) ->
     torch.set_default_dtype(torch.float64)
     compile_quickly()
     keep_what_is_imported()
-    timeout = timedelta(seconds=600 if way.compiler == "inductor" else 300)
+    config.quiet = True
+    torch._inductor.config.fallback_by_default = not way.build
+    timeout = timedelta(seconds=way.patience_s)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, timeout=timeout)
     for seed in seeds:
         if rank == way.late:
             time.sleep(LATE_S)
+        faulthandler.dump_traceback_later(2 * way.patience_s, exit=True)
         try:
             outcome = check(seed, way.compiler)
         except Exception:
@@ -320,31 +344,46 @@ def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) ->
             dist.barrier()
         except RuntimeError:
             return
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
 def run_programs(seeds: Sequence[int], ranks: int, way: Way = _DEFAULT) -> dict[int, list[Outcome]]:
-    """What became of each program on each rank. Processes serve many programs, and are started anew behind one that raised."""
+    """What became of each program on each rank. Processes serve many programs, and are started anew behind one that failed."""
     results: dict[int, list[Outcome]] = {}
     while len(results) < len(seeds):
-        rest = seeds[len(results) :]
+        rest, end = seeds[len(results) :], "did not end"
         with tempfile.TemporaryDirectory() as folder:
-            start_ranks(_work, (ranks, rest, way, folder), ranks)
+            try:
+                start_ranks(_work, (ranks, rest, way, folder), ranks)
+            except ProcessExitedException as error:
+                end = f"ended: {error}"
             for seed in rest:
                 files = [Path(folder, f"{seed}.{rank}") for rank in range(ranks)]
-                if not any(map(Path.exists, files)):
+                outcomes = [Outcome(*torch.load(file)) if file.exists() else Outcome(end) for file in files]
+                results[seed] = outcomes
+                if any(outcome.became == end or outcome.became.startswith("raised") for outcome in outcomes):
                     break
-                results[seed] = [Outcome(*torch.load(file)) if file.exists() else Outcome("did not end") for file in files]
-        if rest[0] not in results:
-            raise RuntimeError(f"no rank ran seed {rest[0]}")
     return results
+
+
+def _run_passes(seeds: Sequence[int], ranks: int, way: Way) -> dict[str, dict[int, list[Outcome]]]:
+    """Run programs through Inductor with empty caches and with those that this leaves, through others once."""
+    if way.compiler != "inductor":
+        return {"": run_programs(seeds, ranks, way)}
+    with tempfile.TemporaryDirectory() as caches:
+        passes = {"cold": ranks - 1, "warm": 0}
+        return {name: run_programs(seeds, ranks, way._replace(caches=caches, late=late)) for name, late in passes.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", default="0:100")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--patience", type=int, default=300)
     parser.add_argument("--compiler", choices=["inductor", "graphs", "aot_eager", "none"])
+    parser.add_argument("--build", action="store_true")
     parser.add_argument("--not-compared", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
@@ -352,23 +391,22 @@ def main() -> None:
         program = draw(arguments.show, arguments.ranks, arguments.compiler)
         print(program, program.source, sep="\n\n")
         return
-    begin, end = map(int, arguments.seeds.split(":"))
-    way, bad, started = Way(arguments.compiler, not arguments.not_compared), 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as caches:
-        cold, warm = (way._replace(caches=caches, late=late) for late in (arguments.ranks - 1, 0))
-        passes = {"cold": cold, "warm": warm} if arguments.compiler == "inductor" else {"": way}
-        sums = {name: Outcome("") for name in passes}
-        for first in range(begin, end, 10):
-            for name, how in passes.items():
-                for seed, outcomes in run_programs(range(first, min(first + 10, end)), arguments.ranks, how).items():
-                    sums[name] = Outcome(name, *(sum(pair) for pair in zip(sums[name][1:], outcomes[0][1:], strict=True)))
-                    if any(outcome.became != "right" for outcome in outcomes):
-                        bad += 1
-                        texts = [f"  rank {rank}: {outcome.became}" for rank, outcome in enumerate(outcomes)]
-                        print(f"seed {seed} {name}:", *texts, sep="\n")
-            moved = ", ".join(f"{s.moved} layers moved their tokens and {s.hits} hits {s.became}".rstrip() for s in sums.values())
-            text = f"{min(first + 10, end) - begin} programs, {bad} bad, {moved}"
-            print(f"{text}, {time.monotonic() - started:.0f} s", flush=True)
+    seeds = range(*map(int, arguments.seeds.split(":")))
+    way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
+    totals, bad, started = Counter(), 0, time.monotonic()
+    with ThreadPoolExecutor(arguments.groups) as pool:
+        parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]
+        for future in as_completed(pool.submit(_run_passes, part, arguments.ranks, way) for part in parts):
+            for name, (seed, outcomes) in ((name, item) for name, each in future.result().items() for item in each.items()):
+                totals += Counter(programs=1, moved=outcomes[0].moved, hits=sum(o.hits for o in outcomes))
+                if any(outcome.became != "right" for outcome in outcomes):
+                    bad += 1
+                    ends = "; ".join(f"rank {rank}: {o.became.splitlines()[-1]}" for rank, o in enumerate(outcomes))
+                    print(" ".join(f"seed {seed} on {arguments.ranks} ranks {name}: {ends}".split()), flush=True)
+                    print(*(o.became for o in outcomes), sep="\n", file=sys.stderr, flush=True)
+            programs, moved, hits = (totals[name] for name in ("programs", "moved", "hits"))
+            counts = f"{programs} programs, {bad} bad, {moved} layers moved their tokens, {hits} hits"
+            print(f"{counts}, {time.monotonic() - started:.0f} s", flush=True)
     sys.exit(bad > 0)
 
 

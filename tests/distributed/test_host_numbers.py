@@ -91,12 +91,21 @@ def check_gone_rank() -> None:
 
 
 def check_another_layer() -> None:
-    """The last rank asks for another layer: all raise, and name it, whatever they asked for."""
+    """The last rank asks for another layer, or for an equal one elsewhere: all raise, and name it, whatever they asked for.
+
+    A rank that does not know where its layer is takes that of the others.
+    """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
+    is_last, other = rank == last, 0 if rank == last else last
     for way in (_board(), host_numbers._Messages(dist.group.WORLD)):
-        asked = "8 experts" if rank == last else "4 experts"
-        with pytest.raises(RuntimeError, match=f"got another one on rank {0 if rank == last else last} than here: {asked}"):
+        assert way.largest(rank, "4 experts", "" if is_last else "layers.0") == last
+        asked = "8 experts" if is_last else "4 experts"
+        with pytest.raises(RuntimeError, match=f"got another one on rank {other} than here: {asked}"):
             way.largest(3, asked)
+    for way in (_board(), host_numbers._Messages(dist.group.WORLD)):
+        path = f"layers.{int(is_last)}"
+        with pytest.raises(RuntimeError, match=f"got another one on rank {other} than here: {path}, 4 experts"):
+            way.largest(3, "4 experts", path)
     dist.barrier()
 
 

@@ -235,17 +235,28 @@ class Skipping(nn.Module):
 
 
 def check_skipped_experts() -> None:
-    """A rank that skips all experts gathers and reduces what the others do, and its result may be written to."""
+    """A rank that skips all experts gathers and reduces what the others do, and its result may be written to.
+
+    So it does in backward where the layer is checkpointed, though its forward saves nothing.
+    """
+    from torch.utils.checkpoint import checkpoint
+
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = [harness.tokens_of(r, zoo.D, count=0 if r == 1 else 3) for r in range(world)]
-    for settings in ((False, False), (False, True), (True, False)):
-        wanted = harness.in_one_process(Skipping(*settings), inputs)[rank]
-        model = Skipping(*settings)
+    for settings, replayed, frozen in (
+        *(((leaves_early, counts), False, False) for leaves_early, counts in ((False, False), (False, True), (True, False))),
+        *(((leaves_early, False), True, frozen) for leaves_early in (False, True) for frozen in (False, True)),
+    ):
+        one, model = Skipping(*settings), Skipping(*settings)
+        for p in (p for each in (one, model) if frozen for name, p in each.named_parameters() if "router" not in name):
+            p.requires_grad_(False)
+        wanted = harness.in_one_process(one, inputs)[rank]
         shard_experts(model, harness.axis())
-        got = harness.train(model, lambda x, model=model: model(x).add_(0), inputs[rank])
+        run = functools.partial(checkpoint, model, use_reentrant=False) if replayed else model
+        got = harness.train(model, lambda x, run=run: run(x).add_(0), inputs[rank])
         harness.assert_close(*({k: v for k, v in results.items() if "router" not in k} for results in (got, wanted)))
 
 

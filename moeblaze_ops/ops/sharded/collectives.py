@@ -14,6 +14,7 @@ from moeblaze_ops.ops.register import number_of_data, register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
 from moeblaze_ops.ops.sharded.groups import members_of, process_group
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
+from moeblaze_ops.ops.sharded.stored_layers import path_of
 
 Size = int | torch.SymInt
 
@@ -128,11 +129,11 @@ def _first_of_rank_fake(x: Tensor, num_local: int, group: str, members: list[int
     return x.new_empty((), dtype=torch.int32)
 
 
-def _most_tokens(x_TD: Tensor, group: str, layer: str) -> Tensor:
-    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group, layer)), 0)
+def _most_tokens(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> Tensor:
+    return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group, layer, path_of(shard))), 0)
 
 
-def _most_tokens_fake(x_TD: Tensor, group: str, layer: str) -> Tensor:
+def _most_tokens_fake(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> Tensor:
     most = number_of_data()
     torch._check(most >= 1)
     torch._check(most >= x_TD.shape[0])
@@ -197,10 +198,13 @@ Raises:
     RuntimeError: the name of the group is that of one with other members by now.
 """
 
-most_tokens = register_plain_op("most_tokens", "(Tensor x_TD, str group, str layer) -> Tensor", _most_tokens, _most_tokens_fake)
+most_tokens = register_plain_op(
+    "most_tokens", "(Tensor x_TD, Tensor? shard, str group, str layer) -> Tensor", _most_tokens, _most_tokens_fake
+)
 """[M, 0], no data: M is the largest number of tokens that a rank of the group has, 1 at least. The hosts tell each other.
 
 Args:
+    shard: of a weight of the layer, which tells its path.
     layer: what all ranks have to ask for, in words.
 """
 

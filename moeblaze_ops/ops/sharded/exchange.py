@@ -83,7 +83,7 @@ def moe_over_ranks(
         gathered = None
         if not all_to_all:
             layer = f"{w_down[0].shape[0] * len(members)} experts for tokens in {x_TD.dtype}, {experts_TK.shape[1]} a token"
-            most = rows or most_tokens(x_TD.detach(), group, f"{layer}, by {'copies' if copies else 'collectives'}")
+            most = rows or most_tokens(x_TD.detach(), None, group, f"{layer}, by {'copies' if copies else 'collectives'}")
             gathered = start_gather_of_tokens(x_TD, most, len(members), group, copies)
         keep_h = keep_h and torch.is_grad_enabled()
         parameters = (w_up, b_up, w_down, b_down)

@@ -21,26 +21,27 @@ import torch.distributed as dist
 from moeblaze_ops.ops.sharded.groups import members_of, once_a_group, process_group, timeout_of
 
 _WORD = 8
-_NUMBER_BITS, _TURN_BITS, _LAYER_BITS = 32, 8, 23
+_NUMBER_BITS, _TURN_BITS, _LAYER_BITS, _PATH_BITS = 32, 4, 13, 14
 _SPINNING_S, _NAP_S, _LIVENESS_S = 0.01, 0.0002, 0.5
 """How long a rank asks again at once, how long it sleeps between questions then, and how often it looks whether others live."""
 _MOMENT_S = 2.0
 
 
 class _Ways(Protocol):
-    def largest(self, mine: int, layer: str) -> int: ...
+    def largest(self, mine: int, layer: str, path: str = "") -> int: ...
 
 
-def largest_number(mine: int, group: str, layer: str) -> int:
+def largest_number(mine: int, group: str, layer: str, path: str = "") -> int:
     """The largest of the numbers that the ranks of a group have, 0 or more; each waits for the others.
 
     Args:
         layer: what the number is for, in words. All ranks have to ask for the same.
+        path: of the layer in the model, the same on all ranks that know it; others give none.
 
     Raises:
         RuntimeError: a rank ended, asks for another layer, or did not tell its number within the timeout of the group.
     """
-    return _way(group).largest(mine, layer)
+    return _way(group).largest(mine, layer, path)
 
 
 def prepare(group: str) -> None:
@@ -63,21 +64,26 @@ def _silent(whom: str) -> RuntimeError:
     return RuntimeError(f"sharded experts: every rank must run the layer, got no word of {whom}")
 
 
-def _of_layer(layer: str) -> int:
-    return zlib.crc32(layer.encode()) & (1 << _LAYER_BITS) - 1
+def _of_layer(layer: str, path: str) -> int:
+    """Both in a number; that of the path is 0 where it is not known."""
+    known = zlib.crc32(path.encode()) % ((1 << _PATH_BITS) - 1) + 1 if path else 0
+    return zlib.crc32(layer.encode()) % (1 << _LAYER_BITS) << _PATH_BITS | known
 
 
-def _check_layers(layers: list[int], members: list[int], layer: str) -> None:
+def _check_layers(layers: list[int], members: list[int], layer: str, path: str) -> None:
+    """Raise where ranks ask for other layers, in words or by their paths as far as these are known."""
+    own, of_path = _of_layer(layer, path), (1 << _PATH_BITS) - 1
     for rank, other in zip(members, layers, strict=True):
-        if other != _of_layer(layer):
+        if other >> _PATH_BITS != own >> _PATH_BITS or (other & of_path and own & of_path and other != own):
             rule = "every rank must run the same layers in the same order"
-            raise RuntimeError(f"sharded experts: {rule}, got another one on rank {rank} than here: {layer}")
+            here = f"{path}, {layer}" if path else layer
+            raise RuntimeError(f"sharded experts: {rule}, got another one on rank {rank} than here: {here}")
 
 
 class _Alone:
     """A process that plays one rank of a group that moves nothing: the others have what it has."""
 
-    def largest(self, mine: int, layer: str) -> int:
+    def largest(self, mine: int, layer: str, path: str = "") -> int:
         return mine
 
 
@@ -90,9 +96,9 @@ class _Messages:
         self._group = weakref.ref(group)
         self._failure: str | None = None
 
-    def largest(self, mine: int, layer: str) -> int:
-        numbers, layers = self.exchange(mine, _of_layer(layer)).unbind(1)
-        _check_layers(layers.tolist(), self.members, layer)
+    def largest(self, mine: int, layer: str, path: str = "") -> int:
+        numbers, layers = self.exchange(mine, _of_layer(layer, path)).unbind(1)
+        _check_layers(layers.tolist(), self.members, layer, path)
         return int(numbers.max())
 
     def exchange(self, *mine: int) -> torch.Tensor:
@@ -135,18 +141,18 @@ class _Board:
         self._failure: str | None = None
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
 
-    def largest(self, mine: int, layer: str) -> int:
+    def largest(self, mine: int, layer: str, path: str = "") -> int:
         if self._failure is not None:
             raise RuntimeError(self._failure)
         self._turn += 1
         ranks, turn = len(self._members), self._turn % (1 << _TURN_BITS)
         first = self._turn % 2 * ranks
-        asked = _of_layer(layer) << _TURN_BITS | turn
+        asked = _of_layer(layer, path) << _TURN_BITS | turn
         self._words[first + self._rank] = asked << _NUMBER_BITS | mine
         try:
             words = [self._word(first, peer, turn) for peer in range(ranks)]
             if any(word >> _NUMBER_BITS != asked for word in words):
-                _check_layers([word >> _NUMBER_BITS + _TURN_BITS for word in words], self._members, layer)
+                _check_layers([word >> _NUMBER_BITS + _TURN_BITS for word in words], self._members, layer, path)
         except RuntimeError as error:
             self._failure = str(error)
             raise
