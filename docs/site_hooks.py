@@ -50,8 +50,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Turns links that are right in the repository into links that are right in the site."""
+    """Turns links that are right in the repository into links that are right in the site; the notes stay out of the search."""
     name = page.file.src_uri
+    if name == "notes.md":
+        page.meta["search"] = {"exclude": True}
     folder = (ROOT / FROM_ROOT.get(name, f"docs/{name}")).parent
     places = {(ROOT / source).resolve(): Path(target) for target, source in FROM_ROOT.items()}
 
