@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
 
-PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if any(block.language == "python" for block in blocks(page))]
+WRITTEN = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")])
+PAGES = [page for page in WRITTEN if any(block.language == "python" for block in blocks(page))]
 NEEDS = {
     "expert_parallelism": ["transformers"],
     "getting_started": ["transformers"],
@@ -41,6 +42,8 @@ def test_page_runs_and_prints_what_it_shows(page, tmp_path):
     if "torchrun" in page.read_text() and not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     printed = run_page(page, tmp_path)
+    if page.suffix == ".ipynb":  # every cell that prints shows it
+        assert {span for span, text in printed.items() if text} == {source.span for source, _ in shown_outputs(page)}
     shown = {source.span: block.content for source, block in shown_outputs(page)}
     assert {span: printed[span] for span in shown} == shown
 
