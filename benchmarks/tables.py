@@ -332,7 +332,7 @@ def peaks_table() -> str:
 
 
 def families_table() -> str:
-    """Families of transformers: sizes by default, and how many layers of a small model are rewritten, by the way experts are called."""
+    """Families of transformers: sizes by default, and how many layers of a small model are rewritten, by the way of experts."""
     lines = []
     for name, family in surveyed().items():
         sizes = " ".join(f"{letter} {family['sizes'][letter]}" for letter in "DFEK" if letter in family["sizes"])
@@ -356,7 +356,8 @@ def families_sentence() -> str:
     data = json.loads((RESULTS / "models.json").read_text())
     found = [family[way] for family in data["families"].values() for way in ("grouped_mm", "eager") if way in family]
     rewritten, layers = sum(way["rewritten"] for way in found), sum(way["layers"] for way in found)
-    return f"transformers {data['transformers']}, torch {data['torch']}: {rewritten} of {layers} layers of {len(data['families'])} families"
+    versions = f"transformers {data['transformers']}, torch {data['torch']}"
+    return f"{versions}: {rewritten} of {layers} layers of {len(data['families'])} families"
 
 
 TABLES = {

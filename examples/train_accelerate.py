@@ -3,8 +3,8 @@
     accelerate launch examples/train_accelerate.py            # a tiny Qwen3-MoE on random tokens, a minute on a CPU
     accelerate launch examples/train_accelerate.py --plain    # the same steps without moeblaze
 
-Needs transformers and accelerate. Two lines are new to a loop that trains already: ``moeblaze_ops.enable()`` before the first step,
-and ``dynamo_backend="inductor"`` for the Accelerator, which compiles what ``prepare`` is given.
+Needs transformers and accelerate. Two lines are new to a loop that trains already: ``moeblaze_ops.enable()`` before the first
+step, and ``dynamo_backend="inductor"`` for the Accelerator, which compiles what ``prepare`` is given.
 """
 
 import argparse

@@ -11,10 +11,10 @@ import argparse
 
 import lightning
 import torch
-from moe_lm import ModelShape, MoELanguageModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import moeblaze_ops
+from moe_lm import ModelShape, MoELanguageModel
 
 SHAPE = ModelShape(num_layers=2, dim=32, num_heads=2, context=24, expert_hidden=48, num_experts=4)
 BATCH = 4

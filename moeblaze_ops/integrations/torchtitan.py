@@ -1,13 +1,13 @@
 """An override of torchtitan's routed experts: tokens are read through row numbers, where torchtitan sorts and copies them.
 
-    torchrun ... -m torchtitan.train --module qwen3 --config qwen3_30b_a3b \
-        --override.imports moeblaze_ops.integrations.torchtitan.routed_experts
+    torchrun -m torchtitan.train ... --override.imports moeblaze_ops.integrations.torchtitan.routed_experts
 
-It needs torchtitan 0.3. Parameters keep their names, shapes and placements, so checkpoints and FSDP are those of torchtitan; products
-are in bf16, as there. It works with and without ``--compile.enable``.
+It needs torchtitan 0.3. Parameters keep their names, shapes and placements, so checkpoints and FSDP are those of torchtitan.
+Products are in bf16, as there. It works with and without ``--compile.enable``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -39,17 +39,15 @@ class FusedRoutedExperts(RoutedExperts):
         out_BLD = moe(x_BLD.bfloat16(), topk_scores_BLK, topk_expert_ids_BLK, w3_EFD, w2_EDF, w_gate=w1_EFD)
         return out_BLD.type_as(x_BLD)
 
-    def parallelize(self, parallel_dims) -> None:
+    def parallelize(self, parallel_dims: Any) -> None:
         if parallel_dims.ep_enabled:
-            raise NotImplementedError(
-                "routed_experts: expert_parallel_degree must be 1, torchtitan's dispatchers move tokens to experts of other ranks; "
-                "leave the override out"
-            )
+            raise NotImplementedError("routed_experts: expert_parallel_degree must be 1; above it leave the override out")
         super().parallelize(parallel_dims)
 
 
 @override(target=RoutedExperts.Config, exact=True, description="moeblaze: dispatch, experts and combine without copies of tokens")
 def routed_experts(config: RoutedExperts.Config) -> FusedRoutedExperts.Config:
     if type(config.inner_experts) is not GroupedExperts.Config:
-        raise TypeError(f"routed_experts: inner_experts must be GroupedExperts.Config, got {type(config.inner_experts).__qualname__}")
+        kind = type(config.inner_experts).__qualname__
+        raise TypeError(f"routed_experts: inner_experts must be GroupedExperts.Config, got {kind}")
     return derive(config, FusedRoutedExperts.Config)

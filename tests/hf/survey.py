@@ -6,6 +6,7 @@
 It writes ``benchmarks/results/models.json``, of which ``benchmarks/tables.py`` makes the table of docs/models.md.
 """
 
+import importlib
 import json
 import sys
 import warnings
@@ -23,13 +24,26 @@ from tests.hf import test_blocks, test_families, test_models
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "models.json"
 OTHERS = {
-    "jetmoe": {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
-    "longcat_flash": {"num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "num_key_value_heads": 4},
-    "dots3_note": {}, "qwen3_5_moe_text": {}, "glm5_next_text": {}, "glm5_next": {}, "lara_mini": {}, "lara_mini_text": {}, "inkling2_loop_text": {}, "hy_v4_vl_text": {}, "ernie4_5_vl_moe_text": {}, "diffusion_gemma_text": {}, "qwen4_exp_text": {}, "minimax_m3_vl": {},
+    "diffusion_gemma_text": {},
     "doge": {"is_moe": True, "num_experts": 16},
+    "dots3_note": {},
+    "ernie4_5_vl_moe_text": {},
+    "glm5_next": {},
+    "glm5_next_text": {},
+    "hy_v4_vl_text": {},
+    "inkling2_loop_text": {},
+    "jetmoe": {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+    "lara_mini": {},
+    "lara_mini_text": {},
+    "longcat_flash": {
+        "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "num_key_value_heads": 4,
+    },
+    "minimax_m3_vl": {},
+    "qwen3_5_moe_text": {},
 }  # fmt: skip
 """Families that no test trains, by fields beside ``test_families.SIZES``."""
-EXPERTS, TOP_K = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_routed_experts"), ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def families() -> dict[str, Callable[[], nn.Module]]:
@@ -41,14 +55,15 @@ def families() -> dict[str, Callable[[], nn.Module]]:
         known[name] = lambda name=name: test_families.make_model(name)
     for name in test_blocks.BLOCKS:
         known[name] = lambda name=name: test_blocks.make_block(name, "grouped_mm")
-    test_families.FAMILIES.update(OTHERS)
-    return known | {name: known.get(name, lambda name=name: test_families.make_model(name)) for name in OTHERS}
+    for name, more in OTHERS.items():
+        known[name] = lambda name=name, more=more: test_families.make_model(name, more)
+    return known
 
 
 def published_sizes(name: str) -> dict[str, int]:
     """D, F, E, K and layers of the family's default configuration, those of them that it names."""
     if name in test_blocks.BLOCKS:
-        module = __import__(f"transformers.models.{name}.configuration_{name}", fromlist=[""])
+        module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
         config: Any = getattr(module, test_blocks.BLOCKS[name][1])()
     else:
         config = CONFIG_MAPPING[name]()

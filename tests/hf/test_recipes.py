@@ -1,4 +1,4 @@
-"""Recipes for other trainers, each with the package itself: losses are those without us, and the layers are rewritten or replaced."""
+"""Recipes for trainers, each with the package itself: losses are those without us, and layers are rewritten or replaced."""
 
 import importlib.metadata
 import importlib.util
@@ -167,7 +167,8 @@ tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_tok
 def load(**settings):
     cfg = DictDefault({
         "base_model": "model", "base_model_config": "model", "model_config_type": "qwen3_moe", "torch_dtype": torch.float32,
-        "device": "cpu", "device_map": "cpu", "context_parallel_size": 1, "tensor_parallel_size": 1, "sequence_len": 32, **settings,
+        "device": "cpu", "device_map": "cpu", "context_parallel_size": 1, "tensor_parallel_size": 1, "sequence_len": 32,
+        **settings,
     })
     manager = PluginManager.get_instance()
     manager.plugins.clear()
@@ -177,7 +178,7 @@ def load(**settings):
     loaded, _ = ModelLoader(cfg, tokenizer).load()
     return loaded, manager
 
-PLUGINS = ["moeblaze_ops.integrations.axolotl.MoeblazePlugin"]
+PLUGINS = ["moeblaze_ops.axolotl.MoeblazePlugin"]
 plain, _ = load()
 expected = step(plain)
 fused, _ = load(plugins=PLUGINS)
@@ -240,7 +241,7 @@ def test_axolotl(tmp_path):
         "grouped_mm",
         "moeblaze: 2 of 2 MoE layers rewritten",
         "axolotl: experts_implementation must be unset or 'moeblaze' without torch_compile, got 'eager'",
-        "axolotl: expert_parallel_size must be 1 with MoeblazePlugin, got 2: axolotl's own plugin moves the tokens there",
+        "axolotl: expert_parallel_size must be 1 with MoeblazePlugin, got 2: axolotl's own plugin moves tokens there",
     ]
 
 
@@ -249,7 +250,8 @@ def test_kernels_hub(tmp_path):
     pytest.importorskip("kernels.layer")
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("needs setuptools 77 or newer, which reads our pyproject.toml")
-    checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=shutil.ignore_patterns(".git*", "build", "tests", "__pycache__"))
+    left_out = shutil.ignore_patterns(".git*", "build", "tests", "__pycache__")
+    checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=left_out)
     subprocess.run([sys.executable, ".ci/kernels-hub"], cwd=checkout, check=True, timeout=300)
     repository = checkout / "build" / "kernels-hub"
     file, calls = run_program(HUB, str(repository), folder=tmp_path, PYTHONPATH="")

@@ -1,5 +1,6 @@
 """The pages of docs/: their code runs, and prints what they show."""
 
+import hashlib
 import importlib.util
 import pkgutil
 import re
@@ -67,6 +68,13 @@ def test_every_page_is_in_the_site():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert pages | {"index.md", "design.md", "contributing.md", "changelog.md"} == set(listed)
+
+
+def test_diagrams_are_drawn():
+    """Mermaid draws each into the file that this names: ``mmdc --input diagram.mmd --output docs/diagrams/NAME``."""
+    sources = re.findall(r"^```mermaid\n(.*?)^```$", (ROOT / "DESIGN.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    names = {hashlib.sha256(source.encode()).hexdigest()[:12] + ".svg" for source in sources}
+    assert names and {file.name for file in (ROOT / "docs" / "diagrams").iterdir()} == names
 
 
 def test_names_of_the_api_exist():

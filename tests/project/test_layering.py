@@ -46,7 +46,7 @@ FLOORS = {
         ["compile"],
         ["explain"],
         ["packing", "report", "verify"],
-        ["bench"],
+        ["axolotl", "bench"],
         ["__init__"],
     ],
 }
