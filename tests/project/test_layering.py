@@ -46,7 +46,7 @@ FLOORS = {
         ["compile"],
         ["explain"],
         ["packing", "report", "verify"],
-        ["axolotl", "bench"],
+        ["bench"],
         ["__init__"],
     ],
 }

@@ -1,24 +1,21 @@
 """A plugin of axolotl that runs the experts of a model by moeblaze.
 
     plugins:
-      - moeblaze_ops.axolotl.MoeblazePlugin
+      - moeblaze_ops.compile.axolotl.MoeblazePlugin
     torch_compile: true    # layers are rewritten; without it experts run as experts_implementation: moeblaze
 
 It needs axolotl 0.19. Models, adapters, data and trainers are those of axolotl.
 """
 
-import logging
 from typing import Any
 
+from moeblaze_ops.compile.switch import enable
 from moeblaze_ops.integrations.transformers import NAME
-from moeblaze_ops.report import report
 
 try:
     from axolotl.integrations.base import BasePlugin
 except ImportError as error:
-    raise ImportError("moeblaze_ops.axolotl needs axolotl 0.19: pip install axolotl") from error
-
-log = logging.getLogger(__name__)
+    raise ImportError("moeblaze_ops.compile.axolotl needs axolotl 0.19: pip install axolotl") from error
 
 
 class MoeblazePlugin(BasePlugin):
@@ -29,15 +26,9 @@ class MoeblazePlugin(BasePlugin):
             rule = "expert_parallel_size must be 1 with MoeblazePlugin"
             raise NotImplementedError(f"axolotl: {rule}, got {cfg.expert_parallel_size}: axolotl's own plugin moves tokens there")
         if cfg.torch_compile:
-            from moeblaze_ops.compile import enable
-
             enable()
         elif cfg.experts_implementation in (None, NAME):
             cfg.experts_implementation = NAME
         else:
             rule = f"experts_implementation must be unset or {NAME!r} without torch_compile"
             raise ValueError(f"axolotl: {rule}, got {cfg.experts_implementation!r}")
-
-    def post_train(self, cfg: Any, model: Any) -> None:
-        if cfg.torch_compile:
-            log.info("%s", report())
