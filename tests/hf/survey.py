@@ -24,21 +24,13 @@ from tests.hf import test_blocks, test_families, test_models
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "models.json"
 OTHERS = {
-    "diffusion_gemma_text": {},
     "doge": {"is_moe": True, "num_experts": 16},
-    "dots3_note": {},
-    "ernie4_5_vl_moe_text": {},
-    "glm5_next": {},
-    "glm5_next_text": {},
-    "hy_v4_vl_text": {},
     "inkling2_loop_text": {},
     "jetmoe": {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
     "lara_mini": {},
-    "lara_mini_text": {},
     "longcat_flash": {
         "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "num_key_value_heads": 4,
     },
-    "minimax_m3_vl": {},
     "qwen3_5_moe_text": {},
 }  # fmt: skip
 """Families that no test trains, by fields beside ``test_families.SIZES``."""

@@ -21,5 +21,5 @@ def test_the_table_is_what_explain_says(name):
     assert {"sizes": survey.published_sizes(name), **found} == DATA["families"][name]
 
 
-def test_every_family_that_can_be_made_is_in_the_table():
-    assert set(survey.families()) == set(DATA["families"])
+def test_the_table_has_no_other_families():
+    assert set(DATA["families"]) <= set(survey.families())
