@@ -13,6 +13,7 @@
 # make docs        the site into build/site, API included; nothing is fetched once the tools are installed
 # make release     sdist and wheel of the last commit into dist/, checked with each torch of VERSIONS or VENVS; nothing is published.
 #                  REPOSITORY=https://... makes README's links absolute, as an index needs them
+# make kernels-hub a repository of the Hugging Face kernels hub into build/kernels-hub; nothing is published
 #
 # VENV= runs the PYTHON given as it is, and installs nothing: it has torch, triton and pytest already.
 # ARGS goes to the example, or to pytest: options, no names of tests.
@@ -47,7 +48,7 @@ PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 OF_EACH_VERSION := tests/project/test_import.py tests/project/test_patches.py tests/project/test_design.py tests/capture/test_attempts.py \
 	tests/capture/test_branches.py tests/rewrite/results/test_rewritten_graph.py $(wildcard tests/door)
 
-.PHONY: check demo demo-distributed test $(PARTS) versions test-gpu sanitize lint types docs release clean
+.PHONY: check demo demo-distributed test $(PARTS) versions test-gpu sanitize lint types docs release kernels-hub clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -102,7 +103,7 @@ types:
 # The sources of the API are read, not imported, so the tools are all that this needs.
 docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with the search: $(DOCS_RUN) -m http.server --directory build/site"
 
 release: $(INSTALLED) $(if $(VENVS),,$(VERSIONS:%=.venv-%/.installed))
 	$(RUN) .ci/release $(if $(REPOSITORY),--repository $(REPOSITORY))
@@ -110,6 +111,9 @@ release: $(INSTALLED) $(if $(VENVS),,$(VERSIONS:%=.venv-%/.installed))
 		$$venv/bin/python -c "import torch; print('torch', torch.__version__)" && \
 		DIST="$(CURDIR)/dist" $$venv/bin/python -m pytest tests/project/test_packaging.py $(ARGS) || failed="$$failed $$venv"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+kernels-hub: $(INSTALLED)
+	$(RUN) .ci/kernels-hub
 
 clean:
 	rm -rf build dist outputs *.egg-info

@@ -1,4 +1,4 @@
-"""Print the tables of README.md, docs/numbers.md and docs/which_one_when.md from the files in benchmarks/results.
+"""Print the tables of README.md, docs/numbers.md, docs/which_one_when.md and docs/models.md from the files in benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -331,7 +331,37 @@ def peaks_table() -> str:
     return markdown(["shape", *ways], [[name, *(peaks.get((name, way), "-") for way in ways)] for name in SHAPES])
 
 
+def families_table() -> str:
+    """Families of transformers: sizes by default, and how many layers of a small model are rewritten, by the way of experts."""
+    lines = []
+    for name, family in surveyed().items():
+        sizes = " ".join(f"{letter} {family['sizes'][letter]}" for letter in "DFEK" if letter in family["sizes"])
+        lines.append([f"`{name}`", sizes, *(_of(family.get(way)) for way in ("grouped_mm", "eager"))])
+    return markdown(["family", "sizes by default", "`grouped_mm`", "`eager`"], lines)
+
+
+def surveyed() -> dict[str, dict]:
+    return json.loads((RESULTS / "models.json").read_text())["families"]
+
+
+def _of(found: dict | None) -> str:
+    if found is None:
+        return "-"
+    left = f": {', '.join(f'`{reason}`' for reason in found['left'])}" if found["left"] else ""
+    return f"{found['rewritten']} of {found['layers']}{left}" if found["layers"] else "none found"
+
+
+def families_sentence() -> str:
+    """What the table of families comes to."""
+    data = json.loads((RESULTS / "models.json").read_text())
+    found = [family[way] for family in data["families"].values() for way in ("grouped_mm", "eager") if way in family]
+    rewritten, layers = sum(way["rewritten"] for way in found), sum(way["layers"] for way in found)
+    versions = f"transformers {data['transformers']}, torch {data['torch']}"
+    return f"{versions}: {rewritten} of {layers} layers of {len(data['families'])} families"
+
+
 TABLES = {
+    "docs/models.md": (families_table, families_sentence),
     "README.md": (short_table,),
     "docs/which_one_when.md": (peers_table, peaks_table),
     "docs/numbers.md": (

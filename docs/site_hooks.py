@@ -1,5 +1,6 @@
 """Hooks of the site: pages that stand at the root of the repository, links out of docs/, and the package as a wheel has it."""
 
+import hashlib
 import re
 import shutil
 from pathlib import Path
@@ -25,6 +26,12 @@ FROM_ROOT = {
 
 
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
+_DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def name_of_diagram(source):
+    """The file in docs/diagrams that shows a diagram of Mermaid: the site draws nothing itself, which would take a network."""
+    return f"{hashlib.sha256(source.encode()).hexdigest()[:12]}.svg"
 
 
 @event_priority(100)
@@ -50,8 +57,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Turns links that are right in the repository into links that are right in the site."""
+    """Turns links that are right in the repository into links that are right in the site; the notes stay out of the search."""
     name = page.file.src_uri
+    if name == "notes.md":
+        page.meta["search"] = {"exclude": True}
     folder = (ROOT / FROM_ROOT.get(name, f"docs/{name}")).parent
     places = {(ROOT / source).resolve(): Path(target) for target, source in FROM_ROOT.items()}
 
@@ -61,8 +70,9 @@ def on_page_markdown(markdown, page, **_):
             return match[0]
         path = (folder / link).resolve()
         target = places.get(path) or path.relative_to(ROOT / "docs")
-        up = "../" * name.count("/")
         return f"]({up}{target.as_posix()}{anchor})"
 
+    up = "../" * name.count("/")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
+    markdown = "".join(part if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
+    return _DIAGRAM.sub(lambda match: f"![diagram]({up}diagrams/{name_of_diagram(match[1])})", markdown)

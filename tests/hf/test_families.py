@@ -87,13 +87,15 @@ SINCE = {"aria_text": (5, 23), "phimoe": (5, 23), "zaya": (5, 23)}
 """Versions of transformers before which a family is not rewritten: Aria has other experts, the others compare ids with E."""
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, more: dict | None = None) -> nn.Module:
+    """A small model of a family, by ``SIZES`` and the fields that ``FAMILIES`` or ``more`` has for it."""
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if name not in CONFIG_MAPPING or version < SINCE.get(name, (5,)):
         pytest.skip(f"too old a version of transformers for {name}")
     config_class = CONFIG_MAPPING[name]
     fields = config_class().to_dict()
-    config = config_class(**{**{field: size for field, size in SIZES.items() if field in fields}, **FAMILIES[name]})
+    more = FAMILIES[name] if more is None else more
+    config = config_class(**{**{field: size for field, size in SIZES.items() if field in fields}, **more})
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)

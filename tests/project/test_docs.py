@@ -1,5 +1,6 @@
 """The pages of docs/: their code runs, and prints what they show."""
 
+import hashlib
 import importlib.util
 import pkgutil
 import re
@@ -9,7 +10,8 @@ import torch.distributed as dist
 
 from tests.tools.documents import ROOT, blocks, run_page, shown_outputs
 
-PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if any(block.language == "python" for block in blocks(page))]
+WRITTEN = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")])
+PAGES = [page for page in WRITTEN if any(block.language == "python" for block in blocks(page))]
 NEEDS = {
     "expert_parallelism": ["transformers"],
     "getting_started": ["transformers"],
@@ -41,6 +43,8 @@ def test_page_runs_and_prints_what_it_shows(page, tmp_path):
     if "torchrun" in page.read_text() and not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     printed = run_page(page, tmp_path)
+    if page.suffix == ".ipynb":  # every cell that prints shows it
+        assert {span for span, text in printed.items() if text} == {source.span for source, _ in shown_outputs(page)}
     shown = {source.span: block.content for source, block in shown_outputs(page)}
     assert {span: printed[span] for span in shown} == shown
 
@@ -64,6 +68,13 @@ def test_every_page_is_in_the_site():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert pages | {"index.md", "design.md", "contributing.md", "changelog.md"} == set(listed)
+
+
+def test_diagrams_are_drawn():
+    """Mermaid draws each into the file that this names: ``mmdc --input diagram.mmd --output docs/diagrams/NAME``."""
+    sources = re.findall(r"^```mermaid\n(.*?)^```$", (ROOT / "DESIGN.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    names = {hashlib.sha256(source.encode()).hexdigest()[:12] + ".svg" for source in sources}
+    assert names and {file.name for file in (ROOT / "docs" / "diagrams").iterdir()} == names
 
 
 def test_names_of_the_api_exist():

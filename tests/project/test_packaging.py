@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import moeblaze_ops
-from tests.tools.documents import blocks
+from tests.tools.documents import blocks, shown_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST = os.environ.get("DIST")
@@ -201,6 +201,90 @@ def test_readme_runs_with_what_the_wheel_asks_for(wheel, tmp_path, missing):
     setup += DECLARED_ALONE + (f"sys.modules[{missing!r}] = None\n" if missing else "")
     printed = run(sys.executable, "-S", "-c", setup + RUN_PAGE, *map(str, files), cwd=tmp_path)
     assert "1 of 1 MoE layers rewritten" in printed
+
+
+class NewVenv:
+    """A venv with nothing but what an index would bring: torch and its like are those of the Python that runs the tests."""
+
+    def __init__(self, python, folder, *, torch_too):
+        run(python, "-m", "venv", str(folder))
+        self.bin = folder / "bin"
+        if torch_too:
+            (packages,) = folder.glob("lib/python*/site-packages")
+            (packages / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+            for old in packages.glob("setuptools*"):  # up to Python 3.11 a venv has one that does not read our pyproject.toml
+                shutil.rmtree(old)
+
+    def run(self, *command, cwd):
+        """Runs a command that finds the venv's programs first."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # pip's way to say that there is no index, and that setuptools is there already.
+        environment |= {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+        program = shutil.which(command[0], path=environment["PATH"])
+        done = subprocess.run([program, *command[1:]], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def new_venv(checkout, tmp_path_factory):
+    """README's first command, in a copy of the checkout."""
+    venv = NewVenv(sys.executable, tmp_path_factory.mktemp("venv") / "venv", torch_too=True)
+    (command,) = [line.partition("#")[0].split() for block in blocks(ROOT / "README.md") for line in pip_commands(block)]
+    source = shutil.copytree(checkout, tmp_path_factory.mktemp("clone") / "moeblaze")
+    venv.run(*command, cwd=source)
+    return venv
+
+
+def pip_commands(block):
+    return [line for line in block.content.splitlines() if block.language == "bash" and line.startswith("pip ")]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+def test_page_in_a_new_venv(new_venv, tmp_path, page):
+    """Every block in order prints what the page shows, by the package that `pip install .` put there."""
+    if "transformers" in (ROOT / page).read_text() and not installed_version("transformers"):
+        pytest.skip("needs transformers")
+    files = []
+    for number, block in enumerate(block for block in blocks(ROOT / page) if block.language == "python"):
+        files.append(tmp_path / (block.title or f"step_{number}.py"))
+        files[-1].write_text(block.content)
+    run_page, _, _ = RUN_PAGE.partition("assert")
+    program = f"import sys\n{run_page}import moeblaze_ops\nprint(moeblaze_ops.__file__)"
+    printed = new_venv.run("python", "-c", program, *(file.name for file in files), cwd=tmp_path)
+    *shown, place = printed.replace(f"{Path(torch.__file__).parents[1]}/", "").splitlines()
+    assert shown == "".join(block.content for _, block in shown_outputs(ROOT / page)).splitlines()
+    assert Path(place).is_relative_to(new_venv.bin.parent)
+
+
+def test_commands_in_a_new_venv(new_venv, tmp_path):
+    """Those of getting started, at a small size."""
+    (tmp_path / "train.py").write_text("import torch\ntorch.compile(torch.nn.Linear(2, 2))\n")
+    new_venv.run("python", "-m", "moeblaze_ops.report", "train.py", cwd=tmp_path)
+    command = ["python", "-m", "moeblaze_ops.bench", "32", "16", "24", "4", "2", "--device", "cpu", "--seconds", "0.01"]
+    assert "1 of 1 MoE layers rewritten" in new_venv.run(*command, cwd=tmp_path)
+
+
+def found_python(name):
+    """A Python of PATH or beside the one that runs the tests which starts: a name of pyenv's may lead nowhere."""
+    beside = Path(sys.base_prefix).parent.glob(f"{name.removeprefix('python')}*/bin/{name}")
+    for python in filter(None, [shutil.which(name), *map(str, beside)]):
+        if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_each_python_takes_the_wheel(wheel, tmp_path, minor):
+    """pip installs it, and each of its files is code of that Python, kernels and pages' examples included."""
+    python = found_python(f"python3.{minor}")
+    if python is None:
+        pytest.skip(f"Python 3.{minor} is not on this machine, nor in a folder of PATH")
+    venv = NewVenv(python, tmp_path / "venv", torch_too=False)
+    venv.run("pip", "install", "--quiet", "--no-deps", str(wheel), cwd=tmp_path)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    sources = str(packages / "moeblaze_ops"), str(shutil.copytree(ROOT / "examples", tmp_path / "examples"))
+    venv.run("python", "-W", "error", "-m", "compileall", "-q", "-f", *sources, cwd=tmp_path)
 
 
 def test_editable_install_imports_beside_another_kernels(checkout, other_kernels, tmp_path):

@@ -3,16 +3,18 @@
 A page is one program. Each ``python`` block is a file of its own (``title="moe.py"`` names it, else it is ``step_N.py``); the
 blocks run in order, in one process and with one set of names. A ``text`` block shows what the ``python`` or ``torchrun``
 block before it prints. A file that ``torchrun`` runs is only written before; its ranks are forks of a process that has imported
-torch. Files named ``cell_N.py`` run as cells of a notebook do, without a file.
+torch. Files named ``cell_N.py`` run as cells of a notebook do, without a file: a notebook's code cells are such blocks.
 
-    python tests/tools/documents.py README.md docs/*.md     # run the pages and write the real outputs into them
+    python tests/tools/documents.py README.md docs/*.md docs/*.ipynb    # run the pages and write the real outputs into them
 """
 
 import functools
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +106,18 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
+    if page.suffix == ".ipynb":
+        return list(_cells(json.loads(page.read_text())))
     return [Block(m["language"], m["options"], m["content"], m.span("content")) for m in _BLOCK.finditer(page.read_text())]
+
+
+def _cells(notebook: dict) -> Iterator[Block]:
+    """The code cells of a notebook, each with what it printed; for their places, numbers."""
+    codes = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(codes, start=1):
+        yield Block("python", f'title="cell_{number}.py"', "".join(cell["source"]) + "\n", (number, 0))
+        if printed := "".join("".join(output["text"]) for output in cell["outputs"]):
+            yield Block("text", "", printed, (number, 1))
 
 
 def shown_outputs(page: Path) -> list[tuple[Block, Block]]:
@@ -209,10 +222,21 @@ def write_outputs(page: Path, folder: Path) -> None:
         return write_replaced_functions(page)
     pairs, text = shown_outputs(page), page.read_text()
     printed = run_page(page, folder)
+    if page.suffix == ".ipynb":
+        return write_cells(page, printed)
     for source, shown in reversed(pairs):
         start, end = shown.span
         text = text[:start] + printed[source.span] + text[end:]
     page.write_text(text)
+
+
+def write_cells(page: Path, printed: dict[tuple[int, int], str]) -> None:
+    notebook = json.loads(page.read_text())
+    for number, cell in enumerate((cell for cell in notebook["cells"] if cell["cell_type"] == "code"), start=1):
+        text = printed[number, 0].splitlines(keepends=True)
+        cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+        cell["execution_count"] = number
+    page.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
