@@ -6,7 +6,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from tests.hf import survey  # noqa: E402
+from tests.corpus import survey  # noqa: E402
 
 DATA = json.loads(survey.FILE.read_text()) if survey.FILE.exists() else None
 if DATA is None:

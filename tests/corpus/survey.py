@@ -1,7 +1,7 @@
 """Which MoE layers of transformers are rewritten: each family that we know a small configuration of, asked by ``explain``.
 
-    python -m tests.hf.survey                    # all of them, many minutes
-    python -m tests.hf.survey mixtral gpt_oss    # these, and the others as they stand in the file
+    python -m tests.corpus.survey                    # all of them, many minutes
+    python -m tests.corpus.survey mixtral gpt_oss    # these, and the others as they stand in the file
 
 It writes ``benchmarks/results/models.json``, of which ``benchmarks/tables.py`` makes the table of docs/models.md.
 """
