@@ -57,7 +57,7 @@ def verdict(records: list[Record]) -> tuple[str, bool]:
     """The line on these records, empty where there was nothing like a layer; and whether anything was left."""
     rewritten, left = [], []
     for entry, record in outcomes(records):
-        name = record.setting.name_of(entry.module_path) or short_place(entry.source)
+        name = record.place.name_of(entry.module_path) or short_place(entry.source)
         if entry.reason is None and record.dropped is None:
             rewritten.append(name)
         else:

@@ -24,6 +24,7 @@ from torch.utils import checkpoint as checkpointing
 
 import moeblaze_ops
 from moeblaze_ops.compile import records
+from moeblaze_ops.explanation import Candidate
 from tests.corpus.loops import guarded
 from tests.corpus.zoo import catalogue as zoo
 
@@ -195,6 +196,11 @@ def train(model: nn.Module, run: Callable, way: Way) -> list[float]:
     return losses
 
 
+def named(layer: Candidate) -> str:
+    """The name of a layer in the model, whatever is around that, and why it was left, if it was."""
+    return layer.where.partition(" ")[0].removeprefix("module.") + (layer.reason or "")
+
+
 def outcome(spelling: str, name: str) -> dict[str, Any]:
     """What is said of a model, what runs, how far its losses are from those of eager mode, and how often it was compiled."""
     torch._dynamo.reset()
@@ -215,8 +221,8 @@ def outcome(spelling: str, name: str) -> dict[str, Any]:
     expected = train(eager, eager, way)
     reported = moeblaze_ops.report()
     return {
-        "explained": [sum(layer.reason is None for layer in explained.candidates), len(explained.candidates)],
-        "reported": [sum(layer.reason is None for layer in reported.candidates), len(reported.candidates)],
+        "explained": [named(layer) for layer in explained.candidates],
+        "reported": [named(layer) for layer in reported.candidates],
         "ran": len(dispatched),
         "error": max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)),
         "graphs": counters["stats"]["unique_graphs"],
