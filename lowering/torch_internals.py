@@ -210,32 +210,28 @@ def trace_alone(function: Callable, backend: Callable) -> None:
         modes.stack = entered
 
 
-def compiled_module() -> tuple[nn.Module | None, str]:
-    """The module whose function is being compiled, and its name in the outermost module that calls it; none if that is itself."""
-    module = _compiled_module.get()
-    return module, "" if module is None else _name_on(_modules_on_stack(), module)
+def compiled_module() -> nn.Module | None:
+    """The module whose function is being compiled."""
+    return _compiled_module.get()
 
 
-def running_module() -> tuple[nn.Module | None, str]:
-    """The innermost module of which a function runs, and its name in the outermost one that calls it."""
-    modules = _modules_on_stack()
-    return (modules[0], _name_on(modules, modules[0])) if modules else (None, "")
+def running_module() -> nn.Module | None:
+    """The innermost module of which a function runs in this thread."""
+    return next(_modules_on_stack(), None)
 
 
-def _modules_on_stack() -> list[nn.Module]:
-    """Modules whose functions are running in this thread, innermost first."""
-    modules, frame = [], inspect.currentframe()
-    while frame is not None:
-        if isinstance(module := _module_of(frame), nn.Module):
-            modules.append(module)
-        frame = frame.f_back
-    return modules
-
-
-def _name_on(stack: list[nn.Module], module: nn.Module) -> str:
-    """The name of a module in the outermost one of the stack that it is a part of."""
-    names = (_name_in(outer, module) for outer in reversed(stack))
+def name_among_callers(module: nn.Module) -> str:
+    """The name of a module in the outermost one that calls it; without a name if that is itself."""
+    names = (_name_in(outer, module) for outer in reversed([*_modules_on_stack()]))
     return next((name for name in names if name is not None), "")
+
+
+def _modules_on_stack() -> Iterator[nn.Module]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (module := _module_of(frame)) is not None:
+            yield module
+        frame = frame.f_back
 
 
 def _name_in(outer: nn.Module, module: nn.Module) -> str | None:

@@ -23,13 +23,11 @@ class Place:
     module: int
 
     @classmethod
-    def of(cls, module: nn.Module | None, inside: str) -> "Place":
-        return cls("", "", 0) if module is None else cls(type(module).__name__, module_name(inside), id(module))
-
-    @classmethod
-    def compiled(cls) -> "Place":
-        """That of the graph which is being compiled."""
-        return cls.of(*torch_internals.compiled_module())
+    def of(cls, module: nn.Module | None) -> "Place":
+        """That of a graph of a function of ``module``, which is being compiled or runs."""
+        if module is None:
+            return cls("", "", 0)
+        return cls(type(module).__name__, module_name(torch_internals.name_among_callers(module)), id(module))
 
     def name_of(self, module_path: str) -> str:
         """The name of a module that Dynamo calls ``module_path``, in the model; that of the class for the model itself."""
@@ -39,8 +37,7 @@ class Place:
 
 
 def _mode() -> str:
-    module, _ = torch_internals.compiled_module()
-    learns = torch.is_grad_enabled()
+    module, learns = torch_internals.compiled_module(), torch.is_grad_enabled()
     if module is None:
         return "with gradients" if learns else "without gradients"
     mode = "in training" if module.training else "in evaluation"
@@ -57,7 +54,7 @@ class GraphRecord:
     report: Any
     dropped: str | None = None
     idle: tuple = ()
-    place: Place = field(default_factory=Place.compiled)
+    place: Place = field(default_factory=lambda: Place.of(torch_internals.compiled_module()))
     mode: str = field(default_factory=_mode)
 
     @property

@@ -25,7 +25,7 @@ def noting_places(gm: fx.GraphModule, report: Any, compiled: Callable) -> Callab
         return compiled
     ends = itemgetter(of_modules[0], of_modules[-1])
     seen: set[tuple[int, int]] = set()
-    is_method = torch_internals.compiled_module()[0] is not None
+    is_method = torch_internals.compiled_module() is not None
 
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
@@ -34,7 +34,7 @@ def noting_places(gm: fx.GraphModule, report: Any, compiled: Callable) -> Callab
         if key not in seen and len(seen) < _MOST:
             seen.add(key)
             # A function that is given a module has no name for it.
-            place = Place.of(*torch_internals.running_module()) if is_method else Place("", "", hash(key))
+            place = Place.of(torch_internals.running_module()) if is_method else Place("", "", hash(key))
             if place not in report.runs:
                 report.runs.append(place)
         return compiled(*args)

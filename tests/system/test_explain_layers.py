@@ -368,6 +368,15 @@ def test_blocks_compiled_one_by_one_say_it_once(caplog, nothing_said):
     assert len(lines) == 1 and "0 of 1 layers rewritten; 1 left: Dense" in lines[0]
 
 
+def test_blocks_of_a_model_compiled_one_by_one_say_it_once(caplog, nothing_said):
+    sizes = iter((16, 24, 32))
+    model = Blocks(lambda: Dense(hidden=next(sizes), activation=nn.Dropout()), 3)
+    with caplog.at_level(logging.WARNING, logger="moeblaze_ops"), rewriting_backend() as backend:
+        compiled_blocks(model, backend)(torch.randn(6, 16))
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ops.compile.verdict")
+    assert "0 of 1 layers rewritten; 1 left: layers.0 (" in line
+
+
 def test_a_loop_that_is_left_to_eager_mode_is_named(caplog, nothing_said):
     (line,) = said(caplog, Branching(), torch.randn(6, 16))
     assert re.search(r"no layer was found; left to eager mode, for a branch on data: forward \(\S+:\d+\); moeblaze_ops", line)
