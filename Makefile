@@ -1,6 +1,7 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
 #                  test-fast test-ops test-rewrite test-capture test-slow test-export test-hf test-offline test-door test-interpreter
+# make test-door-all   every spelling of a layer in every way to compile and train a model
 # make versions    what is replaced of torch, captured branches and some rewrites, with each torch of VERSIONS in a venv of its own,
 #                  or with those that are in VENVS
 # make test-gpu    the tests that need a GPU
@@ -48,7 +49,7 @@ PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 OF_EACH_VERSION := tests/project/test_import.py tests/project/test_patches.py tests/project/test_design.py tests/capture/test_attempts.py \
 	tests/capture/test_branches.py tests/rewrite/results/test_rewritten_graph.py $(wildcard tests/door)
 
-.PHONY: check demo demo-distributed test $(PARTS) versions test-gpu sanitize lint types docs release kernels-hub clean
+.PHONY: check demo demo-distributed test $(PARTS) test-door-all versions test-gpu sanitize lint types docs release kernels-hub clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -60,8 +61,8 @@ demo-distributed: $(INSTALLED)
 $(PARTS) types lint: $(INSTALLED)
 
 # Two parts run at a time, on a thread each: a second one would wait for the other part's. Inductor compiles in the part's process.
-$(PARTS): export OMP_NUM_THREADS ?= 1
-$(PARTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+$(PARTS) test-door-all: export OMP_NUM_THREADS ?= 1
+$(PARTS) test-door-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
 check: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) 2 types test-fast lint
@@ -72,9 +73,15 @@ test: $(INSTALLED)
 $(filter-out test-hf,$(PARTS)):
 	$(RUN) -m pytest --tier $(@:test-%=%) -m "not gpu" $(ARGS)
 
+# All of them where there is transformers, else a few in a venv that adds it: beside it, other parts would have more tests to run.
 test-hf:
 	@if $(RUN) -c "import transformers" 2>/dev/null; then $(RUN) -m pytest --tier hf -m "not gpu" $(ARGS); \
+	elif test -n "$(VENV)"; then .ci/clients $(lastword $(RUN)) $(ARGS); \
 	else echo "SKIPPED all of tests/hf: transformers is not installed (pip install '.[hf]')"; fi
+
+# Takes 15 minutes of a core; what test-door runs of it is each way to train once, and each spelling.
+test-door-all: $(INSTALLED)
+	DOOR_BY_HAND=1 $(RUN) -m pytest --tier door -k every_spelling $(ARGS)
 
 test-interpreter: export TRITON_INTERPRET = 1
 

@@ -210,15 +210,46 @@ def trace_alone(function: Callable, backend: Callable) -> None:
         modes.stack = entered
 
 
-def compiled_module() -> tuple[nn.Module | None, str]:
-    """The module whose function is being compiled, and its name in the one that was called; without a name if that is itself."""
-    module, call = _compiled_module.get(), _outermost_call()
-    if module is None or call is None:
-        return module, ""
-    called = inspect.unwrap(call.f_locals["fn"])
-    called = getattr(called, "__self__", called)
-    modules = called.named_modules() if isinstance(called, nn.Module) else ()
-    return module, next((name for name, own in modules if own is module), "")
+def compiled_module() -> nn.Module | None:
+    """The module whose function is being compiled."""
+    return _compiled_module.get()
+
+
+def running_module() -> nn.Module | None:
+    """The innermost module of which a function runs in this thread."""
+    return next(_modules_on_stack(), None)
+
+
+def name_among_callers(module: nn.Module) -> str:
+    """The name of a module in the outermost one that calls it; without a name if that is itself."""
+    names = (_name_in(outer, module) for outer in reversed([*_modules_on_stack()]))
+    return next((name for name in names if name is not None), "")
+
+
+def _modules_on_stack() -> Iterator[nn.Module]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (module := _module_of(frame)) is not None:
+            yield module
+        frame = frame.f_back
+
+
+def _name_in(outer: nn.Module, module: nn.Module) -> str | None:
+    """The name of a module in another: blocks are found before what is inside of them is looked at."""
+    level, seen = {"": outer}, {outer}
+    while level:
+        if (name := next((name for name, each in level.items() if each is module), None)) is not None:
+            return name
+        below = [(f"{name}.{part}".lstrip("."), child) for name, each in level.items() for part, child in each.named_children()]
+        level = {name: child for name, child in below if child not in seen}
+        seen.update(level.values())
+    return None
+
+
+def is_of_module(placeholder: fx.Node) -> bool:
+    """True if an input of Dynamo's graph is a parameter or a buffer of a module: another one where another module calls."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    return source is not None and (source.guard_source.is_unspecialized_nn_module() or source.guard_source.is_fsdp_module())
 
 
 def after_call(then: Callable[[], None]) -> None:
@@ -297,21 +328,25 @@ def path_to(code: CodeType) -> CallPath:
     while frame is not None:
         if not _is_of_torch(frame.f_code.co_filename):
             calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            modules.add(id(_self_of(frame)))
+            modules.add(id(_module_of(frame)))
         frame = frame.f_back
     return _call_path([*reversed(calls), (code.co_filename, code.co_firstlineno, code.co_name)], modules)
 
 
-def _self_of(frame: FrameType) -> Any:
-    """What a method runs for. Up to Python 3.12 a frame keeps the values that it was asked for, which would live as long."""
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The module that a method runs for. Up to Python 3.12 a frame keeps values that were asked for: they would live as long."""
     code = frame.f_code
-    if "self" not in code.co_varnames[: code.co_argcount]:
+    if "self" in code.co_varnames[: code.co_argcount]:
+        name = "self"
+    elif "fn" in code.co_freevars:
+        name = "fn"  # where Dynamo wraps a module of torch's own
+    else:
         return None
     values = frame.f_locals
-    own = values.get("self")
+    own = values.get(name)
     if isinstance(values, dict):
         values.clear()
-    return own
+    return own if isinstance(own, nn.Module) else None
 
 
 def is_resumed(code: CodeType) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,27 +125,31 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
 
 
 def direct_layers(records: list, switch: types.ModuleType) -> int:
-    """Layers that call the operators themselves, of the graphs that were kept."""
+    """Layers that call the operators themselves, of the graphs that were kept, however often they were compiled."""
     graphs = [record for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
-    return sum(record.report.direct for record in graphs)
+    layers = {
+        (place.module, path, number)
+        for record in graphs
+        for path, count in Counter(record.report.direct).items()
+        for place in record.places
+        for number in range(count)
+    }
+    return len(layers)
 
 
 def _candidates(records: list, graphs: list[_Graph], names: "_Names", switch: types.ModuleType) -> Iterator[Candidate]:
     for entry, record in switch.outcomes(records):
         graph = next((graph for graph in graphs if graph.report is record.report), None)
         for run in (graph.runs if graph else []) or [_Run({}, {}, {})]:
-            yield candidate_of(entry, record, graph, run, names)
+            name = names.of(entry.module_path, list(run.names.values()))
+            yield candidate_of(entry, record, name, graph=graph, run=run)
 
 
 def candidate_of(
-    entry: Any, record: Any, graph: _Graph | None = None, run: _Run | None = None, names: "_Names | None" = None
+    entry: Any, record: Any, name: str, mode: str = "", graph: _Graph | None = None, run: _Run | None = None
 ) -> Candidate:
-    """What became of a layer: in a dry run with names of the model and the bytes of ``run``, else with those of the record."""
+    """What became of the layer of this name, of a dry run with the bytes of ``run``."""
     run = run or _Run({}, {}, {})
-    if names is None:
-        name, mode = record.setting.name_of(entry.module_path), record.setting.mode
-    else:
-        name, mode = names.of(entry.module_path, list(run.names.values())), ""
     source = short_place(entry.source)
     where = f"{name} ({source})" if name else source
     spelling = entry.spelling or "unrecognised"
@@ -190,12 +195,12 @@ class _Names:
         model = getattr(model, "func", getattr(model, "__self__", model))
         self.model = model if isinstance(model, nn.Module) else None
         modules = dict(self.model.named_modules()) if self.model is not None else {}
-        self.modules = {name for name, module in modules.items() if not isinstance(module, _CONTAINERS)}
+        self.modules = {module_name(name) for name, module in modules.items() if not isinstance(module, _CONTAINERS)}
 
     def of_parameters(self, inputs: dict[str, Any]) -> dict[str, str]:
         """The names of the inputs of a graph that are parameters now: FSDP2 has others while a module runs."""
         parameters = self.model.named_parameters() if self.model is not None else ()
-        name_of = {id(parameter): name for name, parameter in parameters}
+        name_of = {id(parameter): module_name(name) for name, parameter in parameters}
         return {name: name_of[id(value)] for name, value in inputs.items() if id(value) in name_of}
 
     def of(self, module_path: str, parameters: list[str]) -> str:
@@ -225,6 +230,7 @@ def _with_names(text: str, names: dict[str, str]) -> str:
 
 def _unnamed(placeholder: str) -> str:
     """The name of the parameter that Dynamo calls ``placeholder``, as far as its text says it."""
+    placeholder = re.sub(r"_dict_modules_checkpoint_wrapped_module", "", placeholder, flags=re.IGNORECASE)
     name = re.sub(r"^l_+(self_+|\w+?_+(?=(modules|parameters|buffers)_))?", "", placeholder, flags=re.IGNORECASE).strip("_")
     return re.sub(r"(^|_+)(modules|parameters|buffers)_+", ".", name).strip(".")
 

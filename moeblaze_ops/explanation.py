@@ -135,12 +135,16 @@ def folded(names: Iterable[str]) -> list[str]:
     return [".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*group, strict=True)) for group in alike.values()]
 
 
+_UNSAID = ("", "__self__", "__dict__", "func", "_modules", "_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of paths that their authors did not write: how Dynamo reached a module, and what torch wraps around one."""
+
+
 def module_name(path: str) -> str:
     """``path`` without Dynamo's words for where it found it: ``G['m'].mlp[0]`` is ``m.mlp.0``, ``L['self'].mlp`` is ``mlp``."""
     path = re.sub(r"^L\['(self|fn)'\]", "", path)
     path = re.sub(r"^[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return ".".join(part for part in path.split(".") if part not in ("", "__self__", "func", "_orig_mod", "_modules"))
+    return ".".join(part for part in path.split(".") if part not in _UNSAID)
 
 
 def frame_name(where: str) -> str:

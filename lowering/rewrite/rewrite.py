@@ -75,8 +75,10 @@ class RewriteReport:
     """What became of every candidate of one graph, bodies of higher-order operators included."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    direct: int = 0
-    """Layers that call the operators themselves."""
+    direct: list[str] = field(default_factory=list)
+    """The modules of layers that call the operators themselves."""
+    runs: list = field(default_factory=list)
+    """For what the code made of the graph was run, as far as it is noted."""
 
     @property
     def rewritten(self) -> list[Candidate]:
@@ -121,7 +123,7 @@ def _is_in_order(graph: fx.Graph) -> bool:
 def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
     if not _is_in_order(gm.graph):
         return
-    report.direct += sum(map(_is_direct_layer, gm.graph.nodes))
+    report.direct += map(_module_path, filter(_is_direct_layer, gm.graph.nodes))
     join_gathers(gm.graph)
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)

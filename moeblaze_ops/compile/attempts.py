@@ -97,7 +97,7 @@ def compiled_by_attempts(
     path, resumes = torch_internals.path_to(frame.code), torch_internals.is_resumed(frame.code)
     tries: list[_Tried] = []
     for follows_branches in (True, False):
-        attempt = given_up.Attempt(path, torch_internals.compiled_module()[0], resumes, follows_branches)
+        attempt = given_up.Attempt(path, torch_internals.compiled_module(), resumes, follows_branches)
         if given_up.is_one_too_many():
             break
         if (cause := given_up.known(attempt)) is not None:

@@ -8,35 +8,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from moeblaze_ops.explanation import module_name
 from moeblaze_ops.lowering import torch_internals
 
 
 @dataclass(frozen=True)
-class Setting:
-    """For what a graph is compiled: the class of the module whose function it is of, its name in the model, its id; the mode."""
+class Place:
+    """Of what a graph is a part: the class of the module whose function it is of, its name in the model, its id."""
 
     kind: str
     inside: str
     module: int
-    mode: str
 
     @classmethod
-    def now(cls) -> "Setting":
-        module, inside = torch_internals.compiled_module()
-        learns = torch.is_grad_enabled()
+    def of(cls, module: nn.Module | None) -> "Place":
+        """That of a graph of a function of ``module``, which is being compiled or runs."""
         if module is None:
-            return cls("", "", 0, "with gradients" if learns else "without gradients")
-        mode = "in training" if module.training else "in evaluation"
-        odd = "" if module.training is learns else f", {'with' if learns else 'without'} gradients"
-        return cls(type(module).__name__, inside, id(module), mode + odd)
+            return cls("", "", 0)
+        return cls(type(module).__name__, module_name(torch_internals.name_among_callers(module)), id(module))
 
     def name_of(self, module_path: str) -> str:
         """The name of a module that Dynamo calls ``module_path``, in the model; that of the class for the model itself."""
         path = module_name(module_path)
         is_own = not module_path or module_path.startswith(("L['self']", "L['fn']"))
         return (".".join(filter(None, (self.inside, path))) or self.kind) if is_own else path
+
+
+def _mode() -> str:
+    module, learns = torch_internals.compiled_module(), torch.is_grad_enabled()
+    if module is None:
+        return "with gradients" if learns else "without gradients"
+    mode = "in training" if module.training else "in evaluation"
+    return mode + ("" if module.training is learns else f", {'with' if learns else 'without'} gradients")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,13 @@ class GraphRecord:
     report: Any
     dropped: str | None = None
     idle: tuple = ()
-    setting: Setting = field(default_factory=Setting.now)
+    place: Place = field(default_factory=lambda: Place.of(torch_internals.compiled_module()))
+    mode: str = field(default_factory=_mode)
+
+    @property
+    def places(self) -> list[Place]:
+        """Those that the code made of the graph was run for."""
+        return self.report.runs or [self.place]
 
 
 @dataclass(frozen=True)
@@ -100,16 +111,16 @@ def outcomes(records: Iterable[Record]) -> Iterator[tuple[Any, GraphRecord]]:
     graphs = [record for record in records if isinstance(record, GraphRecord)]
     # A layer in a frame that was dropped may have been rewritten as a frame of its own, or looked at again.
     kept = [(entry, record) for record in graphs if record.dropped is None for entry in record.report.candidates]
-    settled = {(entry.source, record.setting.mode) for entry, record in kept if entry.reason is None}
-    declined = {(entry.source, record.setting.mode) for entry, record in kept if entry.reason is not None}
+    settled = {(entry.source, record.mode) for entry, record in kept if entry.reason is None}
+    declined = {(entry.source, record.mode) for entry, record in kept if entry.reason is not None}
     for record in graphs:
         entries = record.report.rewritten + record.report.declined
         for entry in entries:
-            place = entry.source, record.setting.mode
-            again = place in settled or (entry.reason is not None and place in declined)
+            line = entry.source, record.mode
+            again = line in settled or (entry.reason is not None and line in declined)
             if record.dropped is None or not again:
                 yield entry, record
-        settled.update((entry.source, record.setting.mode) for entry in entries)
+        settled.update((entry.source, record.mode) for entry in entries)
 
 
 def recent_records() -> list[Record]:

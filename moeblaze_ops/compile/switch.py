@@ -21,6 +21,7 @@ from torch import fx
 from moeblaze_ops import config, sources
 from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
 from moeblaze_ops.compile.records import FrameRecord, keep
+from moeblaze_ops.compile.runs import noting_places
 from moeblaze_ops.distributed import whole_weights
 from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
@@ -152,7 +153,9 @@ def _rewriting_first(backend: Callable, asked_for: Callable) -> Callable:
         report = rewrite(gm)
         with rewritten(report):
             compiled = backend(gm, example_inputs)
-        return verified_at_first(captured, compiled) if captured is not None and report.rewritten else compiled
+        if captured is not None and report.rewritten:
+            compiled = verified_at_first(captured, compiled)
+        return noting_places(gm, report, compiled)
 
     return compile_graph
 

@@ -2,10 +2,11 @@
 
 A call is the outermost one of a function of ``torch.compile``. Functions behind graph breaks are compiled inside of it, so a
 layer that was dropped with one function may still be rewritten with another. A line that was said is not said again: neither for
-the next of 48 blocks that are compiled one by one, nor when something is compiled anew.
+the next of 48 blocks that are compiled one by one, whose name has another number, nor when something is compiled anew.
 """
 
 import logging
+import re
 import sys
 import threading
 
@@ -48,8 +49,9 @@ def _say() -> None:
     if config.quiet or sys.exc_info()[0] is not None:  # an error says more
         return
     line, left = verdict(records)
-    if line and line not in _said:
-        _said.add(line)
+    pattern = re.sub(r"\.\d+\b", ".*", line)
+    if line and pattern not in _said:
+        _said.add(pattern)
         log.log(logging.WARNING if left else logging.INFO, "%s", line)
 
 
@@ -57,7 +59,7 @@ def verdict(records: list[Record]) -> tuple[str, bool]:
     """The line on these records, empty where there was nothing like a layer; and whether anything was left."""
     rewritten, left = [], []
     for entry, record in outcomes(records):
-        name = record.setting.name_of(entry.module_path) or short_place(entry.source)
+        name = record.place.name_of(entry.module_path) or short_place(entry.source)
         if entry.reason is None and record.dropped is None:
             rewritten.append(name)
         else:

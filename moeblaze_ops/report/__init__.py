@@ -4,6 +4,7 @@ A folder, since Python warns of a module that is imported already when ``-m`` ru
 """
 
 from dataclasses import replace
+from itertools import groupby, product
 
 from moeblaze_ops.explain import candidate_of, direct_layers, notes_of
 from moeblaze_ops.explanation import Explanation
@@ -13,8 +14,8 @@ def report() -> Explanation:
     """What this process compiled with rewriting so far, in the words of ``explain``: the latest graphs, oldest first.
 
     A layer is listed once, however often it was compiled, and once for each mode where there are several (training, evaluation).
-    A graph that runs for several layers of equal code is listed for the first of them. The logger ``moeblaze_ops`` says the same
-    while it happens, at info level: ``TORCH_LOGS="moeblaze"``.
+    Where blocks of equal code share a graph, so are the layers of each that it has run for. Names are those in the outermost
+    module that calls. The logger ``moeblaze_ops`` says the same while it happens, at info level: ``TORCH_LOGS="moeblaze"``.
     """
     from moeblaze_ops import compile as switch
 
@@ -22,8 +23,14 @@ def report() -> Explanation:
     notes = dict.fromkeys(notes_of(records, [], True, switch))
     if not records:
         notes["nothing was compiled with rewriting; enable() compiles nothing itself, torch.compile does"] = None
-    listed = ((record.setting.module, candidate_of(entry, record)) for entry, record in switch.outcomes(records))
-    candidates = [candidate for _, candidate in dict.fromkeys(listed)]
+    listed = {}
+    for _, outcomes in groupby(switch.outcomes(records), lambda outcome: id(outcome[1])):
+        (_, record), *_ = alike = list(outcomes)
+        for place, (entry, _) in product(record.places, alike):
+            candidate = candidate_of(entry, record, place.name_of(entry.module_path), record.mode)
+            sizes = entry.K, entry.E, entry.D, entry.F  # a function may be called with other weights
+            listed[place.module, sizes, candidate] = candidate
+    candidates = list(listed.values())
     if len({candidate.mode for candidate in candidates}) == 1:
         candidates = [replace(candidate, mode="") for candidate in candidates]
     return Explanation(tuple(candidates), tuple(notes), direct_layers(records, switch))

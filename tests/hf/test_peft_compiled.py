@@ -68,7 +68,7 @@ def layers(records):
     return [candidate.became for candidate in rewritten_in(records)]
 
 
-@pytest.mark.parametrize("by", ["model", "block"])
+@pytest.mark.parametrize("by", [pytest.param("model", marks=pytest.mark.client), "block"])
 def test_compiled_once(by):
     model = adapted()
     expected = step(model, model)

@@ -131,7 +131,7 @@ def losses_of(trainer):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("make", [qwen3_moe, gpt_oss])
+@pytest.mark.parametrize("make", [pytest.param(qwen3_moe, marks=pytest.mark.client), gpt_oss])
 def test_trainer(make, checkpointing, tmp_path):
     def run(model, compiled):
         arguments = options(tmp_path, torch_compile=compiled, gradient_checkpointing=checkpointing)

@@ -368,6 +368,15 @@ def test_blocks_compiled_one_by_one_say_it_once(caplog, nothing_said):
     assert len(lines) == 1 and "0 of 1 layers rewritten; 1 left: Dense" in lines[0]
 
 
+def test_blocks_of_a_model_compiled_one_by_one_say_it_once(caplog, nothing_said):
+    sizes = iter((16, 24, 32))
+    model = Blocks(lambda: Dense(hidden=next(sizes), activation=nn.Dropout()), 3)
+    with caplog.at_level(logging.WARNING, logger="moeblaze_ops"), rewriting_backend() as backend:
+        compiled_blocks(model, backend)(torch.randn(6, 16))
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ops.compile.verdict")
+    assert "0 of 1 layers rewritten; 1 left: layers.0 (" in line
+
+
 def test_a_loop_that_is_left_to_eager_mode_is_named(caplog, nothing_said):
     (line,) = said(caplog, Branching(), torch.randn(6, 16))
     assert re.search(r"no layer was found; left to eager mode, for a branch on data: forward \(\S+:\d+\); moeblaze_ops", line)
@@ -433,6 +442,69 @@ def test_report_counts_blocks_that_are_compiled_one_by_one(nothing_said):
             for block in blocks:
                 block(torch.randn(tokens, 16))
     assert str(moeblaze_ops.report()).startswith("moeblaze: 0 of 3 MoE layers rewritten\n  3 times Dense (")
+
+
+def names_in(explanation):
+    return [candidate.where.partition(" ")[0] for candidate in explanation.candidates]
+
+
+def compiled_blocks(model, backend):
+    for block in model.layers:
+        block.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("activation", [F.silu, nn.Dropout()], ids=["rewritten", "left"])
+def test_report_names_blocks_that_share_a_graph(nothing_said, activation):
+    """Each block that its code runs for, under the name that ``explain`` gives it, whatever was recompiled."""
+    model, x = Blocks(lambda: Dense(activation=activation), 3), torch.randn(6, 16)
+    explained = names_in(moeblaze_ops.explain(model, x))
+    with rewriting_backend() as backend:
+        compiled_blocks(model, backend)
+        model.layers[1](model.layers[0](x))
+        assert names_in(moeblaze_ops.report()) == ["Dense", "Dense"], "the third did not run"
+        records._recent.clear()
+        torch._dynamo.reset()
+        for tokens in (6, 9, 12):
+            model(torch.randn(tokens, 16))
+    assert names_in(moeblaze_ops.report()) == explained == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_report_tells_models_apart_that_share_a_graph(nothing_said):
+    """A teacher and a student, and a function that is given one block after the other."""
+    teacher, student, x = Blocks(count=2), Blocks(count=2), torch.randn(6, 16)
+    with rewriting_backend() as backend:
+        for _ in range(2):
+            torch.compile(teacher, backend=backend)(x)
+            torch.compile(student, backend=backend)(x)
+        assert names_in(moeblaze_ops.report()) == ["layers.0", "layers.1"] * 2
+        records._recent.clear()
+        step = torch.compile(lambda block, x: block(x), backend=backend)
+        for block in teacher.layers:
+            x = step(block, x)
+    assert names_in(moeblaze_ops.report()) == ["block", "block"]
+
+
+def test_report_counts_layers_that_call_the_operators(nothing_said):
+    model, x = Blocks(lambda: moeblaze_ops.MoE(16, 24, 4, 2), 3), torch.randn(6, 16)
+    explained = str(moeblaze_ops.explain(model, x))
+    with rewriting_backend() as backend:
+        compiled_blocks(model, backend)
+        for tokens in (6, 9):
+            model(torch.randn(tokens, 16))
+    assert str(moeblaze_ops.report()) == explained == "moeblaze: 3 layers call the operators already"
+
+
+def test_report_of_a_function_called_with_weights_of_other_sizes(nothing_said):
+    def layer(x, router, up, down):
+        weights, chosen = (x @ router.T).softmax(-1).topk(2)
+        return sum((weights * (chosen == e)).sum(-1, keepdim=True) * (F.silu(x @ up[e].T) @ down[e].T) for e in range(len(up)))
+
+    with rewriting_backend() as backend:
+        run = torch.compile(layer, backend=backend)
+        for hidden, tokens in ((24, 6), (32, 6), (32, 9), (32, 11)):
+            run(torch.randn(tokens, 16), torch.randn(4, 16), torch.randn(4, hidden, 16), torch.randn(4, 16, hidden))
+    assert str(moeblaze_ops.report()).startswith("moeblaze: 2 of 2 MoE layers rewritten\n  2 times ")
 
 
 def test_names_are_folded():
