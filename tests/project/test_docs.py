@@ -29,7 +29,7 @@ import importlib, pkgutil
 import torch, moeblaze_ops
 
 for module in pkgutil.walk_packages(moeblaze_ops.__path__[:1], "moeblaze_ops."):
-    if not {"integrations", "torchtitan"} & set(module.name.split(".")):
+    if not {"integrations", "torchtitan", "axolotl"} & set(module.name.split(".")):
         importlib.import_module(module.name)
 print(*(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moeblaze::")), sep="\\n")
 """

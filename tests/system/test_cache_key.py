@@ -90,7 +90,7 @@ def copy_of_package(tmp_path_factory) -> Path:
     (root / "pyproject.toml").touch()
     (root / "lowering" / "rewrite" / "rewrite.py").write_text(
         "from types import SimpleNamespace\n\n\n"
-        "def rewrite_graph(gm):\n    return SimpleNamespace(candidates=(), direct=0, rewritten=(), declined=())\n"
+        "def rewrite_graph(gm):\n    return SimpleNamespace(candidates=(), direct=(), runs=[], rewritten=(), declined=())\n"
     )
     return root
 

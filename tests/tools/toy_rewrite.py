@@ -1,7 +1,7 @@
 """A rewrite small enough to test the switch with: ``tanh(x @ w)`` and a loop over masked experts become toy ops."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -19,6 +19,10 @@ class Candidate:
     meaning: str = ""
     detail: str = ""
     copied_bytes: int = 0
+    K: int | None = None
+    E: int | None = None
+    D: int | None = None
+    F: int | None = None
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class Report:
     """What ``lowering.rewrite.RewriteReport`` says, as far as the switch and ``explain`` read it."""
 
     candidates: tuple[Candidate, ...]
-    direct: int = 0
+    direct: tuple[str, ...] = ()
+    runs: list = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[Candidate]:
