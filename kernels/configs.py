@@ -294,19 +294,26 @@ def router_sum_parts(columns: int) -> int:
     return max(64, min(512, 131072 // columns))
 
 
-def choose_router_product(element_size: int, D: int | None, T: int | None = None) -> TileConfig:
+def choose_router_product(operands: Operands, D: int | None, capability: tuple[int, int], T: int | None = None) -> TileConfig:
     """Tokens and columns of D that a program of either product takes at a time: 256 bytes of each token, 512 of few."""
-    return TileConfig(64, _clip((512 if _is_few(T) else 256) // element_size, D), 4)
+    is_wide = operands.tensor_cores and _is_few(T) and _holds_wide_router_tiles(capability)
+    return TileConfig(64, _clip((512 if is_wide else 256) // operands.element_size, D), 4)
 
 
-def choose_router_block(operands: Operands, E: int | None, T: int | None) -> int:
+def choose_router_block(operands: Operands, E: int | None, T: int | None, capability: tuple[int, int]) -> int:
     """Experts whose logits a program takes: all or many of them, and a few where there are few tokens to take."""
-    return _clip(128 if operands.tensor_cores and not _is_few(T) else 16, E)
+    many = 128 if _holds_wide_router_tiles(capability) else 32
+    return _clip(many if operands.tensor_cores and not _is_few(T) else 16, E)
 
 
 def _is_few(T: int | None) -> bool:
     """True if so few tokens fill no GPU. What is chosen by it changes the order of no sum."""
     return T is not None and T <= 1024
+
+
+def _holds_wide_router_tiles(capability: tuple[int, int]) -> bool:
+    """True if shared memory has room for four stages of 48 KiB, of which one may be on its way from registers."""
+    return shared_memory_bytes(capability) >= 160 << 10
 
 
 def router_parts(column_blocks: int | None) -> int:

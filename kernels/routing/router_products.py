@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.configs import choose_router_block, choose_router_product, router_parts
-from moeblaze_ops.kernels.launch import allows_tf32, ceil_div, is_multiple, launch, operands, static_size
+from moeblaze_ops.kernels.launch import allows_tf32, capability, ceil_div, is_multiple, launch, operands, static_size
 from moeblaze_ops.kernels.tiles import load_tile, multiply_add, rows_times_weight
 
 
@@ -113,8 +113,8 @@ def launch_router_logits(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tens
     """
     (T, D), E = x_TD.shape, w_ED.shape[0]
     logits_TE = x_TD.new_empty((T, E), dtype=torch.float32 if wide else x_TD.dtype)
-    config = choose_router_product(x_TD.element_size(), static_size(D), static_size(T))
-    block_e = choose_router_block(operands(x_TD), static_size(E), static_size(T))
+    config = choose_router_product(operands(x_TD), static_size(D), capability(x_TD), static_size(T))
+    block_e = choose_router_block(operands(x_TD), static_size(E), static_size(T), capability(x_TD))
     launch(
         _router_logits_kernel,
         ceil_div(T, config.rows) * ceil_div(E, block_e),
@@ -143,7 +143,7 @@ def launch_router_weight_grad(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
         dw_ED: shape [E, D], dtype of x, contiguous; zero without tokens. fp32 sums; two runs agree bit for bit.
     """
     (T, D), E = x_TD.shape, dlogits_TE.shape[1]
-    config = choose_router_product(x_TD.element_size(), static_size(D))
+    config = choose_router_product(operands(x_TD), static_size(D), capability(x_TD))
     num_col_tiles = ceil_div(D, config.columns)
     parts = router_parts(static_size(num_col_tiles))
     parts_PED = x_TD.new_empty((parts, E, D), dtype=torch.float32)
