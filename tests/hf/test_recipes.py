@@ -49,11 +49,13 @@ def check(train, layers):
     assert rewritten(moeblaze_ops.report())[-layers:] == [True] * layers
 
 
+@pytest.mark.client
 def test_lightning(recipe):
     pytest.importorskip("lightning")
     check(recipe("train_lightning").train, layers=2)
 
 
+@pytest.mark.client
 def test_accelerate(recipe):
     accelerate = pytest.importorskip("accelerate")
     train = recipe("train_accelerate").train
