@@ -12,6 +12,7 @@ tile of BLOCK_M rows by BLOCK_N columns of D. Its one loop runs through gate and
 between.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -287,9 +288,9 @@ def launch_expert_up_backward_part(
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
     last = slots = None
-    # The inner product of a row and its token is a sum over all columns.
-    chunks = [(0, dh_NGF.new_empty((dh_NGF.shape[0], D)))] if weights_TK is not None and is_batch_invariant() else None
-    for first, dx_ND in chunks or row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
+    if weights_TK is not None and is_batch_invariant():
+        max_bytes = sys.maxsize  # the inner product of a row and its token is a sum over all columns
+    for first, dx_ND in row_chunks(dh_NGF, dh_NGF.shape[0], D, max_bytes):
         if last is not None:
             add_up(*last)
         columns = first, dx_ND.shape[1]

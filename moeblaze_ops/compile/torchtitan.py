@@ -7,8 +7,8 @@ from moeblaze_ops.compile.declare import declare
 
 def register() -> None:
     """Declare ``torchtitan::deterministic_scatter_add``; the import of this module does so."""
-    index = torch.tensor([[0], [2], [0]]).expand(3, 4)
-    example = torch.rand(3, 4), index, torch.rand(3, 4)
+    rows, index = torch.arange(12.0).view(3, 4), torch.tensor([[0], [2], [0]]).expand(3, 4)
+    example = rows, index, rows.sqrt()
     declare(torch.ops.torchtitan.deterministic_scatter_add, lambda out, index, src: out.scatter_add(0, index, src), example)
 
 

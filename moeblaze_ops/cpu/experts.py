@@ -215,7 +215,7 @@ def expert_up_backward(
     if dlogits_TE is not None:
         parts = dlogits_TE.shape[1] // w_router_ED.shape[0] if w_router_ED.shape[0] else 1
         factors = dlogits_TE.to(dx_TD.dtype), w_router_ED.to(dx_TD.dtype).repeat(parts, 1)
-        dx_TD += product_of_rows(*factors) if settings().batch_invariant else torch.mm(*factors)
+        dx_TD += product_of_rows(*factors)
     return dx_TD.to(dh_NGF.dtype), dweights_TK
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeblaze_ops.kernels.settings import settings
+
 _ROWS = 64
 """Rows of a product: more than the libraries have kernels of their own for."""
 _ONE_THREAD = 1 << 15
@@ -22,15 +24,22 @@ _VECTORS = 64
 """A multiple of the numbers that any of ATen's functions takes at a time."""
 
 
-def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor) -> Tensor:
-    """``rows @ matrix``. Shape [N, Y]."""
-    out_NY = rows_NX.new_empty(rows_NX.shape[0], matrix_XY.shape[1])
-    _pieces(lambda out, rows: torch.mm(rows, matrix_XY, out=out), [out_NY], [rows_NX], _ROWS)
+def product_of_rows(rows_NX: Tensor, matrix_XY: Tensor, out_NY: Tensor | None = None) -> Tensor:
+    """``rows @ matrix``, as a library has it or in pieces. Shape [N, Y]."""
+    if out_NY is None:
+        out_NY = rows_NX.new_empty(rows_NX.shape[0], matrix_XY.shape[1])
+    if settings().batch_invariant:
+        _pieces(lambda out, rows: torch.mm(rows, matrix_XY, out=out), [out_NY], [rows_NX], _ROWS)
+    else:
+        torch.mm(rows_NX, matrix_XY, out=out_NY)
     return out_NY
 
 
 def add_product_of_rows(out_NY: Tensor, rows_NX: Tensor, matrix_XY: Tensor) -> None:
-    """``out += rows @ matrix``."""
+    """``out += rows @ matrix``, as a library has it or in pieces."""
+    if not settings().batch_invariant:
+        out_NY.addmm_(rows_NX, matrix_XY)
+        return
 
     def add(out: Tensor, before: Tensor, rows: Tensor) -> None:
         torch.addmm(before, rows, matrix_XY, out=out)

@@ -75,15 +75,10 @@ def multiply(rows_NX: Tensor, of_experts: Sequence[Tensor], out_NY: Tensor, bloc
     for (rows, matrix, out), size in zip(parts, block.sizes, strict=True):
         if size == 0:
             continue
-        if settings().batch_invariant:
-            if add:
-                add_product_of_rows(out, rows, matrix)
-            else:
-                out.copy_(product_of_rows(rows, matrix))
-        elif add:
-            out.addmm_(rows, matrix)
+        if add:
+            add_product_of_rows(out, rows, matrix)
         else:
-            torch.mm(rows, matrix, out=out)
+            product_of_rows(rows, matrix, out)
 
 
 def dots_of_rows(left_NX: Tensor, right_NX: Tensor) -> Tensor:

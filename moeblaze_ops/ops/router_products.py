@@ -47,7 +47,7 @@ def _logits_fake(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tensor:
 def _logits_cpu(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tensor:
     if wide:
         x_TD, w_ED = x_TD.to(sum_dtype(x_TD)), w_ED.to(sum_dtype(w_ED))
-    return product_of_rows(x_TD, w_ED.mT) if config.batch_invariant else x_TD @ w_ED.mT
+    return product_of_rows(x_TD, w_ED.mT)
 
 
 def _setup_context(ctx, inputs, output) -> None:

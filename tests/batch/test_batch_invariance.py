@@ -72,8 +72,8 @@ def test_bits_depend_on_it_otherwise(monkeypatch):
 def test_another_product_for_few_rows_is_caught(monkeypatch):
     whole = row_pieces.product_of_rows
 
-    def product(rows, matrix):
-        return rows @ matrix if len(rows) < 8 else whole(rows, matrix)
+    def product(rows, matrix, out):
+        return torch.mm(rows, matrix, out=out) if len(rows) < 8 else whole(rows, matrix, out)
 
     monkeypatch.setattr("moeblaze_ops.cpu.rows.product_of_rows", product)
     assert count(SIZES["gated"], torch.float32) > 0
@@ -158,8 +158,10 @@ def test_verify_says_whose_bits_move_first():
 
 
 def test_verify_finds_a_layer_whose_bits_move(monkeypatch):
-    def product(rows, matrix):
-        return rows @ matrix + 1e-3 * len(rows)
+    whole = row_pieces.product_of_rows
+
+    def product(rows, matrix, out=None):
+        return whole(rows, matrix, out).add_(1e-3 * len(rows) * config.batch_invariant)
 
     monkeypatch.setattr("moeblaze_ops.ops.router_products.product_of_rows", product)
     monkeypatch.setattr("moeblaze_ops.cpu.rows.product_of_rows", product)
