@@ -1,6 +1,5 @@
 """Results of a program as written beside those of the program rewritten: how far both are from a more precise run."""
 
-import contextlib
 import os
 import sys
 import tempfile
@@ -26,16 +25,6 @@ _SMALL = 64 << 20
 
 class VerificationError(RuntimeError):
     """What was compiled gives other results than the program as written."""
-
-
-@contextlib.contextmanager
-def bits_of_no_batch() -> Iterator[None]:
-    """A context in which ``config.batch_invariant`` holds for what is compiled."""
-    before, config.batch_invariant = config.batch_invariant, True
-    try:
-        yield
-    finally:
-        config.batch_invariant = before
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ FLOORS = {
         ["__init__"],
     ],
 }
-MOST_ARROWS = {"kernels": 36, "lowering": 43, "moeblaze_ops": 71}
+MOST_ARROWS = {"kernels": 36, "lowering": 43, "moeblaze_ops": 72}
 MOST_FILES = 15
 
 # A wrong line here can make a wrong rewrite of a captured graph; DESIGN.md says what each is trusted with. 5,800 is the aim.
