@@ -211,10 +211,9 @@ def experts_over_four_table() -> str:
     """Qwen3's layer with its experts over four GPUs, forward and backward, TFLOP/s of a GPU."""
     labels = {"local": "no communication", "ours": "copy engines", "captured": "copies, in a CUDA graph", "nccl": "NCCL"}
     labels["titan"] = "torchtitan's flow"
-    files = ("many_ep4_h200.json", "many_ep4_8k_h200.json", "many_ep4_skew_h200.json")
-    rows = [row for file in reversed(files) for row in json.loads((RESULTS / file).read_text()) if row.get("skew") == 1]
+    rows = json.loads((RESULTS / "many_ep4_h100.json").read_text())
     found = {(row["T"], row["side"]): f"{row['tflops']:.0f}" for row in rows if "tflops" in row}
-    lines = [[str(T), *(found.get((T, side), "-") for side in labels)] for T in (8192, 32768)]
+    lines = [[str(T), *(found[T, side] for side in labels)] for T in (8192, 32768)]
     return markdown(["tokens a GPU", *labels.values()], lines)
 
 
@@ -233,7 +232,7 @@ def skew_table() -> str:
 
 def whole_model_table() -> str:
     """Qwen3-30B-A3B, all 48 layers, on four GPUs: a step with AdamW."""
-    files = ("model_4gpus_h200.json", "model_4gpus_transformers_h200.json")
+    files = ("model_4gpus_h100.json", "model_4gpus_transformers_h100.json")
     rows = [row for file in files for row in json.loads((RESULTS / file).read_text())["measurements"]]
     lines = [
         [
