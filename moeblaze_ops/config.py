@@ -52,7 +52,7 @@ AdamW decays the weight by 0.1%, moves each element by 2.2 lr on average with th
 ``none``: such loops are left as written, and ``explain`` says so. Experts stacked in one parameter have zeros there in plain
 PyTorch too, and are rewritten either way."""
 
-keep: Literal["preactivation", "input", "auto"] = "preactivation"
+keep: Literal["preactivation", "h8", "input", "auto"] = "preactivation"
 """What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``."""
 
 layers_in_flight: int = 1
