@@ -86,14 +86,14 @@ def moe(
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
         keep: what backward finds in memory, besides x, the weights and the routing. ``"preactivation"``: what the
-            activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"h8"``: these in 8 bits, which gradients read and the
-            output does not. ``"input"``: nothing more; backward repeats the
+            activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"h8"``: the same in 8 bits, for a larger error of the
+            gradients; the output is the same. ``"input"``: nothing more; backward repeats the
             up projection (and nothing else), and a layer that would allocate more than
             ``config.max_layer_transient_bytes`` goes through ranges of rows in backward, or through chunks of tokens:
-            only x, the output and their gradients grow with T then. ``"auto"``: the first of the two that fits the
-            memory that is free, see ``memory.choose_keep``; never ``"h8"``. None: ``config.keep``. Without gradients nothing is kept,
-            and chunks are taken where they are with ``"input"``. A layer with low-rank additions or an activation's parameters is
-            taken as a whole in any case; with ``"input"`` it keeps the r numbers of each addition and row besides.
+            only x, the output and their gradients grow with T then. ``"auto"``: ``"preactivation"`` or ``"input"``, the first
+            that fits the memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is
+            kept, and chunks are taken where they are with ``"input"``. A layer with low-rank additions or an activation's
+            parameters is taken as a whole in any case; with ``"input"`` it keeps the r numbers of each addition and row besides.
         lora_up, lora_down: low-rank additions ``(A, B, scale)`` that make the weights ``W + scale * B @ A`` (LoRA).
             Whatever ``transposed`` says, A is [E, r, D] and B [E, F, r] for up (packed [E, 2F, r], in the order of
             ``w_up``), [E, r, F] and [E, D, r] for down; any rank r, any strides, the dtype of x or fp32. The scale is a
@@ -104,9 +104,9 @@ def moe(
 
     Returns:
         Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
-        and every gradient under the values of ``keep`` but ``"h8"``, as long as the layer is taken as a whole. Chunks of tokens change
-        the order of the sums that are weight gradients, in fp32 and rounded once. Ranges of rows round where they meet:
-        gradients of x once for each range that a token's experts are in, and those of the experts that are cut.
+        and, but for ``"h8"``, every gradient under the values of ``keep``, as long as the layer is taken as a whole. Chunks of
+        tokens change the order of the sums that are weight gradients, in fp32 and rounded once. Ranges of rows round where they
+        meet: gradients of x once for each range that a token's experts are in, and those of the experts that are cut.
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.

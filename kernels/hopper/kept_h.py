@@ -1,7 +1,7 @@
 """h as the forward epilogue leaves it for backward, and as the backward epilogue reads it: as it is, or in 8 bits.
 
-What a strip of rows keeps of h stays in registers from one step of a loop to the next, in words of 32 bits: values narrower than
-that take a register each there, and are waited for. In 8 bits (``kernels/eight_bits.py``) a thread has the 8 columns of a row that
+What a strip of rows has of h stays in registers from one step of a loop to the next, in words of 32 bits: narrower values take
+a register each there, and are waited for. In 8 bits (``kernels/eight_bits.py``) a thread has the 8 columns of a row that
 ``row_layout`` gives it as two words, and the bf16 scale of their block.
 """
 

@@ -235,12 +235,12 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
     The output is an ``x``, the rows of a projection to the model width are ``rows``, and ``wa`` is an ``a``.
     """
     kept_h = _KEPT_H[keep]
-    h_and_dh = ("h",) if keep == "preactivation" and compiled else ("h", *kept_h)
+    dh = () if keep == "preactivation" and compiled else ("h",)
     steps = {
         "expert_up": (*kept_h, "a"),
         "expert_down": (*kept_h, "a", "rows", "x"),
-        "expert_down_backward" if kept_h else "expert_mlp_backward": ("x", *h_and_dh, "a", "partials"),
-        "gradient of w_down": ("x", *h_and_dh, "a", "w_down"),
+        "expert_down_backward" if kept_h else "expert_mlp_backward": ("x", *kept_h, *dh, "a", "partials"),
+        "gradient of w_down": ("x", "h", *(() if compiled else kept_h), "a", "w_down"),
         "expert_up_backward": ("x", "h", "w_down", "dx rows", "x"),
         "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
     }

@@ -7,7 +7,7 @@ from moeblaze_ops.kernels import eight_bits
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up, launch_expert_up_h8
 from tests.corpus.layers import ROUTINGS
-from tests.tools.kernel_helpers import assert_near, layer_for
+from tests.tools.kernel_helpers import assert_half_a_step, assert_near, layer_for
 
 LEARNED = "g * sigmoid(p0 * g) * u"
 
@@ -28,14 +28,6 @@ def check_forward(layer, weights_TK=None):
     for kept in (h8, eight_bits.packed(h)):
         assert_half_a_step(eight_bits.unpacked(kept, F, torch.float32)[:used], h[:used].float())
     return h8
-
-
-def assert_half_a_step(got, h):
-    """A step is 127 times the scale at zero, and twice ``|q|`` times the scale more beside q."""
-    blocks = torch.nn.functional.pad(h, (0, -h.shape[2] % 32)).unflatten(2, (-1, 32))
-    scale = 1.01 * eight_bits.SCALE * blocks.abs().amax(3).repeat_interleave(32, 2)[..., : h.shape[2]]
-    half_step = (63.5 * scale + (scale * h.abs()).sqrt()).clamp(min=1e-36)
-    assert ((got - h).abs() <= half_step).all()
 
 
 def check_backward(layer, h8):
@@ -89,7 +81,8 @@ def test_low_rank_and_learned():
     used = int(layer.routing[1][-1])
     a, (_, a_beside, h8) = launch_expert_up(*arguments)[1], launch_expert_up_h8(*arguments)
     assert torch.equal(a[:used], a_beside[:used])
-    rest = (layer.w_down, layer.b_down, layer.weights_TK, *layer.routing, LEARNED, torch.randn(N, 8), torch.randn(E, 8, F), params)
+    rest = (layer.w_down, layer.b_down, layer.weights_TK, *layer.routing, LEARNED)
+    rest = (*rest, torch.randn(N, 8), torch.randn(E, 8, F), params)
     dout = torch.randn(layer.x_TD.shape)
     got = launch_expert_down_backward_learned(dout, h8, *rest)
     expected = torch.ops.moeblaze.expert_down_backward_learned(

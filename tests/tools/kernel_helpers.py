@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from moeblaze_ops.kernels import eight_bits
 from tests.corpus.layers import Layer, make_layer
 
 interpreted = pytest.mark.skipif(
@@ -92,3 +93,11 @@ def poison_unused(routing, *buffers) -> None:
     """NaN in the rows of ``buffers`` that belong to no expert: kernels must not read them."""
     for buffer in buffers:
         buffer[int(routing[1][-1]) :] = float("nan")
+
+
+def assert_half_a_step(got, h) -> None:
+    """What is kept of h in 8 bits is within half a step of it, 127 scales at zero and ``2 |q|`` more beside q."""
+    blocks = torch.nn.functional.pad(h.double(), (0, -h.shape[2] % 32)).unflatten(2, (-1, 32))
+    scale = 1.01 * eight_bits.SCALE * blocks.abs().amax(3).repeat_interleave(32, 2)[..., : h.shape[2]]
+    half_step = (63.5 * scale + (scale * h.abs()).sqrt()).clamp(min=1e-36)
+    assert ((got - h).abs() <= half_step).all()
