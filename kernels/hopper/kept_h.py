@@ -2,7 +2,7 @@
 
 What a strip of rows has of h stays in registers from one step of a loop to the next, in words of 32 bits: narrower values take
 a register each there, and are waited for. In 8 bits (``kernels/eight_bits.py``) a thread has the 8 columns of a row that
-``row_layout`` gives it as two words, and the bf16 scale of their block.
+``row_layout`` gives it as two words, and the scale of their block.
 """
 
 from moeblaze_ops.kernels import eight_bits
@@ -10,9 +10,12 @@ from moeblaze_ops.kernels.hopper.gather import CHUNK
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon
 from moeblaze_ops.kernels.hopper.tiles import row_layout
 
-_SCALE = gl.constexpr(eight_bits.SCALE)
+_SCALE_SHIFT = gl.constexpr(eight_bits.SCALE_SHIFT)
+_SCALE_BIAS = gl.constexpr(eight_bits.SCALE_BIAS)
+_ROUND_UP = gl.constexpr((1 << eight_bits.SCALE_SHIFT) - 1)
 _LANES = gl.constexpr(8)
 """Threads that share a row of a chunk."""
+_BLOCK = gl.constexpr(eight_bits.BLOCK)
 _BLOCK_LANES = gl.constexpr(eight_bits.BLOCK // 8)
 """Threads that share a block of it."""
 
@@ -67,8 +70,13 @@ def unpack(pairs, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _unpack_eight_bits(words, scales):
-    """The fp32 values of words of four integers, [rows, lanes, 2], and the scale of each lane. Shape [rows, CHUNK]."""
+def _scales(codes):
+    return ((codes.to(gl.int32) + _SCALE_BIAS) << _SCALE_SHIFT).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _unpack_eight_bits(words, codes):
+    """The fp32 values of words of four integers, [rows, lanes, 2], with the scale of each lane. Shape [rows, CHUNK]."""
     first, second, third, fourth = gl.inline_asm_elementwise(
         _UNPACK_INT8,
         "=f,=f,=f,=f,r",
@@ -78,9 +86,12 @@ def _unpack_eight_bits(words, scales):
         pack=1,
     )
     values = gl.join(gl.join(first, third), gl.join(second, fourth)).reshape([words.shape[0], _LANES, 8])
-    integers = gl.convert_layout(values, _lane_layout(gl.num_warps(), 8)) - 8388736.0
-    scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(2, _lane_layout(gl.num_warps(), 8))), 2)
-    values = integers * (gl.abs(integers) + 127.0) * scales.to(gl.float32)
+    values = gl.convert_layout(values, _lane_layout(gl.num_warps(), 8))
+    scales = _scales(gl.convert_layout(codes, gl.SliceLayout(2, _lane_layout(gl.num_warps(), 8))))
+    # One rounding, of a number that has no more than eight bits times three of the scale.
+    zero, _ = gl.broadcast(gl.expand_dims(scales * -8388736.0, 2), values)
+    scales, _ = gl.broadcast(gl.expand_dims(scales, 2), values)
+    values = gl.fma(values, scales, zero)
     return gl.convert_layout(values.reshape([words.shape[0], CHUNK]), row_layout(gl.num_warps()))
 
 
@@ -134,7 +145,7 @@ def _load_eight_bits(h_ptr, row, end, column, PLAN: gl.constexpr):
     num_chunks: gl.constexpr = PLAN.part_n // CHUNK
     row_bytes: gl.constexpr = PLAN.h8_row_bytes
     words_ptr = h_ptr.cast(gl.pointer_type(gl.int32), bitcast=True)
-    scales_ptr = h_ptr.cast(gl.pointer_type(gl.bfloat16), bitcast=True) + PLAN.h8_integers_bytes // 2
+    codes_ptr = h_ptr + PLAN.h8_integers_bytes
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, lane_layout))
     lanes = gl.expand_dims(gl.arange(0, _LANES, gl.SliceLayout(0, lane_layout)), 0)  # [1, lanes]
     parts = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
@@ -146,13 +157,13 @@ def _load_eight_bits(h_ptr, row, end, column, PLAN: gl.constexpr):
             mask = mask & (column + chunk * CHUNK + 8 * lanes < PLAN.columns)
         words = row_words + ((column + chunk * CHUNK) // 4 + 2 * lanes)  # [rows, lanes]
         word_ptrs = words_ptr + (gl.expand_dims(words, 2) + gl.expand_dims(gl.expand_dims(parts, 0), 0))
-        scale_ptrs = scales_ptr + (2 * row_words + ((column + chunk * CHUNK) // 32 + lanes // _BLOCK_LANES))
+        code_ptrs = codes_ptr + (4 * row_words + ((column + chunk * CHUNK) // _BLOCK + lanes // _BLOCK_LANES))
         word_mask, _ = gl.broadcast(gl.expand_dims(mask, 2), word_ptrs)
-        gate = (gl.load(word_ptrs, mask=word_mask, other=0), gl.load(scale_ptrs, mask=mask, other=0.0))
+        gate = (gl.load(word_ptrs, mask=word_mask, other=0), gl.load(code_ptrs, mask=mask, other=0))
         up = gate
         if PLAN.gated:
             words = gl.load(word_ptrs + row_bytes // 4, mask=word_mask, other=0)
-            up = (words, gl.load(scale_ptrs + row_bytes // 2, mask=mask, other=0.0))
+            up = (words, gl.load(code_ptrs + row_bytes, mask=mask, other=0))
         chunks += ((gate, up),)
     return chunks
 
@@ -175,17 +186,16 @@ def store_eight_bits(h, h_ptr, part: gl.constexpr, row, end, column, PLAN: gl.co
     of_lanes = gl.max(gl.abs(values), 2).reshape([ROWS, _LANES // _BLOCK_LANES, _BLOCK_LANES])
     of_blocks, _ = gl.broadcast(gl.expand_dims(gl.max(of_lanes, 2), 2), of_lanes)
     largest = gl.convert_layout(of_blocks.reshape([ROWS, _LANES]), lane_layout)
-    scales = (largest * _SCALE).to(gl.bfloat16)
-    inverse = 1.0 / gl.maximum(scales.to(gl.float32), 1.1754944e-38)
-    integers = gl.sqrt(gl.abs(values) * gl.expand_dims(inverse, 2) + 4032.25) - 63.5
+    bits = (largest * (1 / 127)).to(gl.int32, bitcast=True)
+    codes = ((bits + _ROUND_UP) >> _SCALE_SHIFT) - _SCALE_BIAS
+    codes = gl.minimum(gl.maximum(codes, -128), 127).to(gl.int8)
     # 1.5 * 2 ** 23 has what is added to it in its last bits, rounded to an integer.
-    rounded = (gl.where(values < 0, -integers, integers) + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+    rounded = values * gl.expand_dims(1.0 / _scales(codes), 2) + 12582912.0
+    integers = rounded.to(gl.int32, bitcast=True).to(gl.int8)
     row_ptrs = h_ptr + (gl.expand_dims(rows.to(gl.int64) * (PLAN.h_parts * row_bytes), 1) + part * row_bytes)
     bytes_of_lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     ptrs = gl.expand_dims(row_ptrs + (column + 8 * lanes), 2) + gl.expand_dims(gl.expand_dims(bytes_of_lane, 0), 0)
     inside, _ = gl.broadcast(gl.expand_dims(mask, 2), values)
-    gl.store(ptrs, rounded, mask=inside)
-    scale_ptrs = (row_ptrs + (PLAN.h8_integers_bytes + column // 16 + 2 * (lanes // _BLOCK_LANES))).cast(
-        gl.pointer_type(gl.bfloat16), bitcast=True
-    )
-    gl.store(scale_ptrs, scales, mask=mask & (lanes % _BLOCK_LANES == 0))
+    gl.store(ptrs, integers, mask=inside)
+    code_ptrs = row_ptrs + (PLAN.h8_integers_bytes + column // _BLOCK + lanes // _BLOCK_LANES)
+    gl.store(code_ptrs, codes, mask=mask & (lanes % _BLOCK_LANES == 0))
