@@ -84,7 +84,7 @@ def check_function(
             first = gradients(ours, [each[here] for each in whole])
         assert [each.shape for each in kept if each.dim() == 2 and each.shape[1] == D] == [x.shape, whole[-1][here].shape]
         second = gradients(ours, [each[here] for each in whole])
-        harness.assert_close(first, wanted)
+        harness.assert_close(first, wanted, in_eight_bits=keep == "h8")
         assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
@@ -270,6 +270,7 @@ FUNCTION = {
     "function, no weights": functools.partial(check_function, 2, weighted=False),
     "function, weights on input": functools.partial(check_function, 2, on_input=True),
     "function, room for all slots": functools.partial(check_function, 1, exact=False),
+    "function, keeps eight bits": functools.partial(check_function, 2, keep="h8"),
     "function, keeps the input": functools.partial(check_function, 2, keep="input"),
 }
 WITHOUT_NONE = {2: [(5, 33)], 4: [(5, 33, 1, 8)]}
