@@ -9,6 +9,8 @@ A row of gate or of up is F integers, padded to 16 bytes, and behind them its sc
 where F is a multiple of 256.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,9 +35,9 @@ def row_width(columns: int) -> int:
     return integers_width(columns) + (columns + 255) // 256 * 16
 
 
-def without_memory(like: Tensor, N: int, G: int, columns: int) -> Tensor:
+def without_memory(like: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor of the shape of h, whose gradient is that of h: it has one element in memory, which nobody reads."""
-    return like.new_empty_strided((N, G, columns), (0, 0, 0))
+    return like.new_empty_strided(shape, (0, 0, 0))
 
 
 def packed(h_NGF: Tensor) -> Tensor:

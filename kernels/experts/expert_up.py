@@ -312,5 +312,6 @@ def launch_expert_up_h8(x_TD: Tensor, w_up: list[Tensor], *rest: Any) -> tuple[T
     """``launch_expert_up`` with h in 8 bits: a tensor of the shape of h without memory, a, and h as ``eight_bits`` has it."""
     num_rows, F, G = rest[2].shape[0], w_up[0].shape[2], len(w_up) * w_up[0].shape[1]
     h8_NGB = x_TD.new_empty((num_rows, G, bytes_of_row(F)), dtype=torch.int8)
-    _, a_NF = launch_expert_up(x_TD, w_up, *rest, h_NGF=h8_NGB)
-    return without_memory(x_TD, num_rows, G, F), a_NF, h8_NGB
+    written: dict[str, Any] = {"h_NGF": h8_NGB}
+    _, a_NF = launch_expert_up(x_TD, w_up, *rest, **written)
+    return without_memory(x_TD, (num_rows, G, F)), a_NF, h8_NGB

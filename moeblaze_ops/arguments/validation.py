@@ -431,7 +431,7 @@ def check_expert_down_backward(
 ) -> None:
     if h_NGF.dtype == torch.int8:
         _check_h8(op, "h_NGF", h_NGF, dout_TD, w_down)
-        h_NGF = without_memory(dout_TD, *h_NGF.shape[:2], w_down[0].shape[1])
+        h_NGF = without_memory(dout_TD, (*h_NGF.shape[:2], w_down[0].shape[1]))
     given = (h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     check_expert_down(op, *given, params_EP=params_EP)
     check_shape(op, "dout_TD", dout_TD, [positions_TK.shape[0], w_down[0].shape[2]])

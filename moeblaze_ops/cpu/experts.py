@@ -63,7 +63,7 @@ def expert_up(
 
 def expert_up_h8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     h_NGF, a_NF = expert_up(*args)
-    return without_memory(h_NGF, *h_NGF.shape).zero_(), a_NF, packed(h_NGF)
+    return without_memory(h_NGF, h_NGF.shape).zero_(), a_NF, packed(h_NGF)
 
 
 def expert_down(

@@ -108,7 +108,7 @@ def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) ->
 def _expert_down_backward_fake(
     dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank
 ):
-    N, G, F = *h_NGF.shape[:2], w_down[0].shape[1]
+    N, G, F = h_NGF.shape[0], h_NGF.shape[1], w_down[0].shape[1]
     dh_NGF = dout_TD.new_empty((N, G, F))
     return dh_NGF, routing_gradient_like(weights_TK, positions_TK), dout_TD.new_empty((N, F))
 

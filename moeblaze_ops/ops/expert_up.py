@@ -33,7 +33,7 @@ def _expert_up_fake(
 
 def _expert_up_h8_fake(x_TD, w_up, b_up, weights_TK, slots_N, *rest) -> tuple[Tensor, Tensor, Tensor]:
     N, (_, G, F, _) = slots_N.shape[0], up_shape(w_up)
-    return without_memory(x_TD, N, G, F), x_TD.new_empty((N, F)), x_TD.new_empty((N, G, row_width(F)), dtype=torch.int8)
+    return without_memory(x_TD, (N, G, F)), x_TD.new_empty((N, F)), x_TD.new_empty((N, G, row_width(F)), dtype=torch.int8)
 
 
 def _expert_up_setup_context(ctx, inputs, output) -> None:

@@ -79,7 +79,7 @@ def test_layers_with_factors_and_parameters(name):
     kept, plain = case("h8"), case("preactivation")
     assert torch.equal(kept, plain)
     for ours, theirs in zip(case.gradients(kept), case.gradients(plain), strict=True):
-        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm()
 
 
 @pytest.mark.parametrize("name", CASES)
