@@ -34,11 +34,18 @@ class RoutedOps(Routed, OpsMoE):
     """The same through ``moeblaze_ops.moe``."""
 
 
+class RoutedEightBits(RoutedOps):
+    """The same with h in 8 bits."""
+
+    keep = "h8"
+
+
 CONTENDERS = {
     "grouped_mm": lambda layer: layer(Routed),
     "grouped_mm+compile": lambda layer: torch.compile(layer(Routed)),
     "moeblaze": lambda layer: torch.compile(layer(Routed), backend="moeblaze"),
     "moeblaze-eager": lambda layer: layer(RoutedOps),
+    "moeblaze-eager-h8": lambda layer: layer(RoutedEightBits),
 }
 QUANTITIES = "out", "dx", "dlogits", "dw_up", "dw_down"
 PIECE = 1 << 26

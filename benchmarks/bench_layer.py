@@ -102,9 +102,11 @@ class GroupedMoE(nn.Module):
 class OpsMoE(GroupedMoE):
     """The same layer through ``moeblaze_ops.moe``."""
 
+    keep: str | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = self.route(x)
-        return moeblaze_ops.moe(x, weights, experts, self.w_up, self.w_down, activation=self.shape.activation)
+        return moeblaze_ops.moe(x, weights, experts, self.w_up, self.w_down, activation=self.shape.activation, keep=self.keep)
 
 
 class InvariantMoE(GroupedMoE):

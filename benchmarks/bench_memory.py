@@ -33,6 +33,7 @@ LABELS = {
     "grouped_mm": "grouped_mm, eager",
     "grouped_mm+compile": "grouped_mm + torch.compile",
     "preactivation": 'moeblaze, keep="preactivation"',
+    "h8": 'moeblaze, keep="h8"',
     "input": 'moeblaze, keep="input"',
 }
 
@@ -68,8 +69,10 @@ CONTENDERS: dict[str, Callable[[Shape], nn.Module]] = {
     "grouped_mm": GroupedMoE,
     "grouped_mm+compile": lambda shape: torch.compile(GroupedMoE(shape)),
     "preactivation": ours("preactivation"),
+    "h8": ours("h8"),
     "input": ours("input"),
     "preactivation+compile": lambda shape: torch.compile(ours("preactivation")(shape)),
+    "h8+compile": lambda shape: torch.compile(ours("h8")(shape)),
     "input+compile": lambda shape: torch.compile(ours("input")(shape)),
     "limited": ours("input"),
     "limited+compile": lambda shape: torch.compile(ours("input")(shape)),
@@ -108,7 +111,7 @@ def keep_of(contender: str) -> str:
 
 
 def estimate(row: Measurement, shape: Shape) -> None:
-    keep = {"preactivation": "preactivation", "input": "input", "limited": "input"}.get(keep_of(row.contender))
+    keep = {"preactivation": "preactivation", "h8": "h8", "input": "input", "limited": "input"}.get(keep_of(row.contender))
     if keep is None:
         return
     options = {"gated": shape.activation == "swiglu", "router": True, "compiled": row.contender.endswith("+compile")}

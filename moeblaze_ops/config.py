@@ -52,8 +52,9 @@ AdamW decays the weight by 0.1%, moves each element by 2.2 lr on average with th
 ``none``: such loops are left as written, and ``explain`` says so. Experts stacked in one parameter have zeros there in plain
 PyTorch too, and are rewritten either way."""
 
-keep: Literal["preactivation", "input", "auto"] = "preactivation"
-"""What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``."""
+keep: Literal["preactivation", "h8", "input", "auto"] = "preactivation"
+"""What an expert layer keeps for backward where the call does not say; the values are those of ``moe(keep=...)``. A layer that is
+rewritten and has no activation has its h in forward, and keeps it as it is with ``h8``."""
 
 layers_in_flight: int = 1
 """Expert layers whose kept tensors exist at the same time, 1 or more: ``keep="auto"`` makes that many fit the free memory."""

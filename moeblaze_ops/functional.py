@@ -20,7 +20,7 @@ from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.expert_up import expert_up
+from moeblaze_ops.ops.expert_up import expert_up, expert_up_h8
 from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, joined, padded, up_operands
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
 from moeblaze_ops.ops.recomputed.expert_mlp_chunked import expert_mlp_chunked
@@ -86,13 +86,14 @@ def moe(
         transposed: the weights are stored the other way round: up [E, D, F] or [E, D, 2F], down [E, F, D].
         weight_on: ``"output"`` multiplies an expert's output (usual), ``"input"`` its input (Llama 4).
         keep: what backward finds in memory, besides x, the weights and the routing. ``"preactivation"``: what the
-            activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"input"``: nothing more; backward repeats the
+            activation is applied to, [T*K, F] or [T*K, 2F] numbers. ``"h8"``: the same in 8 bits, for a larger error of the
+            gradients; the output is the same. ``"input"``: nothing more; backward repeats the
             up projection (and nothing else), and a layer that would allocate more than
             ``config.max_layer_transient_bytes`` goes through ranges of rows in backward, or through chunks of tokens:
-            only x, the output and their gradients grow with T then. ``"auto"``: the first of the two that fits the
-            memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is kept,
-            and chunks are taken where they are with ``"input"``. A layer with low-rank additions or an activation's parameters is
-            taken as a whole in any case; with ``"input"`` it keeps the r numbers of each addition and row besides.
+            only x, the output and their gradients grow with T then. ``"auto"``: ``"preactivation"`` or ``"input"``, the first
+            that fits the memory that is free, see ``memory.choose_keep``. None: ``config.keep``. Without gradients nothing is
+            kept, and chunks are taken where they are with ``"input"``. A layer with low-rank additions or an activation's
+            parameters is taken as a whole in any case; with ``"input"`` it keeps the r numbers of each addition and row besides.
         lora_up, lora_down: low-rank additions ``(A, B, scale)`` that make the weights ``W + scale * B @ A`` (LoRA).
             Whatever ``transposed`` says, A is [E, r, D] and B [E, F, r] for up (packed [E, 2F, r], in the order of
             ``w_up``), [E, r, F] and [E, D, r] for down; any rank r, any strides, the dtype of x or fp32. The scale is a
@@ -103,9 +104,9 @@ def moe(
 
     Returns:
         Shape and dtype of x. Sums in fp32 (fp64 for fp64); two runs agree bit for bit, and so do, on CPU, the output
-        and every gradient under the values of ``keep``, as long as the layer is taken as a whole. Chunks of tokens change
-        the order of the sums that are weight gradients, in fp32 and rounded once. Ranges of rows round where they meet:
-        gradients of x once for each range that a token's experts are in, and those of the experts that are cut.
+        and, but for ``"h8"``, every gradient under the values of ``keep``, as long as the layer is taken as a whole. Chunks of
+        tokens change the order of the sums that are weight gradients, in fp32 and rounded once. Ranges of rows round where they
+        meet: gradients of x once for each range that a token's experts are in, and those of the experts that are cut.
 
     Raises:
         ValueError, TypeError: an argument breaks one of these rules; the message names it, the rule and the value.
@@ -136,8 +137,8 @@ def moe(
     has_lora = any(given.values())
     params_EP = stacked_parameters(activation_parameters, w_down.shape[0], x.dtype)
     learns = torch.is_grad_enabled()
-    keeps_h = learns and _resolved(keep, x_TD, weights_TK, w_up_list) == "preactivation"
-    if not (keeps_h or has_lora or activation_parameters):
+    keep = _resolved(keep, x_TD, weights_TK, w_up_list) if learns else "input"
+    if keep == "input" and not (has_lora or activation_parameters):
         return _in_parts(x_TD, parameters, weights_TK, experts_TK, num_experts, settings).view(x.shape)
     routing = call(dispatch, experts_TK, num_experts, True)
     on_input, on_output = (weights_TK, None) if weight_on == "input" else (None, weights_TK)
@@ -148,11 +149,13 @@ def moe(
         down_factors = a_ERF, b_EDR.transpose(1, 2)
     operands = up_operands(x_TD, w_up_list, b_up_list, on_input, routing, formula, up_factors, params_EP)
 
-    def down(h_NGF: Tensor, a_NF: Tensor) -> Tensor:
-        return down_with_factors(h_NGF, a_NF, w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
+    def down(h_NGF: Tensor, a_NF: Tensor, h8_NGB: Tensor | None = None) -> Tensor:
+        given = (w_down_list, b_down_list, on_output, routing, formula, down_factors, params_EP)
+        return down_with_factors(h_NGF, a_NF, *given, h8_NGB)
 
-    out_TD = with_repeated_up(operands, down) if learns and not keeps_h else down(*call(expert_up, *operands))
-    return out_TD.view(x.shape)
+    if learns and keep == "input":
+        return with_repeated_up(operands, down).view(x.shape)
+    return down(*call(expert_up_h8 if keep == "h8" else expert_up, *operands)).view(x.shape)
 
 
 def _check(

@@ -159,6 +159,7 @@ def launch_expert_down(
     lora_a_ERF: Tensor | None = None,
     lora_b_ERD: Tensor | None = None,
     params_EP: Tensor | None = None,
+    h8_NGB: Tensor | None = None,
     max_bytes: int | None = None,
 ) -> Tensor:
     """The experts' outputs summed over each token's slots, in token order.
@@ -173,7 +174,7 @@ def launch_expert_down(
         activation: a name or a formula.
         v_NR, lora_b_ERD: rows in expert order and the factor that they are multiplied by, h's dtype, any strides; None for no
             low-rank addition. Of ``lora_a_ERF`` v was made: it is not read.
-        params_EP: what a was made with: it is not read.
+        params_EP, h8_NGB: what a was made with, and what is kept of h: they are not read.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
 
     Returns:

@@ -26,6 +26,7 @@ from moeblaze_ops.kernels.activations import activate_backward
 from moeblaze_ops.kernels.configs import choose_expert_down_backward
 from moeblaze_ops.kernels.experts.bias_dots import bias_dots
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
+from moeblaze_ops.kernels.experts.eight_bit_rows import load_eight_bits
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import gradient_cost, gradient_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
@@ -55,6 +56,13 @@ from moeblaze_ops.kernels.tiles import (
 
 
 @triton.jit
+def _load_h(row_ptrs, cols, F, stride_h_f, mask):
+    if row_ptrs.dtype.element_ty == tl.int8:
+        return load_eight_bits(row_ptrs, cols, F, mask)
+    return tl.load(row_ptrs + cols[None, :] * stride_h_f, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _write_strip(
     da,
     scale,
@@ -76,11 +84,11 @@ def _write_strip(
     G: tl.constexpr = 2 if GATED else 1
     tile_in = row_in[:, None] & (cols < F)[None, :]
     wide_rows = rows.to(tl.int64)[:, None]
-    h_tile = h_ptr + wide_rows * stride_h_n + cols[None, :] * stride_h_f  # [BLOCK_M, columns]
-    gate = tl.load(h_tile, mask=tile_in, other=0.0).to(tl.float32)
+    h_rows = h_ptr + wide_rows * stride_h_n
+    gate = _load_h(h_rows, cols, F, stride_h_f, tile_in)  # [BLOCK_M, columns]
     up = gate
     if GATED:
-        up = tl.load(h_tile + stride_h_g, mask=tile_in, other=0.0).to(tl.float32)
+        up = _load_h(h_rows + stride_h_g, cols, F, stride_h_f, tile_in)
     # dh may be h's memory, and in a small tile several threads hold the same element: all load before any stores.
     tl.debug_barrier()
     a, dgate, dup, dparameters = activate_backward(gate, up, da, parameters, ACTIVATION)
@@ -291,7 +299,7 @@ def _launch(
 
     Args:
         dout_TD: gradient of the output. Shape [T, D], any strides.
-        h_NGF: pre-activation, in dout's dtype, any strides.
+        h_NGF: pre-activation, in dout's dtype, any strides, or in 8 bits.
         w_down: a list of one weight of shape [E, F, D], dout's dtype, any strides.
         b_down: a list of one bias of shape [E, D], or an empty list.
         weights_TK: routing weights of the outputs, or None for 1. Shape [T, K], any strides.
@@ -309,16 +317,17 @@ def _launch(
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
 
     Returns:
-        dh_NGF of shape [N, G, F] in h's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
-        fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in h's dtype. All contiguous;
+        dh_NGF of shape [N, G, F] in dout's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
+        fp32 [0, K] without weights); wa_NF of shape [N, F], the weights times the activation, in dout's dtype. All contiguous;
         rows of dh and wa in expert order, unwritten from ``offsets_E1[E]`` on; and the gradient of the parameters, fp32, None
         where there are none. fp32 sums; two runs agree bit for bit.
     """
     dout_TD, weights_TK = readable(dout_TD), None if weights_TK is None else readable(weights_TK)
-    num_rows, _, F = h_NGF.shape
-    dh_NGF = h_NGF if overwrite_h else h_NGF.new_empty(h_NGF.shape)
+    num_rows, G, _ = h_NGF.shape
+    F = w_down[0].shape[1]
+    dh_NGF = h_NGF if overwrite_h else dout_TD.new_empty((num_rows, G, F))
     if wa_NF is None:
-        wa_NF = h_NGF.new_empty((num_rows, F))
+        wa_NF = dout_TD.new_empty((num_rows, F))
     routing = (slots_N, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
     operands_of: dict[str, Any] = {"gathered": dout_TD, "rows": (h_NGF,), "weights": w_down}
@@ -332,7 +341,7 @@ def _launch(
         given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
         hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF, params_EP, shares_PCN)
     else:
-        config = _choose_config(h_NGF, w_down, activation)
+        config = _choose_config(dout_TD, num_rows, w_down, activation)
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
         shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
@@ -396,14 +405,14 @@ def _new_partials(h_NGF, num_partials, b_down):
     return h_NGF.new_empty_strided((num_partials + len(b_down), N), (N, 1), dtype=torch.float32)
 
 
-def _choose_config(h_NGF, w_down, activation):
+def _choose_config(dout_TD, num_rows, w_down, activation):
     num_experts, F, D = w_down[0].shape
     return choose_expert_down_backward(
-        operands(h_NGF),
+        operands(dout_TD),
         static_size(D),
         static_size(F),
-        mean_rows(h_NGF.shape[0], num_experts),
-        capability(h_NGF),
+        mean_rows(num_rows, num_experts),
+        capability(dout_TD),
         gradient_cost(activation).num_steps,
     )
 

@@ -14,12 +14,16 @@ copy of x exists. Programs are numbered so that a group of row tiles walks over 
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import activate
 from moeblaze_ops.kernels.configs import choose_expert_up
+from moeblaze_ops.kernels.eight_bits import row_width as bytes_of_row
+from moeblaze_ops.kernels.eight_bits import without_memory
+from moeblaze_ops.kernels.experts.eight_bit_rows import row_width, store_eight_bits
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.kernels.formulas.program import value_cost, value_program
 from moeblaze_ops.kernels.hopper import ops as hopper_ops
@@ -170,10 +174,17 @@ def _expert_up_kernel(
 
     stored_in = row_in[:, None] & col_in[None, :]
     wide_rows = rows.to(tl.int64)[:, None]
+    G: tl.constexpr = 2 if GATED else 1
     gate = gate.to(x_ptr.dtype.element_ty)
     up = up.to(x_ptr.dtype.element_ty)
     if STORE_H:
-        if GATED:
+        if h_ptr.dtype.element_ty == tl.int8:
+            WIDTH = row_width(F)
+            first_col = col_tile * BLOCK_N
+            store_eight_bits(gate, h_ptr + wide_rows * (G * WIDTH), first_col, F, row_in, BLOCK_M, BLOCK_N)
+            if GATED:
+                store_eight_bits(up, h_ptr + wide_rows * (G * WIDTH) + WIDTH, first_col, F, row_in, BLOCK_M, BLOCK_N)
+        elif GATED:
             h_tile = h_ptr + wide_rows * (2 * F) + cols[None, :]  # [BLOCK_M, BLOCK_N]
             tl.store(h_tile, gate, mask=stored_in)
             tl.store(h_tile + F, up, mask=stored_in)
@@ -215,7 +226,7 @@ def launch_expert_up(
             low-rank addition. Of ``lora_a_ERD`` u was made: it is not read.
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, any strides; None where it reads none.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
-        h_NGF: written in place of a new tensor, contiguous.
+        h_NGF: written in place of a new tensor, contiguous; in 8 bits where it is int8.
 
     Returns:
         h_NGF of shape [N, G, F] and a_NF of shape [N, F] ([0, F] for identity), in x's dtype, contiguous, rows in
@@ -295,3 +306,12 @@ def launch_expert_up(
         **config.options,
     )
     return h_NGF, a_NF
+
+
+def launch_expert_up_h8(x_TD: Tensor, w_up: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``launch_expert_up`` with h in 8 bits: a tensor of the shape of h without memory, a, and h as ``eight_bits`` has it."""
+    num_rows, F, G = rest[2].shape[0], w_up[0].shape[2], len(w_up) * w_up[0].shape[1]
+    h8_NGB = x_TD.new_empty((num_rows, G, bytes_of_row(F)), dtype=torch.int8)
+    written: dict[str, Any] = {"h_NGF": h8_NGB}
+    _, a_NF = launch_expert_up(x_TD, w_up, *rest, **written)
+    return without_memory(x_TD, (num_rows, G, F)), a_NF, h8_NGB

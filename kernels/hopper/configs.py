@@ -7,6 +7,7 @@ alone, so that a model compiles once whatever its token counts; the numbers come
 from dataclasses import dataclass
 
 from moeblaze_ops.kernels.configs import ROW_BLOCK
+from moeblaze_ops.kernels.eight_bits import integers_width, row_width
 from moeblaze_ops.kernels.formulas.program import gradient_cost, gradient_program
 
 ELEMENT_BYTES = 2
@@ -166,6 +167,7 @@ class GatherPlan:
     bias_stride: int | None = None
     has_weights: bool = False
     store_h: bool = True
+    store_h8: bool = False
     warps: Warps = TWELVE_WARPS
     early: bool = False
     low: LowRank = LowRank()
@@ -194,6 +196,14 @@ class GatherPlan:
     @property
     def h_parts(self) -> int:
         return 2 if self.gated else 1
+
+    @property
+    def h8_row_bytes(self) -> int:
+        return row_width(self.columns)
+
+    @property
+    def h8_integers_bytes(self) -> int:
+        return integers_width(self.columns)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from moeblaze_ops.kernels.hopper.activations import activate_backward, load_para
 from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, down_backward_tile, down_backward_warps
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, load_slots, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import aggregate, gdc_wait, gl, gluon, mbarrier
+from moeblaze_ops.kernels.hopper.kept_h import load_h, pair_layout, strip_rows, unpack, values_of
 from moeblaze_ops.kernels.hopper.launch import (
     describe_low_rank,
     describe_weight,
@@ -28,66 +29,6 @@ from moeblaze_ops.kernels.hopper.launch import (
     needs_wide_offsets,
 )
 from moeblaze_ops.kernels.hopper.tiles import allocate_ring, begin, read_tile_order
-
-
-@gluon.constexpr_function
-def strip_rows(num_warps):
-    """Rows of a strip: one for each 8 lanes; a multiple of the 8 that a swizzle atom of the hand-over holds."""
-    return 4 * num_warps
-
-
-@gluon.constexpr_function
-def _pair_layout(num_warps):
-    """``row_layout`` with two neighbours as one element."""
-    return gl.BlockedLayout([1, 4], [4, 8], [num_warps, 1], [1, 0])
-
-
-UNPACK_BF16 = gl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
-UNPACK_FP16 = gl.constexpr(
-    """{
-    .reg .b16 first, second;
-    mov.b32 {first, second}, $2;
-    cvt.f32.f16 $0, first;
-    cvt.f32.f16 $1, second;
-    }"""
-)
-
-
-@gluon.jit
-def _unpack(pairs, dtype: gl.constexpr):
-    """The fp32 values of pairs of 16-bit elements. Shape [rows, 2 * pairs], in ``row_layout``."""
-    unpack: gl.constexpr = UNPACK_BF16 if dtype == gl.bfloat16 else UNPACK_FP16
-    first, second = gl.inline_asm_elementwise(unpack, "=f,=f,r", [pairs], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
-    values = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
-    return gl.convert_layout(values, row_layout(gl.num_warps()))
-
-
-@gluon.jit
-def _load_h(h_ptr, row, end, column, PLAN: gl.constexpr):
-    """The chunks of a strip, each its gate and up (twice the same when ungated) as [rows, CHUNK // 2] pairs of elements.
-
-    Pairs, because 16-bit values that live from one step of a loop to the next take a register each.
-    """
-    ROWS: gl.constexpr = strip_rows(gl.num_warps())
-    layout: gl.constexpr = _pair_layout(gl.num_warps())
-    num_chunks: gl.constexpr = PLAN.part_n // CHUNK
-    row_pairs: gl.constexpr = PLAN.columns // 2
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    pairs_ptr = h_ptr.cast(gl.pointer_type(gl.int32), bitcast=True)
-    row_ptrs = gl.expand_dims(pairs_ptr + rows.to(gl.int64) * (PLAN.h_parts * row_pairs), 1)
-    chunks = ()
-    for chunk in gl.static_range(num_chunks):
-        pairs = (column + chunk * CHUNK) // 2 + gl.arange(0, CHUNK // 2, gl.SliceLayout(0, layout))
-        pairs = gl.expand_dims(pairs, 0)
-        mask = gl.expand_dims(rows < end, 1)
-        if PLAN.columns % PLAN.part_n != 0:
-            mask = mask & (pairs < row_pairs)
-        gate = gl.load(row_ptrs + pairs, mask=mask, other=0)
-        up = gate
-        if PLAN.gated:
-            up = gl.load(row_ptrs + row_pairs + pairs, mask=mask, other=0)
-        chunks += ((gate, up),)
-    return chunks
 
 
 @gluon.jit
@@ -125,9 +66,8 @@ def _finish_strip(handoff, h, half, half_row, rows, end, column, weights, parame
         mask = gl.expand_dims(rows < end, 1)
         if PLAN.columns % PLAN.part_n != 0:
             mask = mask & (columns < PLAN.columns)
-        da = _unpack(handoff.load_pairs(half, half_row, chunk, ROWS, _pair_layout(gl.num_warps())), dtype)
-        gate_pairs, up_pairs = h[chunk]
-        gate, up = _unpack(gate_pairs, dtype), _unpack(up_pairs, dtype)
+        da = unpack(handoff.load_pairs(half, half_row, chunk, ROWS, pair_layout(gl.num_warps())), dtype)
+        gate, up = values_of(h[chunk][0], dtype), values_of(h[chunk][1], dtype)
         a, dgate, dup, dparameters = activate_backward(gate, up, da * scale, parameters, program)
         sums = _added(sums, (da * a,) + dparameters)
         dh_ptrs = dh_ptr + PLAN.h_parts * wa_rows + columns
@@ -194,7 +134,7 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, learned, ou
     rows_of_strip = gl.arange(0, ROWS, gl.SliceLayout(1, row_layout(gl.num_warps())))
     num_programs = gl.num_programs(0)
     next_tile = _locate(order, gl.program_id(0))
-    even_h = _load_h(h_ptr, next_tile.first, next_tile.end, next_tile.column_block * PLAN.part_n, PLAN)
+    even_h = load_h(h_ptr, next_tile.first, next_tile.end, next_tile.column_block * PLAN.part_n, PLAN)
     even_weights = _load_weights(weights_ptr, load_slots(slots_ptr, next_tile.first, next_tile.end, ROWS), PLAN)
     odd_slots = load_slots(slots_ptr, next_tile.first + ROWS, next_tile.end, ROWS)
     num_tiles = 0
@@ -217,14 +157,14 @@ def _finish(handoff, order, h_ptr, slots_ptr, num_rows, weights_ptr, learned, ou
             rows = tile.first + strip * ROWS + rows_of_strip
 
             row, end, ahead_column = _strip(strip + 1, tile, next_tile, PLAN)
-            odd_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
+            odd_h = load_h(h_ptr, row, end, ahead_column, PLAN)
             odd_weights = _load_weights(weights_ptr, odd_slots, PLAN)
             row, end, ahead_column = _strip(strip + 2, tile, next_tile, PLAN)
             even_slots = load_slots(slots_ptr, row, end, ROWS)
             mbarrier.wait(handoff.full.index(half), num_tiles & 1)
             _finish_strip(handoff, even_h, half, half_row, rows, tile.end, column, even_weights, parameters, stored, PLAN)
 
-            even_h = _load_h(h_ptr, row, end, ahead_column, PLAN)
+            even_h = load_h(h_ptr, row, end, ahead_column, PLAN)
             even_weights = _load_weights(weights_ptr, even_slots, PLAN)
             row, end, _ = _strip(strip + 3, tile, next_tile, PLAN)
             odd_slots = load_slots(slots_ptr, row, end, ROWS)
@@ -257,8 +197,9 @@ def _down_backward_kernel(
     PLAN: gl.constexpr,
 ):
     copy_threads: gl.constexpr = 32 * PLAN.warps.gather
-    ring = allocate_ring(h_ptr.dtype.element_ty, 1 + copy_threads, PLAN)
-    handoff = allocate_handoff(h_ptr.dtype.element_ty, PLAN)
+    dtype: gl.constexpr = outputs[0].dtype.element_ty
+    ring = allocate_ring(dtype, 1 + copy_threads, PLAN)
+    handoff = allocate_handoff(dtype, PLAN)
     begin(PLAN.early)
     order = read_tile_order(blocks_ptr, offsets_ptr, PLAN.column_blocks, PLAN.tile.group)
     if PLAN.low.rank > 0:
@@ -337,11 +278,11 @@ def hopper_down_backward(
 
     Args:
         dout_TD: gradient of the layer's output. Shape [T, D], bf16 or fp16, stride 1 in D.
-        h_NGF: saved pre-activations, contiguous.
+        h_NGF: saved pre-activations, contiguous, of dout's dtype or in 8 bits.
         w_down: one tensor [E, F, D], stride 1 in F or D, other strides multiples of 8.
         weights_TK: contiguous routing weights, or None for 1.
         slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
-        dh_NGF, wa_NF: outputs, contiguous, dtype of h.
+        dh_NGF, wa_NF: outputs, contiguous, dtype of dout.
         partials_CN: output, fp32, contiguous, ``num_partials(F, D)`` rows; dweights of a slot is the sum of its
             row's column, plus ``<dout, b>`` where the projection has a bias.
         early: begin before the kernel launched last has ended, if that writes nothing that is read here but h.
@@ -351,11 +292,11 @@ def hopper_down_backward(
         shares_PCN: output, fp32, contiguous, beside params: what each row's features in a column block add to the gradient of
             each parameter.
 
-    ``dA'`` is accumulated in fp32 and rounded to the dtype of h; two runs agree bit for bit.
+    ``dA'`` is accumulated in fp32 and rounded to the dtype of dout; two runs agree bit for bit.
     """
     if h_NGF.shape[0] == 0:
         return
-    num_columns = h_NGF.shape[2]
+    num_columns = wa_NF.shape[1]
     tile = down_backward_tile(num_columns, dout_TD.shape[1])
     weight_desc, b_k_inner = describe_weight(w_down[0], True, tile.block_n, tile.block_k)
     factor = None if lora_a_ERF is None else lora_a_ERF.unsqueeze(1)

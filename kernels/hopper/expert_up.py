@@ -3,11 +3,12 @@
 A tile holds 128 rows and, for a gated expert, 128 columns of the gate beside the same 128 columns of up, so that one
 program has both halves of every ``a``. The epilogue lets TMA write h straight from the consumers' buffer and
 computes ``a`` from the rounded h in it, as the backward pass will. Half tiles that reach past their expert's rows
-are written by masked stores.
+are written by masked stores, and so is h in 8 bits.
 """
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import IDENTITY
@@ -18,6 +19,7 @@ from moeblaze_ops.kernels.hopper.configs import GatherPlan, LowRank, Tile, has_f
 from moeblaze_ops.kernels.hopper.expert_order import spread_blocks
 from moeblaze_ops.kernels.hopper.gather import CHUNK, allocate_handoff, consume, produce, row_layout
 from moeblaze_ops.kernels.hopper.gluon_api import gl, gluon, mbarrier, tma_store, tma_store_wait
+from moeblaze_ops.kernels.hopper.kept_h import store_eight_bits
 from moeblaze_ops.kernels.hopper.launch import (
     bias_stride,
     describe,
@@ -61,6 +63,10 @@ def _finish_strip(handoff, half, strip, row, end, column, is_whole, h_ptr, a_ptr
         if PLAN.activation != IDENTITY:
             a = activate(gate.to(gl.float32), up.to(gl.float32), parameters, program)
             gl.store(a_ptr + a_rows + columns, a.to(gate.dtype), mask=inside)
+        if PLAN.store_h8:
+            store_eight_bits(gate, h_ptr, 0, row, end, column + chunk * CHUNK, PLAN)
+            if PLAN.parts == 2:
+                store_eight_bits(up, h_ptr, 1, row, end, column + chunk * CHUNK, PLAN)
         if PLAN.store_h:
             if not is_whole:
                 h_ptrs = h_ptr + PLAN.parts * a_rows + columns
@@ -159,6 +165,7 @@ def _plan(
     activation: str,
     bias_stride: int | None,
     store_h: bool,
+    store_h8: bool,
     low: LowRank,
 ) -> GatherPlan:
     return GatherPlan(
@@ -174,6 +181,7 @@ def _plan(
         num_parameters=num_parameters(activation),
         bias_stride=bias_stride,
         store_h=store_h,
+        store_h8=store_h8,
         low=low,
         few_rows=few_rows,
     )
@@ -202,7 +210,7 @@ def hopper_expert_up(
         b_up: the same form without D, stride 1 in F, or empty.
         slots_N, offsets_E1, blocks_B2: as ``dispatch`` gives them.
         h_NGF, a_NF: the outputs, contiguous; ``a`` is left alone when ``activation`` is ``"identity"``, and h is
-            never written when it has no rows.
+            never written when it has no rows; in 8 bits where it is int8.
         u_NR, lora_b_EGFR: what ``u[r] @ lora_b[e, g]^T`` is added of in the same sum, or None. Contiguous, R a multiple of 8,
             and any strides.
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
@@ -212,7 +220,7 @@ def hopper_expert_up(
     if x_TD.shape[0] == 0:
         return
     weights, biases = part_views(w_up), part_views(b_up)
-    num_columns = h_NGF.shape[2]
+    num_columns = a_NF.shape[1]
     few_rows = has_few_rows(slots_N.shape[0], weights[0].shape[0])
     tile = up_tile(num_columns, len(weights), few_rows)
     part_n = tile.block_n // len(weights)
@@ -230,7 +238,8 @@ def hopper_expert_up(
         needs_wide_offsets(x_TD),
         activation,
         bias_stride(biases),
-        h_NGF.shape[0] > 0,
+        h_NGF.shape[0] > 0 and h_NGF.dtype == x_TD.dtype,
+        h_NGF.dtype == torch.int8,
         low,
     )
     if reads_more_than_cached(tile, x_TD.nbytes):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.kernels.eight_bits import unpacked
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 
 _ops = torch.ops.moeblaze_cpu
@@ -60,6 +61,8 @@ def expert_down_backward(
     lora_a_ERF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    if h_NGF.dtype == torch.int8:
+        h_NGF = unpacked(h_NGF, w_down[0].shape[1], dout_TD.dtype)
     low_rank = () if q_NR is None else (q_NR, None, lora_a_ERF.transpose(1, 2).unsqueeze(1))
     da_N1F, _ = _ops.expert_up(dout_TD, [w.unsqueeze(1) for w in w_down], [], None, *routing, IDENTITY, *low_rank)
     wide = torch.promote_types(h_NGF.dtype, torch.float32)

@@ -20,6 +20,7 @@ ROUTED = (
     _OPS.dispatch.default,
     _OPS.route.default,
     _OPS.expert_up.default,
+    _OPS.expert_up_h8.default,
     _OPS.expert_down.default,
     _OPS.expert_mlp.default,
     _OPS.expert_mlp_ranged.default,

@@ -115,9 +115,9 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keeps_input, is_plain = _keeps_input(match, fake_of(x_TD)), not (match.has_low_rank or match.parameters)
+    keep, is_plain = _keep(match, fake_of(x_TD)), not (match.has_low_rank or match.parameters)
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
-    parts, size = _parts(match, fake_of(x_TD)) if keeps_input and is_plain else (None, 0)
+    parts, size = _parts(match, fake_of(x_TD)) if keep == "input" and is_plain else (None, 0)
     if parts == "chunks":
         chunked = (x_TD, *parameters, experts_TK, match.E, size, *settings)
         return insert.call(_ops.expert_mlp_chunked.default, *chunked), f"expert_mlp_chunked({match.activation})"
@@ -133,19 +133,24 @@ def _insert_whole(
         return insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings), f"expert_mlp({match.activation})"
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     up_rank, down_rank = describe_ranks(match)
-    became = f"expert_up({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
+    # Without an activation forward reads h.
+    up_op = _ops.expert_up_h8 if keep == "h8" and match.activation != IDENTITY else _ops.expert_up
+    became = f"{up_op.__name__}({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
     learned = _parameters(insert, match)
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
     up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
-    up = insert.call(_ops.expert_up.default, *up_operands)
-    if keeps_input and torch.is_grad_enabled():
+    up = insert.call(up_op.default, *up_operands)
+    if keep == "input" and torch.is_grad_enabled():
         repeat_in_backward(up)
         became += ", up again in backward"
-    h_NGF, a_NF = insert.items(up, 2)
+    h_NGF, a_NF, *h8_NGB = insert.items(up, len(up_op.default._schema.returns))
     if match.activation == IDENTITY:
         a_NF = None
     low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
-    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
+    optional = _with_parameters(low_rank, learned)
+    if h8_NGB:
+        optional = (*optional, *[None] * (4 - len(optional)), *h8_NGB)
+    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *optional)
     return insert.call(_ops.expert_down.default, *operands), became
 
 
@@ -178,18 +183,17 @@ def _counts_rows(match: MoEMatch) -> bool:
     return any(free_unbacked_symbols(fake_of(node)) for node in match.region.nodes if isinstance(fake_of(node), torch.Tensor))
 
 
-def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
-    """Whether the layer becomes one op that leaves no pre-activation behind, as ``moe`` decides it for ``config.keep``."""
-    keep = config.keep
+def _keep(match: MoEMatch, x_TD: torch.Tensor) -> str:
+    """What of the layer is kept for backward, as ``moe`` decides it for ``config.keep``: "input" where there is no backward."""
     if not torch.is_grad_enabled():
-        return True
-    if keep != "auto":
-        return keep == "input"
+        return "input"
+    if config.keep != "auto":
+        return config.keep
     if free_unbacked_symbols(x_TD):
-        return False
+        return "preactivation"
     gated = is_gated(match.activation)
     sizes = LayerSizes(D=match.D, F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
-    return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=True) == "input"
+    return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=True)
 
 
 def _parts(match: MoEMatch, x_TD: torch.Tensor) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moeblaze_ops.arguments.validation_values import ID_DTYPES, check_activation_text, check_float_dtype
 from moeblaze_ops.arguments.weight_storage import UpShape, up_shape
 from moeblaze_ops.kernels.configs import ROW_BLOCK
+from moeblaze_ops.kernels.eight_bits import row_width, without_memory
 from moeblaze_ops.kernels.formulas.named import IDENTITY, is_gated, num_parameters
 
 MAX_EXPERTS = 4096
@@ -70,6 +71,12 @@ def check_expert_up(
     factors = {"lora_a_ERD": (lora_a_ERD, [shape.E, "R", shape.D]), "lora_b_EGFR": (lora_b_EGFR, [*shape[:3], "R"])}
     _check_low_rank(op, "u_NR", u_NR, slots_N.shape[0], factors, x_TD)
     return shape
+
+
+def check_expert_up_h8(op: str, *args: Any) -> UpShape:
+    """The arguments of ``expert_up``."""
+    require(args[8] != IDENTITY, op, "activation", "have h for backward alone", f"{IDENTITY!r}, whose h is read in forward")
+    return check_expert_up(op, *args)
 
 
 def _check_low_rank(
@@ -149,7 +156,10 @@ def check_expert_down(
     lora_a_ERF: Tensor | None = None,
     lora_b_ERD: Tensor | None = None,
     params_EP: Tensor | None = None,
+    h8_NGB: Tensor | None = None,
 ) -> None:
+    if h8_NGB is not None:
+        _check_h8(op, "h8_NGB", h8_NGB, h_NGF, w_down)
     check_float_dtype(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
     N, G, F = h_NGF.shape
@@ -168,6 +178,13 @@ def check_expert_down(
     _check_parameters(op, activation, params_EP, E, h_NGF)
     factors = {"lora_a_ERF": (lora_a_ERF, [E, "R", F]), "lora_b_ERD": (lora_b_ERD, [E, "R", D])}
     _check_low_rank(op, "v_NR", v_NR, N, factors, h_NGF)
+
+
+def _check_h8(op: str, name: str, h8_NGB: Tensor, like: Tensor, w_down: list[Tensor]) -> None:
+    require_dtype(h8_NGB.dtype == torch.int8, op, name, "be int8 (from expert_up_h8)", h8_NGB.dtype)
+    check_shape(op, name, h8_NGB, [*h8_NGB.shape[:2], row_width(w_down[0].shape[1])], " (from expert_up_h8)")
+    require(h8_NGB.is_contiguous(), op, name, "be contiguous (from expert_up_h8)", f"strides {list(h8_NGB.stride())}")
+    check_device(op, name, h8_NGB, like)
 
 
 def check_down_weights(op: str, w_down: list[Tensor], b_down: list[Tensor], like: Tensor) -> None:
@@ -412,6 +429,9 @@ def check_expert_down_backward(
     lora_a_ERF: Tensor | None = None,
     params_EP: Tensor | None = None,
 ) -> None:
+    if h_NGF.dtype == torch.int8:
+        _check_h8(op, "h_NGF", h_NGF, dout_TD, w_down)
+        h_NGF = without_memory(dout_TD, (*h_NGF.shape[:2], w_down[0].shape[1]))
     given = (h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     check_expert_down(op, *given, params_EP=params_EP)
     check_shape(op, "dout_TD", dout_TD, [positions_TK.shape[0], w_down[0].shape[2]])

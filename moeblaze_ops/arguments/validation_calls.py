@@ -28,7 +28,7 @@ from moeblaze_ops.arguments.validation_values import (
 )
 from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 
-KEEP = ("preactivation", "input", "auto")
+KEEP = ("preactivation", "h8", "input", "auto")
 WEIGHT_ON = ("output", "input")
 MAX_TOP_K = 32
 """Experts per token that ``route`` chooses at most."""

@@ -28,6 +28,7 @@ from moeblaze_ops.cpu.rows import (
     transposed,
 )
 from moeblaze_ops.cpu.weight_grad import expert_weight_grad
+from moeblaze_ops.kernels.eight_bits import packed, unpacked, without_memory
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.kernels.settings import settings
 
@@ -60,6 +61,11 @@ def expert_up(
     return h_NGF, a_NF
 
 
+def expert_up_h8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    h_NGF, a_NF = expert_up(*args)
+    return without_memory(h_NGF, h_NGF.shape).zero_(), a_NF, packed(h_NGF)
+
+
 def expert_down(
     h_NGF: Tensor,
     a_NF: Tensor | None,
@@ -75,6 +81,7 @@ def expert_down(
     lora_a_ERF: Tensor | None = None,
     lora_b_ERD: Tensor | None = None,
     params_EP: Tensor | None = None,
+    h8_NGB: Tensor | None = None,
 ) -> Tensor:
     down = _DownRows(h_NGF, w_down, b_down, weights_TK, slots_N, positions_TK, v_NR, lora_b_ERD)
     for block in row_blocks(offsets_E1, slots_N.shape[0], h_NGF.shape[2]):
@@ -133,6 +140,8 @@ def expert_down_backward(
     dparams_EP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dparams_EP``, zeros where it is given, gets the gradient of the activation's parameters."""
+    if h_NGF.dtype == torch.int8:
+        h_NGF = unpacked(h_NGF, w_down[0].shape[1], dout_TD.dtype)
     dh_NGF = torch.empty_like(h_NGF, memory_format=torch.contiguous_format)
     dweights_TK = _weight_gradient_buffer(weights_TK, positions_TK)
     wa_NF = h_NGF.new_empty(h_NGF.shape[0], h_NGF.shape[2])

@@ -6,6 +6,7 @@ number and i = 4 those of an index, backward finds in memory, besides x and the 
     routing    i * (2 N + E + 1 + 2 B)       what ``dispatch`` returned, unless the tokens go in chunks
     weights    4 N                           routing weights in fp32
     h          s * N * G * F                 with keep="preactivation" only
+    h8         N * G * row_width(F)          with keep="h8", some 17/16 bytes a number
 
 and the peak is the largest sum of what is alive during one op (``_steps``). The rows from which the output and the
 gradient of x are summed take what ``config.max_transient_bytes`` leaves of s * N * D, and nothing for K = 1. With
@@ -29,6 +30,7 @@ from moeblaze_ops.arguments.validation import schedule_rows
 from moeblaze_ops.arguments.validation_calls import check_memory_estimate
 from moeblaze_ops.explanation import size_text
 from moeblaze_ops.kernels.configs import COLUMN_UNIT, FEW_CHANNELS, choose_column_ranges
+from moeblaze_ops.kernels.eight_bits import row_width
 from moeblaze_ops.memory.row_ranges import capped, choose_parts, range_sizes, routing_bytes, row_ranges
 from moeblaze_ops.memory.token_chunks import PARTIAL_COLUMNS, token_ranges
 
@@ -38,6 +40,7 @@ _INDEX = 4
 _USABLE = 0.9
 """Part of the free memory that ``auto`` plans with: the rest is lost to fragmentation and to other libraries."""
 _LARGEST_T = 2**40
+_KEPT_H = {"preactivation": ("h",), "h8": ("h8",), "input": ()}
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ def _summed(
 
 def _kept(sizes: LayerSizes, keep: str) -> tuple[str, ...]:
     router = ("logits", "experts") if sizes.router else ()
-    return (*router, "weights", "routing", *(("h",) if keep == "preactivation" else ()))
+    return (*router, "weights", "routing", *_KEPT_H[keep])
 
 
 def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
@@ -217,6 +220,7 @@ def _buffers(T: int, sizes: LayerSizes) -> dict[str, int]:
         "logits": number * T * E,
         "experts": _INDEX * N,
         "h": number * N * G * F,
+        "h8": N * G * row_width(F),
         "a": number * N * F,
         "partials": 4 * N * partials + weight * N,
         "w_up": number * E * G * F * (D + sizes.bias),
@@ -230,13 +234,13 @@ def _steps(sizes: LayerSizes, keep: str, compiled: bool) -> dict[str, tuple[str,
 
     The output is an ``x``, the rows of a projection to the model width are ``rows``, and ``wa`` is an ``a``.
     """
-    kept_h = ("h",) if keep == "preactivation" else ()
-    h_and_dh = ("h",) if keep == "input" or compiled else ("h", "h")
+    kept_h = _KEPT_H[keep]
+    dh = () if keep == "preactivation" and compiled else ("h",)
     steps = {
         "expert_up": (*kept_h, "a"),
         "expert_down": (*kept_h, "a", "rows", "x"),
-        "expert_down_backward" if kept_h else "expert_mlp_backward": ("x", *h_and_dh, "a", "partials"),
-        "gradient of w_down": ("x", *h_and_dh, "a", "w_down"),
+        "expert_down_backward" if kept_h else "expert_mlp_backward": ("x", *kept_h, *dh, "a", "partials"),
+        "gradient of w_down": ("x", "h", *(() if compiled else kept_h), "a", "w_down"),
         "expert_up_backward": ("x", "h", "w_down", "dx rows", "x"),
         "gradient of w_up": ("x", "h", "w_down", "x", "w_up"),
     }

@@ -28,17 +28,18 @@ def _expert_down_fake(h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_
 
 
 def _expert_down_setup_context(ctx, inputs, output) -> None:
-    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *optional = inputs
+    h_NGF, a_NF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *optional, h8_NGB = inputs
+    kept = h_NGF if h8_NGB is None else h8_NGB
     ctx.set_materialize_grads(False)
     ctx.activation = activation
     ctx.num_w_down, ctx.num_b_down = len(w_down), len(b_down)
-    ctx.save_for_backward(h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *optional, *w_down, *b_down)
+    ctx.save_for_backward(kept, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *optional, *w_down, *b_down)
 
 
 def _expert_down_gradient(ctx, dout_TD):
     b_none = [None] * ctx.num_b_down
     if dout_TD is None:
-        return None, None, [None] * ctx.num_w_down, b_none, *[None] * 10
+        return None, None, [None] * ctx.num_w_down, b_none, *[None] * 11
     h_NGF, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *optional_and_parameters = ctx.saved_tensors
     v_NR, lora_a, lora_b, params_EP, *parameters = optional_and_parameters
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
@@ -71,7 +72,7 @@ def _expert_down_gradient(ctx, dout_TD):
         db_down = [call(expert_bias_grad, dout_TD, weights_TK, slots_N, offsets_E1, top_k, True)]
     dw_down, db_down = split_as_given(dw_down, ctx.num_w_down), split_as_given(db_down, ctx.num_b_down)
     dweights_TK = None if weights_TK is None else dweights_TK
-    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b, dparams_EP
+    return dh_NGF, None, dw_down, db_down, dweights_TK, None, None, None, None, None, None, dlora_a, dlora_b, dparams_EP, None
 
 
 def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) -> Tensor:
@@ -79,8 +80,8 @@ def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) ->
     most."""
     a_and_tangent = activate(h_NGF, rest[4])
     primals, tangents = parted((h_NGF, a_NF, w_down, b_down, weights_TK, *rest))
-    _, _, w_down, b_down, weights_TK, *routing, activation, v_NR, lora_a, lora_b, params_EP = primals
-    _, _, dw_down, db_down, dweights_TK, *_, dlora_a, dlora_b, _ = tangents
+    _, _, w_down, b_down, weights_TK, *routing, activation, v_NR, lora_a, lora_b, params_EP, _ = primals
+    _, _, dw_down, db_down, dweights_TK, *_, dlora_a, dlora_b, _, _ = tangents
     refuse_tangents_with_parameters("expert_down", params_EP)
     out_TD = expert_down(*primals)
     (a_rows,), (da_rows,) = parted([a_and_tangent])
@@ -107,9 +108,9 @@ def _expert_down_forward_mode(h_NGF, a_NF, w_down, b_down, weights_TK, *rest) ->
 def _expert_down_backward_fake(
     dout_TD, h_NGF, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank
 ):
-    N, G, F = h_NGF.shape
-    dh_NGF = h_NGF.new_empty((N, G, F))
-    return dh_NGF, routing_gradient_like(weights_TK, positions_TK), h_NGF.new_empty((N, F))
+    N, G, F = h_NGF.shape[0], h_NGF.shape[1], w_down[0].shape[1]
+    dh_NGF = dout_TD.new_empty((N, G, F))
+    return dh_NGF, routing_gradient_like(weights_TK, positions_TK), dout_TD.new_empty((N, F))
 
 
 def _expert_down_backward_learned_fake(*args):
@@ -121,7 +122,7 @@ def _overwriting_launcher(name: str) -> Callable:
 
     def launch(dout_TD, h_NGF, *args: Any) -> tuple[Tensor, ...]:
         _, G, F = h_NGF.shape
-        dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1)
+        dense = isinstance(F, int) and h_NGF.stride() == (G * F, F, 1) and h_NGF.dtype == dout_TD.dtype
         return getattr(kernels, name)(dout_TD, h_NGF, *args, overwrite_h=dense)
 
     return launch
@@ -153,7 +154,8 @@ expert_down_backward = register_op(
 
 With ``dA'[r] = dout[token(r)] @ W[e]^T`` and a = act(h) recomputed: ``dweights[slot] = <dA'[r], a[r]> +
 <dout[token(r)], b[e]>``, ``dh = act'(h) * s * dA'`` and ``wa = s * a`` (SonicMoE, arXiv 2512.14080, eq. 11-13). With a low-rank
-addition ``q_NR[r] @ lora_a_ERF[e]`` is added in the sum of ``dA'[r]``; q is ``dout[token(r)] @ B[e]``.
+addition ``q_NR[r] @ lora_a_ERF[e]`` is added in the sum of ``dA'[r]``; q is ``dout[token(r)] @ B[e]``. h may be in 8 bits, as
+``expert_up_h8`` gives it.
 
 Returns:
     dh_NGF, dweights_TK (zero at unused slots, in the dtype of the weights; [0, K] fp32 without weights), wa_NF.
@@ -186,7 +188,7 @@ expert_down = register_op(
     "expert_down",
     f"(Tensor h_NGF, Tensor? a_NF, Tensor[] w_down, Tensor[] b_down, Tensor? weights_TK, {_ROUTING}, str activation,"
     " Tensor? v_NR=None, Tensor? lora_a_ERF=None, Tensor? lora_b_ERD=None,"
-    " Tensor? params_EP=None) -> Tensor",
+    " Tensor? params_EP=None, Tensor? h8_NGB=None) -> Tensor",
     fake=_expert_down_fake,
     cpu=cpu.expert_down,
     kernel="experts.expert_down:launch_expert_down",
@@ -215,6 +217,7 @@ Args:
     lora_a_ERF, lora_b_ERD: the factors A [E, R, F] and B [E, R, D], dtype of h, any strides. Given exactly when v is.
         ``a @ W + v @ B`` is one fp32 sum (on CPU ``a @ W`` is rounded first); nothing of the size of W is written.
     params_EP: those of ``expert_up``; differentiable here.
+    h8_NGB: what ``expert_up_h8`` gave beside this h and a, kept for backward in place of h.
 
 Returns:
     out_TD in token order, dtype of h. Rows are rounded to that dtype before the sum over K, which is taken in fp32

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops.arguments.separate_experts import num_joined, split_as_given
-from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_backward
+from moeblaze_ops.arguments.validation import check_expert_up, check_expert_up_backward, check_expert_up_h8
 from moeblaze_ops.arguments.weight_storage import up_shape
 from moeblaze_ops.cpu import experts as cpu
+from moeblaze_ops.kernels.eight_bits import row_width, without_memory
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.autodiff import carrying, or_zeros, parted
 from moeblaze_ops.ops.direct import call
@@ -30,17 +31,22 @@ def _expert_up_fake(
     return h_NGF, a_NF
 
 
+def _expert_up_h8_fake(x_TD, w_up, b_up, weights_TK, slots_N, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    N, (_, G, F, _) = slots_N.shape[0], up_shape(w_up)
+    return without_memory(x_TD, (N, G, F)), x_TD.new_empty((N, F)), x_TD.new_empty((N, G, row_width(F)), dtype=torch.int8)
+
+
 def _expert_up_setup_context(ctx, inputs, output) -> None:
     x_TD, w_up, b_up, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation, *low_rank, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.num_w_up = len(w_up)
     ctx.num_b_up = len(b_up)
     ctx.num_joined_b_up = num_joined(b_up, offsets_E1.shape[0] - 1)
     ctx.save_for_backward(x_TD, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, *low_rank, *w_up)
 
 
-def _expert_up_gradient(ctx, dh_NGF, da_NF):
+def _expert_up_gradient(ctx, dh_NGF, *others):
     none_for_inputs = (None, [None] * ctx.num_w_up, [None] * ctx.num_b_up, *[None] * 10)
     if dh_NGF is None:
         return none_for_inputs
@@ -174,10 +180,14 @@ On CUDA ``rows`` takes at most max_bytes, or those of 256 columns; None: ``confi
 Sums are taken in fp32 (fp64 for fp64) and agree bit for bit from run to run.
 """
 
+_ARGUMENTS = (
+    f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation, Tensor? u_NR=None,"
+    " Tensor? lora_a_ERD=None, Tensor? lora_b_EGFR=None, Tensor? params_EP=None)"
+)
+
 expert_up = register_op(
     "expert_up",
-    f"(Tensor x_TD, Tensor[] w_up, Tensor[] b_up, Tensor? weights_TK, {_ROUTING}, str activation, Tensor? u_NR=None,"
-    " Tensor? lora_a_ERD=None, Tensor? lora_b_EGFR=None, Tensor? params_EP=None) -> (Tensor, Tensor)",
+    f"{_ARGUMENTS} -> (Tensor, Tensor)",
     fake=_expert_up_fake,
     cpu=cpu.expert_up,
     kernel="experts.expert_up:launch_expert_up",
@@ -219,4 +229,24 @@ Raises:
 Numerics: accumulates in fp32 (fp64 for fp64); on CPU the product with W is rounded before that of a low-rank addition is added
 to it. Two runs agree bit for bit; on CPU eager and compiled code, whose activation is Inductor's, may differ in the last bits
 of a.
+"""
+
+expert_up_h8 = register_op(
+    "expert_up_h8",
+    f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor)",
+    fake=_expert_up_h8_fake,
+    cpu=cpu.expert_up_h8,
+    kernel="experts.expert_up:launch_expert_up_h8",
+    check=check_expert_up_h8,
+    backward=_expert_up_gradient,
+    setup_context=_expert_up_setup_context,
+    autocast=(0, 1, 2, 9, 10, 11),
+    flops=_up_flops,
+)
+"""``expert_up`` of which backward finds h in 8 bits; not of ``identity``, where h is what ``expert_down`` computes with.
+
+Returns:
+    h_NGF: what is differentiated, and holds no numbers: all its elements are one in memory.
+    a_NF: as ``expert_up`` gives it, bit for bit.
+    h8_NGB: h as ``kernels/eight_bits.py`` has it, int8, not differentiable: ``expert_down`` takes it to keep.
 """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moeblaze_ops.arguments.activations import activate, activation_gradient
+from moeblaze_ops.kernels import eight_bits
 from tests.tools.hopper_problems import (
     PROBLEMS,
     assert_close,
@@ -19,6 +20,7 @@ from tests.tools.hopper_problems import (
     up_biases,
     up_weights,
 )
+from tests.tools.kernel_helpers import assert_half_a_step
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")]
@@ -50,6 +52,26 @@ def test_expert_up_matches_reference(problem):
     assert h_NGF[routing.rows[-1].stop :].isnan().all()
 
 
+def test_expert_up_keeps_eight_bits(problem):
+    from moeblaze_ops.kernels.hopper.expert_up import hopper_expert_up
+
+    if problem.activation == "identity":
+        pytest.skip("forward reads its h")
+    routing, N = route(problem), problem.num_tokens * problem.top_k
+    x_TD = random(problem, problem.num_tokens, problem.num_d)
+    h_NGF, a_NF = nan_like(problem, N, problem.parts, problem.num_f), nan_like(problem, N, problem.num_f)
+    h8_NGB = h_NGF.new_full((N, problem.parts, eight_bits.row_width(problem.num_f)), 77, dtype=torch.int8)
+    beside_NF = nan_like(problem, N, problem.num_f)
+    args = (x_TD, up_weights(problem), up_biases(problem), routing.slots_N, routing.offsets_E1, routing.blocks_B2)
+    args = (*args, problem.top_k, problem.activation)
+    hopper_expert_up(*args, h_NGF, a_NF)
+    run_twice(lambda: hopper_expert_up(*args, h8_NGB, beside_NF), [h8_NGB, beside_NF])
+    assert torch.equal(a_NF.nan_to_num(7.0), beside_NF.nan_to_num(7.0))
+    used = routing.rows[-1].stop
+    assert_half_a_step(eight_bits.unpacked(h8_NGB[:used], problem.num_f, torch.float32), h_NGF[:used].float())
+    assert (h8_NGB[used:] == 77).all()
+
+
 def test_down_rows_matches_reference(problem):
     from moeblaze_ops.kernels.hopper.row_gemm import hopper_down_rows
 
@@ -77,7 +99,8 @@ def test_up_backward_rows_matches_reference(problem):
         assert_close(dx_ND[rows], torch.einsum("rgf,gfd->rd", dh_NGF[rows].float(), joined(w_up)[e]))
 
 
-def test_down_backward_matches_reference(problem):
+@pytest.mark.parametrize("in_eight_bits", [False, True], ids=["", "h8"])
+def test_down_backward_matches_reference(problem, in_eight_bits):
     from moeblaze_ops.kernels.hopper.configs import num_partials
     from moeblaze_ops.kernels.hopper.expert_down_backward import hopper_down_backward
 
@@ -85,6 +108,10 @@ def test_down_backward_matches_reference(problem):
     dout_TD = random(problem, problem.num_tokens, problem.num_d)
     # Clamped activations beyond their limits, too.
     h_NGF = grouped(problem, routing, problem.parts, problem.num_f) * (8 if problem.activation.startswith("swiglu_") else 1)
+    kept = h_NGF
+    if in_eight_bits:
+        kept = eight_bits.packed(h_NGF)
+        h_NGF = eight_bits.unpacked(kept, problem.num_f, torch.float32)
     N = h_NGF.shape[0]
     w_down = down_weight(problem)
     weights_TK = torch.rand(problem.num_tokens, problem.top_k, device="cuda") if problem.weighted else None
@@ -92,7 +119,7 @@ def test_down_backward_matches_reference(problem):
     partials_CN = nan_like(problem, num_partials(problem.num_f, problem.num_d), N, dtype=torch.float32)
     args = (routing.slots_N, routing.offsets_E1, routing.blocks_B2, problem.top_k, problem.activation)
     outputs = [dh_NGF, partials_CN, wa_NF]
-    run_twice(lambda: hopper_down_backward(dout_TD, h_NGF, [w_down], weights_TK, *args, *outputs), outputs)
+    run_twice(lambda: hopper_down_backward(dout_TD, kept, [w_down], weights_TK, *args, *outputs), outputs)
     for e, (rows, tokens) in enumerate(zip(routing.rows, routing.tokens, strict=True)):
         da = dout_TD[tokens].float() @ w_down[e].float().T
         scale = torch.ones(len(tokens), 1, device="cuda")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moeblaze_ops
+from moeblaze_ops import config
 from moeblaze_ops.memory.estimate import memory_estimate
 
 pytestmark = pytest.mark.gpu
@@ -40,8 +41,26 @@ def test_keep_changes_no_bit_of_the_ops(shape, options, compiled):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("hopper", ["auto", "off"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": True, "activation": "relu2"}], ids=["gated", "ungated_bias"])
+def test_eight_bits_change_no_bit_of_the_output(options, compiled, hopper, monkeypatch):
+    """And gradients by less than three times what bf16 has of them."""
+    monkeypatch.setattr(config, "hopper", hopper)
+    results = []
+    for keep in ("preactivation", "h8", "h8"):
+        module, x = make_module("ragged", keep, **options)
+        torch._dynamo.reset()
+        results.append(train_step(torch.compile(module, fullgraph=True) if compiled else module, module, x))
+    kept, eight_bits, again = results
+    assert torch.equal(kept[0], eight_bits[0])
+    assert all(torch.equal(a, b) for a, b in zip(eight_bits, again, strict=True))
+    for got, expected in zip(eight_bits[1:], kept[1:], strict=True):
+        assert (got - expected).float().norm() <= 0.02 * expected.float().norm()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("keep", ["preactivation", "input"])
+@pytest.mark.parametrize("keep", ["preactivation", "h8", "input"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_estimate_matches_what_is_allocated(shape, keep, activation):
     module, x = make_module(shape, keep, activation=activation)

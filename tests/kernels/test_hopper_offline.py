@@ -17,6 +17,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from moeblaze_ops.arguments.traced_activations import trace_activation  # noqa: E402
+from moeblaze_ops.kernels.eight_bits import row_width  # noqa: E402
 from moeblaze_ops.kernels.formulas.expression import ARITY  # noqa: E402
 from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED, is_gated, num_parameters  # noqa: E402
 from moeblaze_ops.kernels.hopper import launch as hopper_launch  # noqa: E402
@@ -284,4 +285,21 @@ def test_writing_or_adding_weight_gradients_fits(compiled, storage, widths):
     hopper_weight_grad(x, h, up_weights(storage, 2, num_f, num_d), SLOTS_N, OFFSETS_E1, K, **options)
     hopper_weight_grad(x, a, [w_down], SLOTS_N, OFFSETS_E1, K, **options)
     assert len(compiled) == 2
+    assert_fits(compiled)
+
+
+EIGHT_BITS = [("swiglu", "even"), ("swiglu", "ragged"), ("swiglu", "narrow"), ("silu", "even"), ("geglu", "even")]
+
+
+@pytest.mark.parametrize(("activation", "widths"), EIGHT_BITS)
+def test_h_in_eight_bits_fits(compiled, activation, widths):
+    num_f, num_d = WIDTHS[widths]
+    parts = 2 if is_gated(activation) else 1
+    h8, a = empty(N, parts, row_width(num_f), dtype=torch.int8), empty(N, num_f)
+    table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
+    hopper_expert_up(empty(T, num_d), up_weights("packed", parts, num_f, num_d), [], *table, h8, a)
+    for width in (num_d, 2048):
+        partials, dh = empty(num_partials(num_f, width), N, dtype=torch.float32), empty(N, parts, num_f)
+        hopper_down_backward(empty(T, width), h8, [empty(E, num_f, width)], None, *table, dh, partials, a)
+    assert len(compiled) == 3
     assert_fits(compiled)

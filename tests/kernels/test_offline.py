@@ -14,7 +14,7 @@ from moeblaze_ops.kernels.configs import shared_memory_bytes
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad, launch_expert_bias_grad_add
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
-from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
+from moeblaze_ops.kernels.experts.expert_up import launch_expert_up, launch_expert_up_h8
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_rows, launch_expert_up_backward
 from moeblaze_ops.kernels.experts.low_rank_backward import launch_low_rank_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad, launch_expert_weight_grad_add
@@ -95,12 +95,12 @@ def train_low_rank(dtype, sizes, activation, bias, weight_on_input, rank):
     launch_expert_weight_grad(wa, v.unsqueeze(1), [down[0]], None, *routing[:2], 1)
 
 
-def check_resources(layer, capability, on_tensor_cores, step=train):
+def check_resources(layer, capability, on_tensor_cores, step=train, spill_bytes=0):
     with recorded_launches(capability) as launches:
         step(*LAYERS[layer])
     for launch in launches:
         resources = compile_launch(launch, capability)
-        assert resources.spill_bytes == 0, launch.name
+        assert resources.spill_bytes <= spill_bytes, launch.name
         assert resources.shared_bytes <= shared_memory_bytes(capability), launch.name
         assert resources.tensor_core == (expected_tensor_core(launch, capability) if on_tensor_cores else None), launch.name
 
@@ -192,6 +192,29 @@ TARGETS = [
 @pytest.mark.parametrize(("layer", "capability"), TARGETS, ids=name_of)
 def test_kernels_compile_without_spills(layer, capability):
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
+
+
+def keep_eight_bits(dtype, sizes, activation, bias, weight_on_input):
+    """The launchers that write and read h in 8 bits."""
+    T, E, K, D, F = sizes
+    G = 2 if "glu" in activation else 1
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    x, weights, routing = new(T, D), new(T, K, dtype=torch.float32), launch_dispatch(new(T, K, dtype=torch.int64), E)
+    _, _, h8 = launch_expert_up_h8(x, [new(E, G, F, D)], [], None, *routing, activation)
+    launch_expert_down_backward(x, h8, [new(E, D, F).transpose(1, 2)], [], weights, *routing, activation)
+
+
+EIGHT_BITS = [("many_rows", (8, 0)), ("many_rows", (9, 0)), ("few_rows", (10, 0)), ("ungated", (8, 0)), ("fp32", (9, 0))]
+
+
+@pytest.mark.parametrize(("layer", "capability"), EIGHT_BITS, ids=name_of)
+def test_kernels_of_eight_bits_compile_without_spills(layer, capability):
+    """Next to none, outside the loops."""
+    on_tensor_cores = LAYERS[layer][0] != torch.float32
+    check_resources(layer, capability, on_tensor_cores, keep_eight_bits, spill_bytes=32)
 
 
 # A small rank and a large one with each size of tiles and for each target.

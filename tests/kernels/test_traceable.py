@@ -22,7 +22,7 @@ from moeblaze_ops.kernels import configs
 from moeblaze_ops.kernels.experts.bias_grad import launch_expert_bias_grad
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward, launch_expert_down_backward_learned
-from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
+from moeblaze_ops.kernels.experts.expert_up import launch_expert_up, launch_expert_up_h8
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
 from moeblaze_ops.kernels.experts.weight_grad import launch_expert_weight_grad
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
@@ -169,6 +169,27 @@ def test_ranges_of_columns_take_no_guard(backed, width, ranges, monkeypatch):
 def test_mutation_analysis_finds_what_kernels_write(trace):
     graph, _, _ = trace
     check_writes(graph, WRITES)
+
+
+def test_eight_bits_are_written_in_place():
+    def step(x, weights, w_up, w_down, *routing):
+        h, a, h8 = launch_expert_up_h8(x, [w_up], [], None, *routing, "swiglu")
+        out = launch_expert_down(h, a, [w_down], [], weights, *routing, "swiglu")
+        return launch_expert_down_backward(out, h8, [w_down], [], weights, *routing, "swiglu")
+
+    with FakeTensorMode(allow_non_fake_inputs=False), fake_device():
+
+        def new(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        sizes = [(HINT * K,), (E + 1,), (HINT, K), (HINT * K // 128 + E + 1, 2)]
+        routing = [new(*size, dtype=torch.int32) for size in sizes]
+        kernel_side_table.reset_table()
+        weights = new(HINT, K, dtype=torch.float32)
+        graph = make_fx(step)(new(HINT, D), weights, new(E, 2, F, D), new(E, F, D), *routing)
+        names = ("_expert_up_kernel", "_expert_down_kernel", "_combine_kernel")
+        names = (*names, "_expert_down_backward_kernel", "_dweights_kernel")
+        check_writes(graph, {name: WRITES[name] for name in names})
 
 
 def test_few_slots_are_grouped_by_one_kernel():

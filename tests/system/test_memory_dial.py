@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import moeblaze_ops
 from moeblaze_ops import config
+from moeblaze_ops.kernels.eight_bits import row_width
 from moeblaze_ops.memory import estimate
 from tests.tools.op_harness import OurOps, is_ours
 
@@ -122,8 +123,11 @@ ROUTER = [(T, E), (T, K), (T, K)]  # logits, ids and weights
 ROUTING = [(T * K,), (E + 1,), (T, K), (T * K // 128 + E + 1, 2)]
 
 
+KEPT_H = {"preactivation": [(T * K, 2, F)], "h8": [(T * K, 2, row_width(F))], "input": []}
+
+
 @pytest.mark.parametrize("through", ["argument", "knob"])
-@pytest.mark.parametrize(("keep", "extra"), [("preactivation", [(T * K, 2, F)]), ("input", [])])
+@pytest.mark.parametrize(("keep", "extra"), KEPT_H.items())
 def test_keep_decides_what_is_kept(keep, extra, through, monkeypatch):
     layers, xs = make_model(keep if through == "argument" else None)
     if through == "knob":
@@ -161,7 +165,7 @@ def test_keep_changes_no_bit(options, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
 
 
-@pytest.mark.parametrize("keep", ["preactivation", "input", "auto"])
+@pytest.mark.parametrize("keep", ["preactivation", "h8", "input", "auto"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_inference_writes_no_preactivation(keep, context):
     layers, xs = make_model(keep)
@@ -192,7 +196,7 @@ def test_a_compiled_layer_follows_the_gradient_mode():
 
 
 def test_keep_rejects_other_values():
-    with pytest.raises(ValueError, match="MoE: keep must be one of preactivation, input, auto, got 'all'"):
+    with pytest.raises(ValueError, match="MoE: keep must be one of preactivation, h8, input, auto, got 'all'"):
         make_model("all")
 
 

@@ -26,6 +26,7 @@ from moeblaze_ops.ops.recomputed import expert_mlp_ranged, ranged_backward
 LAUNCHERS = {
     "dispatch": "routing.dispatch",
     "expert_up": "experts.expert_up",
+    "expert_up_h8": "experts.expert_up",
     "expert_up_backward": "experts.expert_up_backward",
     "expert_down": "experts.expert_down",
     "expert_down_backward": "experts.expert_down_backward",
@@ -126,7 +127,11 @@ LAYERS = [
     [
         (shape, keep, *layer)
         for number, shape in enumerate(SHAPES)
-        for keep, layers in (("preactivation", LAYERS[number % 2 :: 2]), ("input", LAYERS[1 - number % 2 :: 2]))
+        for keep, layers in (
+            ("preactivation", LAYERS[number % 2 :: 2]),
+            ("input", LAYERS[1 - number % 2 :: 2]),
+            ("h8", LAYERS[number % 4 :: 4]),
+        )
         for layer in layers
     ],
     ids=str,
@@ -240,7 +245,7 @@ def test_compiled_backward_has_one_buffer_for_h_and_its_gradient():
 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
-@pytest.mark.parametrize("keep", ["preactivation", "input"])
+@pytest.mark.parametrize("keep", ["preactivation", "h8", "input"])
 def test_a_step_of_full_size_stays_in_bounds(name, keep, launchers_on_cpu):
     (T, D, F, E, K), most = FULL_SIZE[name]
     estimate = memory_estimate(T, D, F, E, K, keep=keep, device="cpu")
@@ -319,7 +324,7 @@ def test_known_layers(shape, mib):
 
 
 def test_memory_estimate_rejects_a_keep_that_is_no_point():
-    message = "memory_estimate: keep must be one of preactivation, input, auto, got 'all'"
+    message = "memory_estimate: keep must be one of preactivation, h8, input, auto, got 'all'"
     with pytest.raises(ValueError, match=message):
         memory_estimate(8, 8, 8, 8, 2, keep="all")
 

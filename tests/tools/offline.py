@@ -28,6 +28,7 @@ _TYPE_NAMES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int8: "*i8",
     torch.int64: "*i64",
 }
 

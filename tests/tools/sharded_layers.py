@@ -58,9 +58,13 @@ def reduced(got: dict[str, Tensor], shared: tuple[str, ...]) -> dict[str, Tensor
     return got
 
 
-def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], in_eight_bits: bool = False) -> None:
+    """Gradients that h in 8 bits has gone into are near in norm."""
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     for name, value in wanted.items():
+        if in_eight_bits and name != "output":
+            assert (got[name] - value).norm() <= 0.02 * value.norm() + TOLERANCE, name
+            continue
         torch.testing.assert_close(got[name], value, atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -18,7 +18,7 @@ RIGHT = {
     "experts_move": ["auto", "tokens", "weights"],
     "hopper": ["auto", "off"],
     "idle_expert_grads": ["zeros", "none"],
-    "keep": ["preactivation", "input", "auto"],
+    "keep": ["preactivation", "h8", "input", "auto"],
     "layers_in_flight": [1, 48],
     "max_layer_transient_bytes": [None, 1, 1 << 30],
     "max_transient_bytes": [None, 1, 1 << 30],
@@ -38,9 +38,9 @@ WRONG = [
     ("exchange", "gather", ValueError, "one of auto, all_gather, all_to_all, got 'gather'"),
     ("transport", "gloo", ValueError, "one of auto, nccl, copies, got 'gloo'"),
     ("verify", "always", ValueError, "one of off, first, got 'always'"),
-    ("keep", "all", ValueError, "one of preactivation, input, auto, got 'all'"),
-    ("keep", None, TypeError, "one of preactivation, input, auto, got None"),
-    ("keep", ["input"], TypeError, "one of preactivation, input, auto, got ['input']"),
+    ("keep", "all", ValueError, "one of preactivation, h8, input, auto, got 'all'"),
+    ("keep", None, TypeError, "one of preactivation, h8, input, auto, got None"),
+    ("keep", ["input"], TypeError, "one of preactivation, h8, input, auto, got ['input']"),
     ("layers_in_flight", 0, ValueError, "an int of 1 or more, got 0"),
     ("layers_in_flight", 1.0, TypeError, "an int of 1 or more, got 1.0"),
     ("layers_in_flight", None, TypeError, "an int of 1 or more, got None"),
@@ -127,6 +127,6 @@ def test_a_knob_is_set_while_compiling():
         return x + 1
 
     torch._dynamo.reset()
-    with pytest.raises(ValueError, match="config: keep must be one of preactivation, input, auto, got 'all'"):
+    with pytest.raises(ValueError, match="config: keep must be one of preactivation, h8, input, auto, got 'all'"):
         torch.compile(wrong, backend="eager")(torch.zeros(()))
     assert config.keep == "preactivation"

@@ -91,13 +91,14 @@ def down_with_factors(
     activation: str,
     factors: Factors | None,
     params_EP: Tensor | None = None,
+    h8_NGB: Tensor | None = None,
 ) -> Tensor:
     """``expert_down`` of a weight with a low-rank addition, or of a plain one."""
+    given = (h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation)
     if factors is None:
-        return call(expert_down, h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, *_NO_FACTORS, params_EP)
+        return call(expert_down, *given, *_NO_FACTORS, params_EP, h8_NGB)
     a_ERF, b_ERD = factors
     _, offsets_E1, _, blocks_B2 = routing
     a_N1F, w_E1FR = a_NF.detach().unsqueeze(1), a_ERF.detach().transpose(1, 2).unsqueeze(1)
     v_NR = call(expert_rows, a_N1F, w_E1FR, offsets_E1, blocks_B2)
-    low_rank = (v_NR, a_ERF, b_ERD)
-    return call(expert_down, h_NGF, a_NF, w_down, b_down, weights_TK, *routing, activation, *low_rank, params_EP)
+    return call(expert_down, *given, v_NR, a_ERF, b_ERD, params_EP, h8_NGB)

@@ -19,7 +19,7 @@ from moeblaze_ops.ops.sharded.peer_copies import copies_between
 class Exchange(NamedTuple):
     """What moves the tokens of a layer, the same on every rank: it follows from settings, the group and K.
 
-    ``rows``: tokens that a rank has at most, if that was promised. ``exact``, ``keep_h``: see ``Ranks``.
+    ``rows``: tokens that a rank has at most, if that was promised. ``exact``, ``keep``: see ``Ranks``.
     """
 
     members: list[int]
@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
     copies: bool
     rows: int | None
     exact: bool
-    keep_h: bool
+    keep: str
 
 
 def choose_exchange(group: str, K: int, on_gpu: bool) -> Exchange:
@@ -36,8 +36,9 @@ def choose_exchange(group: str, K: int, on_gpu: bool) -> Exchange:
     members = members_of(group)
     all_to_all = goes_all_to_all(group, len(members), K, on_gpu)
     copies = on_gpu and not all_to_all and copies_between(group)
-    exact, keep_h = config.arrived_rows == "exact", config.keep == "preactivation"
-    return Exchange(members, group, all_to_all, copies, config.tokens_per_rank, exact, keep_h)
+    exact = config.arrived_rows == "exact"
+    keep = config.keep if config.keep in ("preactivation", "h8") else "input"
+    return Exchange(members, group, all_to_all, copies, config.tokens_per_rank, exact, keep)
 
 
 def goes_all_to_all(group: str, ranks: int, K: int, on_gpu: bool) -> bool:
@@ -65,7 +66,7 @@ def moe_over_ranks(
     copies: bool,
     rows: int | None,
     exact: bool,
-    keep_h: bool,
+    keep: str,
 ) -> Tensor:
     """``moe`` of the tokens of this rank over the experts of all ranks of a group; all of them call it.
 
@@ -74,7 +75,7 @@ def moe_over_ranks(
         weights_TK, experts_TK: routing weights and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation: a name or a formula.
-        members, group, all_to_all, copies, rows, exact, keep_h: an ``Exchange``.
+        members, group, all_to_all, copies, rows, exact, keep: an ``Exchange``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks.
@@ -85,9 +86,9 @@ def moe_over_ranks(
             layer = f"{w_down[0].shape[0] * len(members)} experts for tokens in {x_TD.dtype}, {experts_TK.shape[1]} a token"
             most = rows or most_tokens(x_TD.detach(), None, group, f"{layer}, by {'copies' if copies else 'collectives'}")
             gathered = start_gather_of_tokens(x_TD, most, len(members), group, copies)
-        keep_h = keep_h and torch.is_grad_enabled()
+        keep = keep if torch.is_grad_enabled() else "input"
         parameters = (w_up, b_up, w_down, b_down)
-        settings = (activation, False, members, group, copies, exact, keep_h)
+        settings = (activation, False, members, group, copies, exact, keep)
         return experts_over_ranks(x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
 
 

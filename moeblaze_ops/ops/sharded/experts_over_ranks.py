@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
+from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
-from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward
+from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, expert_up_h8
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
 from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
 from moeblaze_ops.ops.sharded.collectives import Gathering, first_of_rank
@@ -30,14 +31,14 @@ class Ranks(NamedTuple):
 
     ``members`` are the ranks of the process group ``group``. ``copies``: copy engines move what they exchange.
     ``exact``: the host reads how many rows arrived, and h is as long;
-    otherwise it has room for all slots. ``keep_h``: backward finds h, and does not repeat the up projection.
+    otherwise it has room for all slots. ``keep``: what backward finds, "preactivation", "h8" or "input".
     """
 
     members: list[int]
     group: str
     copies: bool
     exact: bool
-    keep_h: bool
+    keep: str
 
     @property
     def size(self) -> int:
@@ -59,7 +60,7 @@ def experts_over_ranks(
     group: str,
     copies: bool,
     exact: bool,
-    keep_h: bool,
+    keep: str,
 ) -> Tensor:
     """``moe`` of the tokens of this rank, with experts ``[r * E_local, (r + 1) * E_local)`` given on rank r.
 
@@ -69,13 +70,13 @@ def experts_over_ranks(
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        members, group, copies, exact, keep_h: see ``Ranks``.
+        members, group, copies, exact, keep: see ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(members, group, copies, exact, keep_h)
+    ranks = Ranks(members, group, copies, exact, keep)
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
     return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
@@ -97,9 +98,11 @@ class _Experts(torch.autograd.Function):
         all_x = moving.arrived(gathered_x)
         on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
         h_NGF = None
-        if ranks.keep_h:
-            h_NGF, a_NF = expert_up(all_x, w_up, b_up, on_input, *routing, activation)
+        if ranks.keep != "input":
+            up = expert_up_h8 if ranks.keep == "h8" and activation != IDENTITY else expert_up
+            h_NGF, a_NF, *h8_NGB = up(all_x, w_up, b_up, on_input, *routing, activation)
             out = expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)
+            h_NGF = h8_NGB[0] if h8_NGB else h_NGF
         else:
             out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
         ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)

@@ -41,6 +41,26 @@ def test_keep_input(fp64, monkeypatch, name):
     assert backend.rewritten[0].became == f"expert_mlp({backend.rewritten[0].activation})"
 
 
+@pytest.mark.parametrize("name", ["packed_loop", "sorted_transformers_bias", "dense_llama4"])
+def test_keep_eight_bits(monkeypatch, name):
+    """The output as it is with h kept, bit for bit; gradients by what 8 bits lose."""
+    layer, x, results = stacked(name), torch.randn(10, zoo.D), {}
+    for keep in ("preactivation", "h8"):
+        monkeypatch.setattr(config, "keep", keep)
+        torch._dynamo.reset()
+        run, backend = compiled(layer, aot=True)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            out = run(x)
+        assert_replaced(backend)
+        results[keep] = [out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))]
+    assert backend.rewritten[0].became == f"expert_up_h8({backend.rewritten[0].activation}) -> expert_down"
+    kept, eight_bits = results.values()
+    assert torch.equal(kept[0], eight_bits[0])
+    for ours, theirs in zip(eight_bits[1:], kept[1:], strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+    assert not torch.equal(kept[1], eight_bits[1])
+
+
 def test_keep_input_with_a_formula(fp64, monkeypatch):
     monkeypatch.setattr(config, "keep", "input")
     layer = zoo.ModuleListMoE(zoo.masked_sum, expert=lambda: zoo.GluMLP(torch.nn.functional.mish))
