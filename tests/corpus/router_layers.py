@@ -44,6 +44,12 @@ def renormalized_in_place(logits):
     return weights.to(logits.dtype), experts
 
 
+def scaled_in_place(logits):
+    weights, experts = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), K)
+    weights.mul_(0.5)
+    return weights, experts
+
+
 def softmax_last(logits):
     values, experts = torch.topk(logits, K, dim=1)
     return F.softmax(values, dim=1, dtype=torch.float32), experts
@@ -119,7 +125,7 @@ def sigmoid_last_renormalized(logits):
 
 
 ROUTERS = (
-    sigmoid_last, sigmoid_last_renormalized,
+    sigmoid_last, sigmoid_last_renormalized, scaled_in_place,
     flattened, softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered,
     softmax_biased, sigmoid_biased, limited_to_groups, repeated_groups,
 )  # fmt: skip
@@ -144,12 +150,6 @@ def sigmoid_of_the_last_rounded(logits):
 def tanh_last(logits):
     values, experts = torch.topk(logits, K, dim=-1)
     return torch.tanh(values.float()), experts
-
-
-def scaled_in_between(logits):
-    weights, experts = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), K)
-    weights.mul_(0.5)
-    return weights, experts
 
 
 def shuffled(logits):
@@ -279,7 +279,7 @@ def biased_softmax_with_an_epsilon(logits):
 
 LOOKALIKES = (
     sigmoid_of_the_last_rounded, tanh_last,
-    softmax_of_the_flattened, smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere,
+    softmax_of_the_flattened, smallest, over_tokens, shuffled, choices_used_elsewhere,
     logits_changed_later, divided_by_another_sum,
     gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
     softmax_with_a_large_epsilon, sigmoid_with_another_epsilon, groups_masked_with_zero, groups_of_every_other_expert,
