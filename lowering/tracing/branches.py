@@ -234,7 +234,7 @@ class Branches:
         """Do an instruction that is no branch on data."""
         if instruction.opname == "GET_ITER":
             over = realized(tx.stack[-1])
-            if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
+            if (iterator := self.instead(iterator_over, tx, over)) is not None:
                 tx.stack[-1], tx.instruction_pointer = iterator, at + 1
                 return True
         if instruction.opname == "CONTAINS_OP":
@@ -280,14 +280,13 @@ class Branches:
     def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """The next round of a loop over all experts, done where the program goes over those that have tokens."""
         rounds = tx.stack[-1]
-        conditions = rounds.conditions(tx)
+        condition = rounds.condition(tx)
         names, stack = dict(tx.symbolic_locals), list(tx.stack)
         goes_on = original(tx)
         rounds.is_asked = False
-        for condition in conditions if goes_on else ():
+        if goes_on and condition is not None:
             self.age += 1
-            branch = _Branch(tx, at, self.age, _place(tx, instruction), names=names, stack=stack)
-            self._open(branch, *condition)
+            self._open(_Branch(tx, at, self.age, _place(tx, instruction), names=names, stack=stack), condition, works_if=True)
         return True
 
     def _open(self, branch: _Branch, condition: Any, works_if: bool, fork: Any = None) -> None:
@@ -424,9 +423,7 @@ class Branches:
         before = branch.lists[found]
         if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        condition, works_if, _ = branch.begin.node.args
-        asked = torch.fx.Proxy(condition, branch.tx.output.current_tracer), works_if
-        if (parts := self.longer.add(branch.tx, found, len(before), branch.line, asked)) is None:
+        if (parts := self.longer.add(branch.tx, found, len(before), branch.line)) is None:
             self.decline(branch, "a list would be longer")
         return parts
 
