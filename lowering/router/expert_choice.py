@@ -82,7 +82,7 @@ def _read_groups(view: GraphView, left_out: Value, scores: Value) -> tuple[int, 
         return None
     num_groups, size = groups.shape[1], scores.shape[1] // groups.shape[1]
     group_scores = view.value_at(best.args[0], view.position[best])
-    if not _same_elements(view, kept, groups, size) or not _sums_twolargest(view, group_scores, scores, size):
+    if not _same_elements(view, kept, groups, size) or not _sums_two_largest(view, group_scores, scores, size):
         return None
     return num_groups, index.shape[1]
 
@@ -111,7 +111,7 @@ def _same_elements(view: GraphView, kept: Value, groups: Value, size: int) -> bo
     return of_expert is of_group
 
 
-def _sums_twolargest(view: GraphView, group_scores: Value, scores: Value, size: int) -> bool:
+def _sums_two_largest(view: GraphView, group_scores: Value, scores: Value, size: int) -> bool:
     if group_scores.op != "sum" or group_scores.args[1] != (2,) or len(group_scores.args[0].shape) != 3:
         return False
     pair = group_scores.args[0]
