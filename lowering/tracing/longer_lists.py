@@ -40,11 +40,11 @@ class LongerLists:
     def add(self, tx: Any, found: VariableTracker, start: int, line: str) -> list[Any] | None:
         """Take a list for longer by its parts from ``start`` on, which must have no rows; None where that would be seen."""
         items = [item.realize() if isinstance(item, LazyVariableTracker) else item for item in found.items]
-        alike = all(type(part) is TensorVariable for part in items) and len({part.dtype for part in items}) == 1
-        if not alike or _is_held(tx, found):
+        tensors = [part for part in items if type(part) is TensorVariable]
+        if len(tensors) != len(items) or len({part.dtype for part in tensors}) > 1 or _is_held(tx, found):
             return None
         self._lines[id(found)] = found, line
-        return [part.as_proxy() for part in items[start:]]
+        return [part.as_proxy() for part in tensors[start:]]
 
     def resolve(self, tx: Any, instruction: Any) -> None:
         """Where an instruction asks whether a list has parts at all, put a length in its place that says so."""
@@ -77,6 +77,8 @@ class LongerLists:
 
 
 def _one(tx: Any, found: VariableTracker) -> ConstantVariable:
+    if not all(type(part) is TensorVariable for part in found.items):
+        raise Declined("it is asked whether a list has parts, which are no tensors")
     tx.output.create_proxy("call_function", some_rows, (tuple(part.as_proxy() for part in found.items),), {})
     return ConstantVariable.create(1)
 
