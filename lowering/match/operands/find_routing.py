@@ -67,7 +67,8 @@ def _find(
     weights = finder.find_scaled(products, columns, top_k, depth) if alike and not found.rest else None
     if weights is None and (slot is not None or top_k == 1):
         weights = _find_scores(algebra, finder, routings, depth)
-    weights = weights or joined([finder.find_scaled((product,), (algebra.zero,), 1, depth) for product in products])
+    if weights is None and slot is None:
+        weights = joined([finder.find_scaled((product,), (algebra.zero,), 1, depth) for product in products])
     prove(weights is not None, *_unaligned(products, "routing weights"))
     return found, weights, top_k
 
