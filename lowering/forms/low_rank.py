@@ -61,7 +61,7 @@ def _is_low_rank(value: Value) -> bool:
         if value.op in ("cast", "permute"):
             pending.append(value.args[0])
         elif value.op == "pointwise" and value.args[0] in ("add", "mul"):
-            tensors = [x for x in value.args[1] if not _is_number(x)]
+            tensors = [x for x in value.args[1] if not _is_scale(x)]
             if not tensors or (len(tensors) > 1 and value.args[0] == "mul"):
                 return False
             pending += tensors
@@ -87,16 +87,21 @@ def _is_factor(value: Value) -> bool:
         if value.op == "cast":
             value = value.args[0]
             continue
-        tensors = [x for x in value.args[1] if not _is_number(x)]
+        tensors = [x for x in value.args[1] if not _is_scale(x)]
         if len(tensors) != 1:
             return False
         value = tensors[0]
     return _is_given(value)
 
 
+def _is_scale(value: Value) -> bool:
+    """A number, or numbers that are passed in, along one axis: one for each expert, or no scale after all."""
+    return value.op == "full" or (sum(size != 1 for size in value.shape) < 2 and _is_given(value))
+
+
 def _is_number(value: Value) -> bool:
-    """One number, which may be passed in."""
-    return value.op == "full" or (all(size == 1 for size in value.shape) and _is_given(value))
+    """One number: of a product's features each may have its own otherwise, which is no scale of the weight."""
+    return _is_scale(value) and all(size == 1 for size in value.shape)
 
 
 def _joined(view: GraphView, product: Value, addition: Value) -> Value | None:

@@ -69,7 +69,7 @@ def _of_halves(insert: Inserter, halves: tuple[tuple[Factors, ...], ...], dtype:
 
 def _shared(half: tuple[Factors, ...]) -> list[tuple]:
     """What halves have in common where one A serves both of them."""
-    return [(own.a, own.scale) for own in half]
+    return [(own.a, own.scale, own.scale_E) for own in half]
 
 
 def _factors(insert: Inserter, adapters: tuple[Factors, ...], dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
@@ -80,6 +80,8 @@ def _factors(insert: Inserter, adapters: tuple[Factors, ...], dtype: torch.dtype
 
 def _pair(insert: Inserter, factors: Factors, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
     a, b = insert.whole(factors.a), insert.whole(factors.b)
+    if factors.scale_E is not None:
+        b = insert.call(torch.mul, b, insert.call("reshape", insert.whole(factors.scale_E), (-1, 1, 1)))
     b = b if factors.scale == 1 else insert.call(torch.mul, b, factors.scale)
     a, b = (node if fake_of(node).dtype == dtype else insert.call("to", node, dtype) for node in (a, b))
     return a, b

@@ -241,7 +241,8 @@ class Statement:
         a = self._elements.of_weight(factors.a, number, rank, feature)
         b = self._elements.of_weight(factors.b, number, output, rank)
         summed = algebra.mul(a, b) if rank is algebra.zero else algebra.sum(rank, algebra.mul(a, b))
-        return algebra.mul(algebra.const(factors.scale), summed)
+        own = algebra.one if factors.scale_E is None else self._elements.of_weight(factors.scale_E, number)
+        return algebra.mul(algebra.const(factors.scale), own, summed)
 
     def _without_projections(self, slots: list[Expr | None]) -> Iterator[Expr]:
         """What zero-computation experts add, of the slots that have a term of their own or of all of them."""

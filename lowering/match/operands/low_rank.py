@@ -25,11 +25,13 @@ from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, Projection
 
 @dataclass(frozen=True)
 class Factors:
-    """``a`` as [E, R, inputs], ``b`` as [E, outputs, R], and the number that their product is multiplied by."""
+    """``a`` as [E, R, inputs], ``b`` as [E, outputs, R], and what their product is multiplied by: a number, and maybe one for
+    each expert, [E]."""
 
     a: WeightView
     b: WeightView
     scale: float
+    scale_E: WeightView | None = None
 
     @property
     def rank(self) -> int:
@@ -37,17 +39,18 @@ class Factors:
 
     @property
     def views(self) -> tuple[WeightView, ...]:
-        return self.a, self.b
+        return (self.a, self.b) if self.scale_E is None else (self.a, self.b, self.scale_E)
 
 
 @dataclass(frozen=True)
 class Addition:
-    """What is added to one weight of one expert, in symbols: ``scale * sum over rank of a * b``."""
+    """What is added to one weight of one expert, in symbols: ``scale * own * sum over rank of a * b``."""
 
     a: Expr
     b: Expr
     rank: Expr
     scale: float
+    own: Expr | None  # the number of the expert itself
 
 
 _ONE_RANK = -40
@@ -104,7 +107,9 @@ def factor_views(
         for adapter in zip(*half, strict=True):
             a = view_of([own.a for own in adapter], [(own.rank, at) for own, at in zip(adapter, inputs, strict=True)])
             b = view_of([own.b for own in adapter], [(at, own.rank) for own, at in zip(adapter, outputs, strict=True)])
-            factors.append(Factors(a, b, adapter[0].scale))
+            scales = [own.own for own in adapter if own.own is not None]
+            prove(len(scales) in (0, len(adapter)), Reason.WEIGHT_LAYOUT, "some experts scale their low-rank factors")
+            factors.append(Factors(a, b, adapter[0].scale, view_of(scales, [()] * len(scales)) if scales else None))
         found.append(tuple(factors))
     return tuple(found)
 
@@ -135,19 +140,16 @@ def _split(evaluator: Evaluator, projection: Projection, output: Expr, feature: 
 
 def _additions(evaluator: Evaluator, e: Expr, output: Expr, feature: Expr) -> Iterator[Addition]:
     """The products in a sum of them, or of multiples of sums."""
-    number, e = _number_and_rest(evaluator.algebra, e)
-    while e.kind == "cast":
-        inner, e = _number_and_rest(evaluator.algebra, e.args[1])
-        number *= inner
+    number, own, e = _scales_and_rest(evaluator.algebra, e, output, feature)
     if e.kind != "add":
-        yield _addition(evaluator, e, output, feature, number)
+        yield _addition(evaluator, e, output, feature, number, own)
         return
     for term in e.args:
         for addition in _additions(evaluator, term, output, feature):
-            yield replace(addition, scale=number * addition.scale)
+            yield replace(addition, scale=number * addition.scale, own=own or addition.own)
 
 
-def _addition(evaluator: Evaluator, e: Expr, output: Expr, feature: Expr, number: float) -> Addition:
+def _addition(evaluator: Evaluator, e: Expr, output: Expr, feature: Expr, number: float, own: Expr | None) -> Addition:
     prove(e.kind in ("sum", "mul"), Reason.PROJECTION_WEIGHTS, f"'{e.kind}' as a low-rank addition")
     rank, body = evaluator.algebra.open(e) if e.kind == "sum" else (evaluator.algebra.var(_ONE_RANK, 1, "d"), e)
     numbers, factors = zip(*(_number_and_rest(evaluator.algebra, factor) for factor in factors_of(body)), strict=True)
@@ -157,7 +159,24 @@ def _addition(evaluator: Evaluator, e: Expr, output: Expr, feature: Expr, number
     each_once = len(tensors) == 2 and len(of_output) == len(of_input) == 1 and of_output != of_input
     with_ranks = e.kind == "mul" or all(rank in factor.free for factor in tensors)
     prove(each_once and with_ranks, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is no product of two factors")
-    return Addition(of_input[0], of_output[0], rank, number * prod(numbers))
+    return Addition(of_input[0], of_output[0], rank, number * prod(numbers), own)
+
+
+def _scales_and_rest(algebra: Algebra, e: Expr, output: Expr, feature: Expr) -> tuple[float, Expr | None, Expr]:
+    """What a sum or product is multiplied by, through casts: the number, and what differs by expert alone."""
+    number, e = _number_and_rest(algebra, e)
+    while e.kind == "cast":
+        e = e.args[1]
+    factors = factors_of(e)
+    rest = [factor for factor in factors if output in factor.free or feature in factor.free]
+    scales = [factor for factor in factors if factor not in rest]
+    prove(len(rest) > 0, Reason.PROJECTION_WEIGHTS, "a low-rank addition that is zero whatever its factors are")
+    if len(rest) == 2:  # of one rank
+        return number, scales[0] if scales else None, algebra.mul(*rest)
+    if e is rest[0]:
+        return number, None, e
+    inner, _, e = _scales_and_rest(algebra, rest[0], output, feature)
+    return number * inner, scales[0], e
 
 
 def _number_and_rest(algebra: Algebra, e: Expr) -> tuple[float, Expr]:

@@ -167,9 +167,9 @@ class OwnScales(Stacked):
         self.scales = parameter(E)
 
 
-def test_a_scale_for_each_expert_makes_the_sum_one_weight():
+def test_a_scale_for_each_expert():
     backend = check_against_eager(OwnScales(), torch.randn(T, D))
-    assert [c.became for c in backend.rewritten] == ["expert_up(swiglu) -> expert_down"]
+    assert [c.became for c in backend.rewritten] == [BECAME]
 
 
 @pytest.mark.parametrize("where", [lambda s, d: s.flip(0).view(E, 1, 1) * d, lambda s, d: s[1] * d, lambda s, d: s[3:] * d])
