@@ -93,6 +93,7 @@ PATCHES = {
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": Patch(
         _CALLS, "self, tx, args, kwargs"
     ),
+    "torch._dynamo.variables.misc.NumpyVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
     "torch._dynamo.variables.constant.ConstantVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
     "torch._dynamo.variables.tensor.TensorVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
     "torch._dynamo.variables.tensor.TensorVariable.get_python_hash|hash_impl": Patch(_IDENTITY, "self, ..."),

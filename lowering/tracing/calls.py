@@ -1,6 +1,6 @@
 """Calls that Dynamo traces, of functions and of methods: what they give for numbers that only the data tell.
 
-    counts.tolist(), torch.cat(parts)                           `host_numbers`
+    counts.tolist(), np.cumsum(counts), torch.cat(parts)        `host_numbers`
     sorted(hits), e in hits, x[token.tolist()]                  `hit_loops`
 """
 
@@ -55,6 +55,7 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
         "BuiltinVariable.call_function": _function("fn", attempt),
         "PolyfilledFunctionVariable.call_function": _function("fn", attempt),
         "TorchInGraphFunctionVariable.call_function": _function("value", attempt),
+        "NumpyVariable.call_function": _function("value", attempt),
         "ConstantVariable.call_method": of_texts,
         "TensorVariable.call_method": of_tensors,
     }

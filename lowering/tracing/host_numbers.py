@@ -38,6 +38,8 @@ from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
 from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, is_along_first, running_sums
 
+_RUNNING_SUMS = () if np is None else (np.cumsum,)
+
 _MOST_NUMBERS = 512
 """Elements of a list that are traced one by one, each of them a symbol."""
 
@@ -75,7 +77,7 @@ class HostArray(VariableTracker):
 
 
 def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker | None:
-    """What a function of Python or torch gives for numbers of tensors, where it is other than Dynamo's.
+    """What a function of Python, NumPy or torch gives for numbers of tensors, where it is other than Dynamo's.
 
     A bincount has at least as many elements as asked for, and becomes ``counts_below(ids, minlength)``, which has as many.
     """
@@ -88,7 +90,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
             known[counts.as_proxy().node] = args[0].call_method(tx, "clone", [], {})
             return counts
         return None
-    along_rows = function in _JOINS and kwargs.keys() <= {"axis", "dim"}
+    along_rows = function in (*_RUNNING_SUMS, *_JOINS) and kwargs.keys() <= {"axis", "dim"}
     if not args or (kwargs and not (along_rows and is_along_first(list(kwargs.values())))):
         return None
     if function is operator.getitem and isinstance(args[0], HostArray) and isinstance(args[1], ConstantVariable):
@@ -100,6 +102,9 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
         return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
         return ConstantVariable.create(len(args[0].items))
+    if function in _RUNNING_SUMS and is_along_first(args[1:]):
+        items = args[0].items if isinstance(args[0], HostArray | ListVariable) else []
+        return HostArray(running_sums(tx, items)) if any(isinstance(n, SymNodeVariable) for n in items) else None
     return None
 
 

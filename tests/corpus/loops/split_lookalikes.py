@@ -1,6 +1,5 @@
 """Near misses of the layers in `split`: sorted and split alike, and another function."""
 
-import numpy as np
 import torch
 
 from tests.corpus.loops.split import run_expert, sorted_by_expert
@@ -382,17 +381,8 @@ def moves_on_beside_a_loop(self, x, weights, ids):
     return self.experts[0](x) * (first[1] + 2 * second[1])
 
 
-def sums_by_numpy(self, x, weights, ids):
-    """Right, and left: what a function of NumPy makes of counts is not looked into."""
-    ends = np.cumsum(ids.flatten().bincount(minlength=len(self.experts)).tolist())
-    order = ids.flatten().argsort()
-    parts = [self.experts[e](x[order[ends[e - 1] if e else 0 : ends[e]] // ids.shape[1]]) for e in range(len(self.experts))]
-    y = torch.cat(parts) * weights.flatten()[order, None]
-    return torch.zeros_like(x).index_add(0, order // ids.shape[1], y)
-
-
 NEAR_MISSES = (
-    moves_on_beside_a_loop, sums_by_numpy,
+    moves_on_beside_a_loop,
     divides_by_padding,
     rows_to_another_sum,
     reads_a_count, one_row_too_many, never_moves_on, skips_before_moving_on, skips_small_groups, counts_of_other_ids,
