@@ -7,10 +7,9 @@ of an expert in one run. How long a run is only the data tell, so that it starts
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from moeblaze_ops.lowering.facts.non_negative import never_negative
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
-from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, lower_bound
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _KEEP_ROWS = frozenset(("reshape", "expand", "cast", "pointwise", "select", "index", "slice"))
@@ -32,7 +31,7 @@ class RunRules:
         for x, start in zip(xs, self._starts_of(value), strict=True):
             if isinstance(start, int) or start == offset:
                 local = self.algebra.linear(-start, [(1, at)])
-                if never_negative(local) and self.algebra.fits(local, x.shape[dim]):
+                if lower_bound(local) >= 0 and self.algebra.fits(local, x.shape[dim]):
                     return self.element(x, (*indices[:dim], local, *indices[dim + 1 :]), depth)
         return self.algebra.leaf(value, indices)
 

@@ -36,7 +36,7 @@ from moeblaze_ops.lowering.match.operands.find_scales import (
 )
 from moeblaze_ops.lowering.match.operands.find_scored import Named, find_scored, usable_named
 from moeblaze_ops.lowering.match.operands.low_rank import Additions, Factors, factor_views, has_low_rank, split_expert, sums_of
-from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, weight_views
+from moeblaze_ops.lowering.match.operands.weight_layout import WeightView, order_in_memory, weight_views
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.region import Region, prove_region, written_before_backward
 from moeblaze_ops.lowering.match.terms.activation import Formulas, without_gradient
@@ -208,6 +208,8 @@ class _Proof:
         activations = {(expert.activation, bool(expert.scale)) for expert in routed.experts}
         prove(len(activations) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = routed.experts[0]
+        if not split:
+            routed = self._in_order_of_memory(routed)
         stored = self._stored(routed, split)
         if fake_of(self.view.writes.get(root, root)).requires_grad:
             _prove_reached(lead.activation, x, stored)
@@ -296,6 +298,16 @@ class _Proof:
         permuted = index.kind == "group" or any(True for _ in subexpressions(index, is_permuted))
         prove(not permuted, Reason.SAME_PERMUTATION, f"the rows are in groups, {NO_COUNTS}")
         return read_indexed(index, expert.binders, factors)
+
+    def _in_order_of_memory(self, routed: _Routed) -> _Routed:
+        """Experts whose weights are parts of one tensor by their places there, which their numbers may not be."""
+        if not (routed.numbers and routed.is_by_number):
+            return routed
+        experts = [routed.experts[i] for i in routed.order]
+        weights, features = [e.down.weight for e in experts], [(e.width, self.feature) for e in experts]
+        places = order_in_memory(self.algebra, weights, features)
+        order, numbers = ([own[place] for place in places] for own in (routed.order, routed.numbers))
+        return replace(routed, order=order, numbers=tuple(numbers))
 
     def _stored(self, routed: _Routed, split: bool) -> _Stored:
         experts, order, feature = routed.experts, routed.order, self.feature

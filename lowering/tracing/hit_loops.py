@@ -12,7 +12,7 @@ the time that they were taken, it does nothing.
 import operator
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.variables import (
@@ -64,6 +64,18 @@ class Hits(Numbers):
     def is_hit(self, tx: Any, expert: int) -> TensorVariable:
         proxy = tx.output.create_proxy("call_function", is_hit, (self.tensor.as_proxy(), expert), {})
         return wrap_fx_proxy(tx, proxy)
+
+
+class Unknown(VariableTracker):
+    """A number that only the data tell, of which nothing is asked.
+
+        for i, e in enumerate(hit): ...             i, where nothing reads it
+    """
+
+    def _decline(self, *_: Any, **__: Any) -> NoReturn:
+        raise Declined("a program asks how many experts with tokens come before one")
+
+    as_proxy = as_python_constant = python_type = call_method = var_getattr = reconstruct = _decline
 
 
 class HitIterator(ListIteratorVariable):
@@ -170,32 +182,34 @@ _INDICES = (torch.int64, torch.int32)
 """What a tensor without axes selects one place by; one of bool or of bytes is a mask."""
 
 
-def iterator_over(tx: Any, variable: VariableTracker) -> HitIterator | None:
+def iterator_over(tx: Any, variable: VariableTracker, *, numbered: bool = False) -> HitIterator | None:
     """What goes over all experts, where ``variable`` holds the numbers of some; None where it is not known to.
 
     What a list of them gives are numbers. What a tensor gives are tensors, of which `known_number` knows the number.
+    ``numbered``: each behind the number of those before it, as ``enumerate`` gives them.
     """
     if isinstance(variable, Counts):
-        return variable.iterator(numbered=False)
+        return variable.iterator(numbered=numbered)
     if isinstance(variable, HitIterator):
-        return variable
+        return None if numbered else variable
     if isinstance(variable, Hits):
-        return None if variable.is_set else _over(variable, _number)  # a set has an order of its own
+        return None if variable.is_set else _over(variable, _number, numbered)  # a set has an order of its own
     hits = _hits_in(variable)
     if hits is None:
         if type(variable) is Numbers or (type(variable) is TensorVariable and _in_a_row(fake_of(variable.as_proxy().node))):
             raise Declined("a loop goes over numbers that may be those of no experts")
         return None
-    return _over(hits, _element)
+    return _over(hits, _element, numbered)
 
 
-def _over(hits: Hits, item: Callable[[Any, Hits, int], VariableTracker]) -> HitIterator:
-    items: list[VariableTracker] = [ConstantVariable.create(None) for _ in hits.experts]
+def _over(hits: Hits, item: Callable[[Any, Hits, int], VariableTracker], numbered: bool) -> HitIterator:
+    items: list[VariableTracker] = [Unknown() for _ in hits.experts]
 
     def asks(tx: Any, number: int) -> Any:
         if number >= len(items):
             return None
-        items[number] = item(tx, hits, hits.experts[number])  # in its round, so that little of the graph is behind it
+        made = item(tx, hits, hits.experts[number])  # in its round, so that little of the graph is behind it
+        items[number] = TupleVariable([Unknown(), made]) if numbered else made
         return hits.is_hit(tx, hits.experts[number]).as_proxy()
 
     return HitIterator(items, asks)
@@ -239,8 +253,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return Hits(args[0].tensor, args[0].experts, is_set=is_set)
     if isinstance(args[0], Counts) and function is operator.getitem:
         return args[0].item(args[1])
-    if function is enumerate and isinstance(args[0], Counts) and len(args) == 1:
-        return args[0].iterator(numbered=True)
+    if function is enumerate and isinstance(args[0], Numbers | TensorVariable):
+        return iterator_over(tx, args[0], numbered=True) if len(args) == 1 else None
     if function is len and isinstance(args[0], Numbers):
         return args[0].length(tx)
     if function in (set, frozenset) and args and any(isinstance(n, SymNodeVariable) for n in getattr(args[0], "items", ())):

@@ -108,6 +108,14 @@ def weight_views(
     return tuple(_view([half], sizes, num_experts, halves_axis, may_copy) for half in halves), num_experts
 
 
+def order_in_memory(algebra: Algebra, weights: Sequence[Expr], features: Sequence[Sequence[Expr]]) -> list[int]:
+    """Which experts' weights lie one after another in one tensor, each a part of it; as they come where each has its own."""
+    in_turn = list(range(len(weights)))
+    elements = [_element(algebra, weight, own, None) for weight, own in zip(weights, features, strict=True)]
+    one_tensor = all(element.value is elements[0].value for element in elements)
+    return sorted(in_turn, key=lambda i: elements[i].constant) if one_tensor else in_turn
+
+
 def _num_indexed(algebra: Algebra, ids: Expr, subscripted: int | None) -> int:
     """How many experts ``ids`` may name."""
     bounds = [bound for bound in (algebra.extent(ids), subscripted) if isinstance(bound, int)]
