@@ -234,7 +234,7 @@ class Branches:
         """Do an instruction that is no branch on data."""
         if instruction.opname == "GET_ITER":
             over = realized(tx.stack[-1])
-            if (iterator := self.instead(iterator_over, tx, over)) is not None:
+            if (iterator := self.longer.iterator_over(over) or self.instead(iterator_over, tx, over)) is not None:
                 tx.stack[-1], tx.instruction_pointer = iterator, at + 1
                 return True
         if instruction.opname == "CONTAINS_OP":
@@ -280,13 +280,14 @@ class Branches:
     def _round(self, tx: Any, at: int, instruction: Any, original: Callable[[Any], bool]) -> bool:
         """The next round of a loop over all experts, done where the program goes over those that have tokens."""
         rounds = tx.stack[-1]
-        condition = rounds.condition(tx)
+        conditions = rounds.conditions(tx)
         names, stack = dict(tx.symbolic_locals), list(tx.stack)
         goes_on = original(tx)
         rounds.is_asked = False
-        if goes_on and condition is not None:
+        for condition in conditions if goes_on else ():
             self.age += 1
-            self._open(_Branch(tx, at, self.age, _place(tx, instruction), names=names, stack=stack), condition, works_if=True)
+            branch = _Branch(tx, at, self.age, _place(tx, instruction), names=names, stack=stack)
+            self._open(branch, *condition)
         return True
 
     def _open(self, branch: _Branch, condition: Any, works_if: bool, fork: Any = None) -> None:
@@ -423,7 +424,9 @@ class Branches:
         before = branch.lists[found]
         if len(found.items) < len(before) or any(one is not other for one, other in zip(before, found.items, strict=False)):
             self.decline(branch, "a list would be changed")
-        if (parts := self.longer.add(branch.tx, found, len(before), branch.line)) is None:
+        condition, works_if, _ = branch.begin.node.args
+        asked = torch.fx.Proxy(condition, branch.tx.output.current_tracer), works_if
+        if (parts := self.longer.add(branch.tx, found, len(before), branch.line, asked)) is None:
             self.decline(branch, "a list would be longer")
         return parts
 

@@ -78,18 +78,19 @@ class Unknown(VariableTracker):
     as_proxy = as_python_constant = python_type = call_method = var_getattr = reconstruct = _decline
 
 
+Condition = tuple[Any, bool]
+"""A flag or a number on the host, as it is in the graph, and whether the work is done where it is true."""
+
+
 class HitIterator(ListIteratorVariable):
-    """An iterator over all experts where the program goes over some of them.
+    """An iterator over all experts where the program goes over some of them; ``asks(tx, number)``: over the one of that round."""
 
-    ``asks(tx, number)``: the flag in the graph that says whether it goes over the one of that round; None where it is sure to.
-    """
-
-    def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], Any], **kwargs: Any) -> None:
+    def __init__(self, items: list[VariableTracker], asks: Callable[[Any, int], list[Condition]], **kwargs: Any) -> None:
         super().__init__(items, mutation_type=ValueMutationNew(), **kwargs)
         self.asks, self.is_asked = asks, False
 
-    def condition(self, tx: Any) -> Any:
-        """By what the program does the next round; None where there is no round, or where it is sure to."""
+    def conditions(self, tx: Any) -> list[Condition]:
+        """By what the program does the next round; nothing where there is none, or where it is sure to."""
         self.is_asked = True
         return self.asks(tx, self.index)
 
@@ -135,12 +136,12 @@ class Counts(Numbers):
         if numbered:
             items = [TupleVariable([ConstantVariable.create(e), item]) for e, item in enumerate(items)]
 
-        def asks(tx: Any, number: int) -> Any:
+        def asks(tx: Any, number: int) -> list[Condition]:
             self._begun = number + 1 if number < len(self.items) else 0
             if not self._begun - 1 > 0:
-                return None  # there is an id, or no round
+                return []  # there is an id, or no round
             is_above = self.tensor.call_method(tx, "ge", [ConstantVariable.create(number)], {})
-            return is_above.call_method(tx, "any", [], {}).as_proxy()
+            return [(is_above.call_method(tx, "any", [], {}).as_proxy(), True)]
 
         return HitIterator(items, asks)
 
@@ -205,12 +206,12 @@ def iterator_over(tx: Any, variable: VariableTracker, *, numbered: bool = False)
 def _over(hits: Hits, item: Callable[[Any, Hits, int], VariableTracker], numbered: bool) -> HitIterator:
     items: list[VariableTracker] = [Unknown() for _ in hits.experts]
 
-    def asks(tx: Any, number: int) -> Any:
+    def asks(tx: Any, number: int) -> list[Condition]:
         if number >= len(items):
-            return None
+            return []
         made = item(tx, hits, hits.experts[number])  # in its round, so that little of the graph is behind it
         items[number] = TupleVariable([Unknown(), made]) if numbered else made
-        return hits.is_hit(tx, hits.experts[number]).as_proxy()
+        return [(hits.is_hit(tx, hits.experts[number]).as_proxy(), True)]
 
     return HitIterator(items, asks)
 

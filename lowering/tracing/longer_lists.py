@@ -5,22 +5,24 @@
         if counts[e] > 0:
             outputs.append(experts[e](rows[e]))
     y = torch.cat(outputs)          the same
+    for y in outputs: ...           a round for each part, which is a branch on the data that the part is there by
     if len(outputs): ...            always, if the parts have a row in all: `some_rows` in the graph
-    for y in outputs: ...           refused
     y / len(outputs)                refused
 """
 
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import CellVariable, NullVariable
 
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.obligations.known_elements import is_written
 from moeblaze_ops.lowering.obligations.markers import some_rows
-from moeblaze_ops.lowering.tracing.hit_loops import Declined
+from moeblaze_ops.lowering.tracing.hit_loops import Condition, Declined, HitIterator
 
 
 class _Length(VariableTracker):
@@ -36,15 +38,39 @@ class LongerLists:
 
     def __init__(self) -> None:
         self._lines: dict[int, tuple[VariableTracker, str]] = {}
+        self._conditions: dict[int, dict[int, list[Condition]]] = {}  # of each list, by which data a part is there
 
-    def add(self, tx: Any, found: VariableTracker, start: int, line: str) -> list[Any] | None:
-        """Take a list for longer by its parts from ``start`` on, which must have no rows; None where that would be seen."""
+    def add(self, tx: Any, found: VariableTracker, start: int, line: str, condition: Condition) -> list[Any] | None:
+        """Take a list for longer by its parts from ``start`` on, which are there by ``condition``; None where that would be seen.
+
+        Returns the parts that may be concatenated, so that they must have no rows: tuples are gone over alone.
+        """
         items = [item.realize() if isinstance(item, LazyVariableTracker) else item for item in found.items]
         tensors = [part for part in items if type(part) is TensorVariable]
-        if len(tensors) != len(items) or len({part.dtype for part in tensors}) > 1 or _is_held(tx, found):
+        if len({part.dtype for part in tensors}) > 1 or _is_held(tx, found):
+            return None
+        if len(tensors) != len(items) and (tensors or not all(type(part) is TupleVariable for part in items)):
             return None
         self._lines[id(found)] = found, line
+        for place in range(start, len(items)):
+            self._conditions.setdefault(id(found), {}).setdefault(place, []).append(condition)
         return [part.as_proxy() for part in tensors[start:]]
+
+    def iterator_over(self, variable: VariableTracker) -> HitIterator | None:
+        """What goes over all parts of a longer list, each of them asked for; None for any other list."""
+        if id(variable) not in self._lines:
+            return None
+        items, conditions = list(variable.items), self._conditions[id(variable)]
+
+        def asks(tx: Any, place: int) -> list[Condition]:
+            if len(variable.items) != len(items):
+                raise Declined("a list grows while a loop goes over it")
+            asked = conditions.get(place, []) if place < len(items) else []
+            if any(isinstance(fake_of(flag.node), torch.Tensor) and is_written({flag.node}) for flag, _ in asked):
+                raise Declined("a condition was written to since a list was appended to by it")
+            return asked
+
+        return HitIterator(items, asks)
 
     def resolve(self, tx: Any, instruction: Any) -> None:
         """Where an instruction asks whether a list has parts at all, put a length in its place that says so."""

@@ -1,4 +1,4 @@
-"""Groups that a list holds because a branch on data appended them, in loops over the list; and conditions that are proven."""
+"""Groups that a list holds because a branch on data appended them, in loops over the list."""
 
 import pytest
 import torch
@@ -40,6 +40,36 @@ def in_comprehensions(self, x, weights, ids):
     return torch.zeros_like(x).index_add(0, torch.cat([t for t, _ in found]), torch.cat([y for _, y in found]))
 
 
+def in_a_branch_of_a_branch(self, x, weights, ids):
+    found = []
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        if (ids == e).any():
+            chosen = weights[token, slot, None]
+            if token.numel() > 0:
+                found.append((token, self.experts[e](x[token]) * chosen))
+    out = torch.zeros_like(x)
+    for token, y in found:
+        out.index_add_(0, token, y)
+    return out
+
+
+def adds_one_a_group(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for token, y in groups(self, x, weights, ids):
+        out.index_add_(0, token, y)
+        out = out + 1
+    return out
+
+
+def counts_groups(self, x, weights, ids):
+    out, count = torch.zeros_like(x), 0
+    for token, y in groups(self, x, weights, ids):
+        out.index_add_(0, token, y)
+        count += 1
+    return out * count
+
+
 def reads_how_many(self, x, weights, ids):
     out, found = torch.zeros_like(x), groups(self, x, weights, ids)
     for token, y in found:
@@ -47,11 +77,70 @@ def reads_how_many(self, x, weights, ids):
     return out * len(found)
 
 
+def reads_the_first(self, x, weights, ids):
+    out, found = torch.zeros_like(x), groups(self, x, weights, ids)
+    for token, y in found:
+        out.index_add_(0, token, y)
+    return out.index_add(0, *found[0])
+
+
+def reads_the_last(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for token, y in groups(self, x, weights, ids):
+        out.index_add_(0, token, y)
+    return out + y.sum()
+
+
+def adds_a_group_again(self, x, weights, ids):
+    out, found = torch.zeros_like(x), groups(self, x, weights, ids)
+    for token, y in found:
+        out.index_add_(0, token, y)
+        if len(found) < 5:
+            found.append((token, y))
+    return out
+
+
+def writes_to_conditions(self, x, weights, ids):
+    found = []
+    for e in range(E):
+        token, slot = torch.where(ids == e)
+        used = (ids == e).any()
+        if used:
+            found.append((token, self.experts[e](x[token]) * weights[token, slot, None]))
+        used.fill_(False)
+    out = torch.zeros_like(x)
+    for token, y in found:
+        out.index_add_(0, token, y)
+    return out + 1
+
+
+def adds_to_others(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for token, y in groups(self, x, weights, ids):
+        out[:2] += 1
+        out.index_add_(0, token, y)
+    return out
+
+
 @pytest.mark.parametrize(
-    "combine", [one_by_one, work_in_the_second_loop, in_comprehensions, reads_how_many], ids=lambda f: f.__name__
+    "combine", [one_by_one, work_in_the_second_loop, in_comprehensions, in_a_branch_of_a_branch], ids=lambda f: f.__name__
 )
-def test_loops_over_groups_are_left(combine):
+def test_groups_are_rewritten(combine):
+    assert check(combine) == 1
+
+
+NEAR_MISSES = [
+    adds_one_a_group, counts_groups, reads_how_many, reads_the_first, reads_the_last, adds_a_group_again, adds_to_others,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("combine", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_what_tells_the_number_of_groups_is_left(combine):
     assert check(combine) == 0
+
+
+def test_conditions_are_as_they_were_when_a_group_was_appended():
+    check(writes_to_conditions)
 
 
 # Conditions that are proven, by what they say of weights and of ids.
