@@ -28,10 +28,9 @@ class Choice:
         return num_experts // self.num_groups * self.top_groups
 
 
-def read_choice(view: GraphView, topk: fx.Node, scores: fx.Node) -> Choice | None:
-    """How the input of ``topk`` comes from ``scores`` ``[T, E]``; None in another way than ``route`` can do."""
-    at = view.position[topk]
-    given, plain = view.value_at(topk.args[0], at), view.value_at(scores, at)
+def read_choice(view: GraphView, topk: fx.Node, plain: Value) -> Choice | None:
+    """How the input of ``topk`` comes from ``plain`` scores ``[T, E]``; None in another way than ``route`` can do."""
+    given = view.value_at(topk.args[0], view.position[topk])
     choice = Choice()
     if not isinstance(given, Value) or not isinstance(given.shape[-1], int) or len(given.shape) != 2:
         return None
@@ -78,7 +77,7 @@ def _read_groups(view: GraphView, left_out: Value, scores: Value) -> tuple[int, 
         return None
     base, dim, index, source, accumulate = groups.args
     marks = _is_full(base, 0) and _is_full(_source(source), 1)
-    best = _largest(index, 1)
+    best = largest(index, 1)
     if not marks or accumulate or dim != 1 or best is None:
         return None
     num_groups, size = groups.shape[1], scores.shape[1] // groups.shape[1]
@@ -116,7 +115,7 @@ def _sums_two_largest(view: GraphView, group_scores: Value, scores: Value, size:
     if group_scores.op != "sum" or group_scores.args[1] != (2,) or len(group_scores.args[0].shape) != 3:
         return False
     pair = group_scores.args[0]
-    best = _largest(pair, 0)
+    best = largest(pair, 0)
     if best is None or pair.shape[2] != 2:
         return False
     grouped = view.value_at(best.args[0], view.position[best])
@@ -130,7 +129,7 @@ def _sums_two_largest(view: GraphView, group_scores: Value, scores: Value, size:
         return False
 
 
-def _largest(value: Value, output: int) -> fx.Node | None:
+def largest(value: Value, output: int) -> fx.Node | None:
     """The top-k along the last axis that ``value`` is an output of."""
     if value.op != "output" or value.args[1] != output or target_name(value.args[0]) != "topk":
         return None

@@ -1,13 +1,13 @@
 """The router before a matched layer: which of the scorings of ``moeblaze::route`` made its ids and weights, or its weights alone.
 
-Read from the layer's two operands backwards, node by node; `expert_choice` reads what the choice goes by where that
-is not the scores themselves. Only scores that are taken in fp32 are recognised, so that the fused op changes no
-rounding; everything else stays as the user wrote it, which costs time and nothing more.
+Read from what the layer's two operands hold, by whatever operators and views that was made; `expert_choice` reads what the
+choice goes by where that is not the scores themselves. Only scores that are taken in fp32 are recognised, so that the fused op
+changes no rounding; everything else stays as the user wrote it, which costs time and nothing more.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -16,16 +16,14 @@ from moeblaze_ops import config
 from moeblaze_ops.arguments.validation_calls import MAX_TOP_K
 from moeblaze_ops.kernels.configs import SIGMOID_EPS
 from moeblaze_ops.lowering.forms.views import is_scattered_over
+from moeblaze_ops.lowering.graph.dependencies import own_dependencies
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name
+from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, target_name
+from moeblaze_ops.lowering.graph.sizes import same_shape
 from moeblaze_ops.lowering.match.match_result import MoEMatch
-from moeblaze_ops.lowering.match.operands.find_operands import Operand
-from moeblaze_ops.lowering.router.expert_choice import Choice, read_choice
+from moeblaze_ops.lowering.router.expert_choice import Choice, largest, read_choice
 
-_SHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "clone", "unsqueeze", "squeeze"))
-_CASTS = frozenset(("to", "float", "type_as", "long", "int", "bfloat16", "half", "type"))
 _HALF = (torch.bfloat16, torch.float16)
-_NARROW = (*_HALF, torch.float32)
 _NEGLIGIBLE = 1e-12
 """Below half the distance of fp32 numbers at 1 / 4096, the least that the largest of all probabilities can be."""
 
@@ -53,308 +51,237 @@ class RouterMatch:
         return self.logits if bias is None or bias < self.logits else bias
 
 
-class _Trail:
-    """Walks backwards and remembers which nodes it passed, and which it started from."""
-
-    def __init__(self) -> None:
-        self.nodes: set[fx.Node] = set()
-        self.sources: set[fx.Node] = set()
-
-    @property
-    def ids(self) -> set[fx.Node]:
-        """Of the nodes, those that are the chosen ids in another shape or type."""
-        fakes = {node: fake_of(node) for node in self.nodes}
-        return {node for node, fake in fakes.items() if isinstance(fake, torch.Tensor) and not fake.is_floating_point()}
-
-    def peel(self, node: fx.Node, accept: Callable[[fx.Node, fx.Node], bool]) -> fx.Node:
-        """The first node behind ``node`` that is not a step that ``accept(step, its input)`` takes."""
-        while node.op in ("call_function", "call_method") and node.args and isinstance(node.args[0], fx.Node):
-            if not accept(node, node.args[0]):
-                break
-            self.nodes.add(node)
-            node = node.args[0]
-        return node
-
-
 def match_router(view: GraphView, match: MoEMatch) -> RouterMatch | None:
     """The router that made the layer's ids and weights, or the weights of ids that something else made.
 
     weights, ids = logits.softmax(-1).topk(2)     # ``route``; others may read the ids, but nothing else of what it replaces
     weights = logits.softmax(-1).gather(1, ids)   # ``route_at``, whatever the ids are: recorded ones, or by a hash
     """
-    if match.weights is None or match.weights.rest or match.experts is None or match.experts.rest:
+    weights, experts = match.weights, match.experts
+    if weights is None or weights.rest or experts is None or experts.rest:
         return None
     if not breaks_ties_as_topk(fake_of(match.x.node).device):
         return None
-    trail = _Trail()
-    choice = trail.peel(match.experts.node, _same_order)
-    topk = _topk_of(choice, 1)
-    if topk is None:
-        return _match_given(view, trail, match, choice)
-    if not _takes_largest_of_last_axis(topk, match.K):
+    scores, ids = (view.value_at(operand.node, view.position[match.root]) for operand in (weights, experts))
+    ids = _behind(ids, _same_order)
+    topk = largest(ids, 1)
+    if weights.gathered:
+        scores = _scattered(scores, ids, turned=weights.turned) if topk is not None else None
+    if scores is None or not ids.shape or ids.shape[-1] != match.K or match.K > MAX_TOP_K:
         return None
-    if match.weights.gathered:
-        found = _read_scattered(view, trail, match.weights, topk, choice)
-    else:
-        found = _read_weights(view, trail, match.weights.node, topk, choice)
-    if found is None or not _reaches_logits(view, trail):
+    read = _Reader(view, ids, topk).read(scores)
+    logits, chosen = None if read is None else _held(view, _before_cast_up(read.logits)), _held(view, ids)
+    if logits is None or chosen is None or not isinstance(read.logits.shape[-1], int):
         return None
-    if not isinstance(fake_of(found.logits).shape[-1], int):
-        return None
-    if found.choice.reachable(fake_of(found.logits).shape[-1]) < match.K:
-        return None
+    found = RouterMatch(logits, read.scoring, read.renormalize, read.scale, read.choice)
+    bias = read.choice.bias
     # The fused router reads them at the end of the layer, and saves the logits for the backward.
-    sources = {found.logits, *([found.choice.bias] if found.choice.bias else []), *trail.sources}
-    if not _stay_unwritten(view, sources):
+    if read.choice.reachable(read.logits.shape[-1]) < match.K or (bias is not None and not _stays(view, bias)):
         return None
-    own = trail.nodes | {topk, choice}
+    sources = {read.scores.node, chosen if topk is None else topk.args[0]}
+    own = _between(view, {weights.node, experts.node}, sources)
     read_by_others = {node for node in own if not (own | set(match.region.nodes)).issuperset(node.users)}
+    if topk is None:
+        fits = ids.dtype == torch.int64 and same_shape(ids.shape[:-1], read.logits.shape[:-1])  # gather takes no others
+        return replace(found, given=chosen) if fits and read_by_others <= _integers(own) else None
     if not read_by_others:
         return found
-    gives_all = read_by_others <= trail.ids | {choice} and _can_stand_early(view, trail, found, choice)
-    return replace(found, shared=choice) if gives_all else None
-
-
-def _stay_unwritten(view: GraphView, nodes: set[fx.Node]) -> bool:
-    """Whether nothing in the whole graph writes to what these nodes gave, by whatever alias."""
-    return all(view.value_at(node, len(view.position)) is view.value(node) for node in nodes)
-
-
-def _can_stand_early(view: GraphView, trail: _Trail, router: RouterMatch, chosen: fx.Node) -> bool:
-    """Whether a fused router right behind what it reads has a gradient, and ids in the place of those that others read."""
-    place, ids = router.last_source, fake_of(chosen)
-    if place.op not in ("call_function", "call_method") or view.is_without_gradient(place):
-        return False
-    return _stay_unwritten(view, trail.ids | {chosen}) and ids.is_contiguous() and ids.dtype == torch.int64
-
-
-def _match_given(view: GraphView, trail: _Trail, match: MoEMatch, ids: fx.Node) -> RouterMatch | None:
-    """The weights of ids that are no choice of this router."""
-    shape = fake_of(ids).shape
-    if match.weights.gathered or not shape or shape[-1] != match.K or match.K > MAX_TOP_K:
-        return None
-    if fake_of(ids).dtype != torch.int64:  # gather takes no others
-        return None
-    found = _read_weights(view, trail, match.weights.node, None, ids)
-    if found is None or not _reaches_logits(view, trail):
-        return None
-    if not isinstance(fake_of(found.logits).shape[-1], int) or fake_of(found.logits).shape[:-1] != shape[:-1]:
-        return None
-    if not _stay_unwritten(view, {found.logits, ids, *trail.sources, *trail.ids}):
-        return None
-    scored = trail.nodes - trail.ids
-    readers = {user for node in scored for user in node.users}
-    return replace(found, given=ids) if readers <= scored | set(match.region.nodes) else None
+    gives_all = read_by_others <= _integers(own) and _can_stand_early(view, own, found, chosen)
+    return replace(found, shared=chosen) if gives_all else None
 
 
 def breaks_ties_as_topk(device: torch.device) -> bool:
-    """Whether the lower id between equal scores is right, as the fused router has it. ``torch.topk`` takes any on a CPU.
+    """True if the lower id between equal scores is right, as the fused router has it. ``torch.topk`` takes any on a CPU.
 
     With ``config.batch_invariant`` the fused router runs there, too: its softmax depends on no other token.
     """
     return device.type != "cpu" or config.batch_invariant
 
 
-def _reaches_logits(view: GraphView, trail: _Trail) -> bool:
-    """Whether the gradient of the weights gets through to the logits, as that of the fused router does."""
-    steps = (node.args[0] if target_name(node) == "getitem" else node for node in (*trail.nodes, *trail.sources))
-    return not any(map(view.is_without_gradient, steps))
+def _stays(view: GraphView, node: fx.Node) -> bool:
+    """True if nothing in the whole graph writes to what a node gave, by whatever alias."""
+    return view.value_at(node, len(view.position)) is view.value(node)
 
 
-def _read_weights(view: GraphView, trail: _Trail, weights: fx.Node, topk: fx.Node | None, chosen: fx.Node) -> RouterMatch | None:
-    """The scoring that made the weights of ``chosen``: what ``topk`` chose, or ids that are given."""
-    node = trail.peel(weights, _same_order_or_last_cast)
-    if fake_of(node).shape != fake_of(chosen).shape:
-        return None
-    scale, eps = 1.0, None
-    if target_name(node) in ("mul", "imul") and isinstance(node.args[1], (int, float)) and node.args[1] > 0:
-        scale = float(node.args[1])
-        trail.nodes.add(node)
-        node = trail.peel(node.args[0], _same_choices)
-    if (divided := _renormalized(trail, node)) is not None:
-        kept, eps = divided
-        node = trail.peel(kept, _same_choices)
-    scoring = _scoring_of_chosen(node, once=scale == 1 and eps is None)
-    if scoring is not None:
-        trail.nodes.add(node)
-        values = trail.peel(node.args[0], _same_choices_or_cast_up)
-        if eps not in ((None, 0, SIGMOID_EPS) if scoring == "sigmoid" else (None,)):
+def _held(view: GraphView, value: Value) -> fx.Node | None:
+    """A node that holds a value from the beginning to the end."""
+    tensors = (node for node in view.position if isinstance(fake_of(node), torch.Tensor))
+    return next((node for node in tensors if view.value(node) is value and _stays(view, node)), None)
+
+
+def _between(view: GraphView, ends: Collection[fx.Node], sources: Collection[fx.Node]) -> set[fx.Node]:
+    """What is computed from ``sources`` on the way to ``ends``, the ends among it."""
+    reached = set(sources)
+    for node in sorted(own_dependencies(view, ends, sources, without=()), key=view.position.__getitem__):
+        if isinstance(fake_of(node), torch.Tensor | tuple | list) and not reached.isdisjoint(view.reads[node]):
+            reached.add(node)
+    return reached.difference(sources)
+
+
+def _integers(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """The chosen ids in whatever shape or type."""
+    fakes = {node: fake_of(node) for node in nodes}
+    return {node for node, fake in fakes.items() if isinstance(fake, torch.Tensor) and not fake.is_floating_point()}
+
+
+def _can_stand_early(view: GraphView, own: set[fx.Node], router: RouterMatch, chosen: fx.Node) -> bool:
+    """True if a fused router right behind what it reads has a gradient, and ids in the place of those that others read."""
+    place, ids = router.last_source, fake_of(chosen)
+    if place.op not in ("call_function", "call_method") or view.is_without_gradient(place):
+        return False
+    return all(_stays(view, node) for node in _integers(own)) and ids.is_contiguous() and ids.dtype == torch.int64
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A scoring of ``logits``; ``scores`` are what is chosen from."""
+
+    logits: Value
+    scores: Value
+    scoring: str
+    renormalize: bool
+    scale: float
+    choice: Choice = Choice()
+
+
+class _Reader:
+    """Reads the weights of ``ids``: of what ``topk`` chose, or of ids that are given."""
+
+    def __init__(self, view: GraphView, ids: Value, topk: fx.Node | None):
+        self._view, self._ids, self._topk = view, ids, topk
+        self._chosen_from = None if topk is None else view.value_at(topk.args[0], view.position[topk])
+
+    def read(self, weights: Value) -> _Read | None:
+        weights = _behind(weights, _same_order_or_last_cast)
+        if not same_shape(weights.shape, self._ids.shape):
             return None
-        if topk is None:
-            logits = _gathered_by(trail, values, chosen)
+        weights, scale = _with_number(weights, "mul") or (weights, 1.0)
+        kept, eps = _renormalized(_behind(weights, _same_choices)) or (weights, None)
+        kept = _behind(kept, _same_choices)
+        if scale <= 0:
+            return None
+        if (found := self._scored(kept)) is not None:
+            return self._last(kept.dtype, *found, scale, eps)
+        scores = self._values(kept)
+        if scores is not None:
+            choice: Choice | None = Choice()
+        elif (scores := self._taken(kept)) is not None:
+            choice = Choice() if self._topk is None else read_choice(self._view, self._topk, scores)
+        found = None if scores is None or choice is None or scores.dtype != torch.float32 else self._scored(scores)
+        if found is None:
+            return None
+        scoring, logits = found
+        if scoring == "softmax":
+            # What is not chosen by its score may have no probability but what is added. And it scores groups in another way.
+            unsure = self._topk is None or choice.bias is not None
+            allowed = eps is None or (0 <= eps < _NEGLIGIBLE and not (eps and unsure))
         else:
-            logits = topk.args[0] if _topk_of(values, 0) is topk else None
-        if logits is None:
+            allowed = eps in (None, 0, SIGMOID_EPS)
+        if not allowed or (choice.num_groups > 1 and scoring != "sigmoid"):
             return None
-        trail.nodes.add(values)
-        trail.sources.add(logits)
-        return RouterMatch(_before_cast_up(logits), scoring, eps is not None, scale)
-    if topk is not None and _topk_of(node, 0) is topk:
-        scores, choice = topk.args[0], Choice()
-    elif (scores := _gathered_by(trail, node, chosen)) is not None:
-        choice = Choice() if topk is None else read_choice(view, topk, scores)
-    else:
-        return None
-    unsure = topk is None or (choice is not None and choice.bias is not None)
-    if unsure and eps and target_name(scores) == "softmax":
-        return None  # what is not chosen by its score may have no probability but what is added
-    found = _read_scores(scores, scale, eps) if choice is not None else None
-    if found is None or (choice.num_groups > 1 and found.scoring != "sigmoid"):  # softmax scores groups in another way
-        return None
-    trail.nodes.add(node)
-    trail.sources.add(scores)
-    return replace(found, choice=choice)
+        return _Read(logits, scores, scoring, eps is not None, float(scale), choice)
 
-
-def _read_scattered(view: GraphView, trail: _Trail, scores: Operand, topk: fx.Node, chosen: fx.Node) -> RouterMatch | None:
-    """Scores of all experts, made of logits that were scattered to the chosen among minus infinity."""
-    node = trail.peel(scores.node, _same_choices_or_last_cast)
-    scoring = _scoring_of_chosen(node, once=True)
-    if scoring is None:
-        return None
-    before = node.args[0]
-    if scores.turned:
-        turn = trail.peel(before, _is_cast_up)
-        if scoring != "sigmoid" or not _is_turned(turn):
+    def _last(self, dtype: torch.dtype, scoring: str, values: Value, scale: float, eps: float | None) -> _Read | None:
+        """The scoring of the chosen logits alone. Half precision has to be rounded once, at the end."""
+        values = _behind(values, lambda step, source: _same_choices(step, source) or _is_cast_up(step, source))
+        logits = self._values(values) if self._topk is not None else self._taken(values)
+        once = scale == 1 and eps is None
+        allowed = eps in ((None, 0, SIGMOID_EPS) if scoring == "sigmoid" else (None,))
+        if logits is None or not allowed or not (dtype == torch.float32 or (once and dtype in _HALF)):
             return None
-        trail.nodes.add(turn)
-        before = turn.args[0]
-    scattered = trail.peel(before, _same_choices_or_cast_up)
-    if target_name(scattered) not in ("scatter", "scatter_") or len(scattered.args) != 4 or scattered.kwargs:
-        return None
-    _, dim, ids, source = scattered.args
-    if not is_scattered_over(view.value(scattered), -math.inf):
-        return None
-    unchanged = view.value_at(scattered, view.position[node]) is view.value(scattered)
-    if not unchanged or not _is_last(dim, scattered) or trail.peel(ids, _same_choices) is not chosen:
-        return None
-    values = trail.peel(source, _same_choices_or_cast_up) if isinstance(source, fx.Node) else scattered
-    if _topk_of(values, 0) is not topk:
-        return None
-    trail.nodes |= {node, scattered, values}
-    trail.sources.add(topk.args[0])
-    return RouterMatch(_before_cast_up(topk.args[0]), scoring, False, 1.0)
+        return _Read(logits, logits, "softmax_topk" if scoring == "softmax" else scoring, eps is not None, float(scale))
+
+    def _scored(self, scores: Value) -> tuple[str, Value] | None:
+        """The function that gave scores, and of what."""
+        if scores.op == "pointwise" and scores.args[0] == "sigmoid":
+            return "sigmoid", scores.args[1][0]
+        last = len(scores.shape) - 1
+        if scores.op == "softmax":
+            return ("softmax", scores.args[0]) if scores.args[1] == last else None
+        node = scores.node
+        if scores.op != "opaque" or target_name(node) != "softmax" or not node.args or self._view.is_without_gradient(node):
+            return None
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return ("softmax", self._view.value_at(node.args[0], self._view.position[node])) if dim in (-1, last) else None
+
+    def _values(self, values: Value) -> Value | None:
+        """What the top-k chose from, if these are what it chose."""
+        is_own = self._topk is not None and largest(values, 0) is self._topk and not self._view.is_without_gradient(self._topk)
+        return self._chosen_from if is_own else None
+
+    def _taken(self, values: Value) -> Value | None:
+        """The scores that are gathered by the ids."""
+        if values.op != "take":
+            return None
+        scores, dim, index = values.args
+        return scores if dim == len(scores.shape) - 1 and _behind(index, _same_choices) is self._ids else None
 
 
-def _is_turned(node: fx.Node) -> bool:
-    """Whether a node is a matrix with its axes in the other order."""
-    name, axes = target_name(node), node.args[1:]
-    both = name == "t" or (name in ("transpose", "swapaxes") and sorted(a % 2 for a in axes if type(a) is int) == [0, 1])
-    return both and fake_of(node).dim() == 2 and not node.kwargs
-
-
-def _scoring_of_chosen(node: fx.Node, *, once: bool) -> str | None:
-    """The scoring that a function of the chosen logits is. Half precision has to be rounded to ``once``, at the end."""
-    if not (fake_of(node).dtype == torch.float32 or (once and fake_of(node).dtype in _HALF)):
+def _scattered(scores: Value, ids: Value, *, turned: bool) -> Value | None:
+    """The weights that are scattered to the ids, among zeros."""
+    scores = _behind(scores, _same_order_or_last_cast)
+    if turned:
+        if scores.op != "permute" or scores.args[1] != (1, 0):
+            return None
+        scores = _behind(scores.args[0], _same_order_or_last_cast)
+    if not is_scattered_over(scores, 0) or scores.args[1] != len(scores.shape) - 1:
         return None
-    if target_name(node) == "softmax":
-        return "softmax_topk" if _along_last_axis(node) else None
-    return "sigmoid" if target_name(node) == "sigmoid" else None
+    return scores.args[3] if _behind(scores.args[2], _same_choices) is ids else None
 
 
-def _read_scores(scores: fx.Node, scale: float, eps: float | None) -> RouterMatch | None:
-    """The scoring of all experts; ``eps`` is what is added to the sum that they are divided by, None without a division."""
-    name = target_name(scores)
-    if fake_of(scores).dtype != torch.float32 or not scores.args:
+def _renormalized(weights: Value) -> tuple[Value, float] | None:
+    """The numerator of ``w / (w.sum(-1, keepdim=True) + eps)``, and eps."""
+    if weights.op != "pointwise" or weights.args[0] != "div":
         return None
-    if name == "softmax" and _along_last_axis(scores) and (eps is None or 0 <= eps < _NEGLIGIBLE):
-        return RouterMatch(_before_cast_up(scores.args[0]), "softmax", eps is not None, scale)
-    if name == "sigmoid" and eps in (None, 0, SIGMOID_EPS):
-        return RouterMatch(_before_cast_up(scores.args[0]), "sigmoid", eps is not None, scale)
+    kept, total = weights.args[1]
+    total, eps = _with_number(total, "add") or (total, 0)
+    if not same_shape(total.shape, (*kept.shape[:-1], 1)) or not same_shape(kept.shape, weights.shape):
+        return None
+    total = _behind(total, _same_order)
+    is_sum = total.op == "sum" and total.args[:2] == (kept, (len(kept.shape) - 1,)) and total.dtype == kept.dtype
+    return (kept, eps) if is_sum else None
+
+
+def _with_number(value: Value, name: str) -> tuple[Value, float] | None:
+    """What is multiplied by one number, or added to one, and the number."""
+    if value.op != "pointwise" or value.args[0] != name:
+        return None
+    for rest, number in (value.args[1], value.args[1][::-1]):
+        if number.op == "full" and isinstance(number.args[0], int | float) and same_shape(rest.shape, value.shape):
+            return rest, number.args[0]
     return None
 
 
-def _gathered_by(trail: _Trail, node: fx.Node, chosen: fx.Node) -> fx.Node | None:
-    """The scores that ``node`` gathers by the chosen ids."""
-    if target_name(node) != "gather" or len(node.args) != 3:
-        return None
-    scores, dim, ids = node.args
-    same = trail.peel(ids, _same_choices) is chosen and fake_of(ids).dim() == fake_of(scores).dim()
-    return scores if same and _is_last(dim, scores) else None
+_Step: TypeAlias = Callable[[Value, Value], bool]
 
 
-def _renormalized(trail: _Trail, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The numerator of ``w / (w.sum(-1, keepdim=True) + eps)``, and eps."""
-    if target_name(node) not in ("truediv", "itruediv", "div", "div_") or len(node.args) != 2:
-        return None
-    kept, total = node.args
-    eps = 0
-    if isinstance(total, fx.Node) and target_name(total) in ("add", "iadd") and len(total.args) == 2:
-        trail.nodes.add(total)
-        total, eps = total.args
-    if not isinstance(total, fx.Node) or target_name(total) != "sum" or total.args[0] is not kept:
-        return None
-    dim = total.args[1] if len(total.args) > 1 else total.kwargs.get("dim")
-    keepdim = total.args[2] if len(total.args) > 2 else total.kwargs.get("keepdim", False)
-    if not keepdim or not _is_last(dim, kept) or total.kwargs.get("dtype") not in (None, fake_of(kept).dtype):
-        return None
-    trail.nodes |= {node, total}
-    return (kept, eps) if isinstance(eps, (int, float)) else None
+def _behind(value: Value, takes: _Step) -> Value:
+    """The first value behind one that is not a step that ``takes(step, its input)`` is true of."""
+    while value.op in ("reshape", "cast") and takes(value, value.args[0]):
+        value = value.args[0]
+    return value
 
 
-def _topk_of(node: fx.Node, output: int) -> fx.Node | None:
-    if target_name(node) != "getitem" or node.args[1] != output:
-        return None
-    return node.args[0] if target_name(node.args[0]) == "topk" else None
-
-
-def _takes_largest_of_last_axis(topk: fx.Node, top_k: int) -> bool:
-    names = ("input", "k", "dim", "largest", "sorted")
-    given = dict(zip(names, topk.args, strict=False)) | dict(topk.kwargs)
-    last = _is_last(given.get("dim", -1), given["input"])
-    return given["k"] == top_k <= MAX_TOP_K and last and given.get("largest", True)
-
-
-def _along_last_axis(softmax: fx.Node) -> bool:
-    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
-    return _is_last(dim, softmax.args[0])
-
-
-def _is_last(dim: int | None, node: fx.Node) -> bool:
-    return dim is not None and dim in (-1, fake_of(node).dim() - 1)
-
-
-def _same_choices(step: fx.Node, source: fx.Node) -> bool:
-    """A reshape that keeps the K choices of a token together, or a cast between integers."""
-    if target_name(step) in _CASTS:
-        return not fake_of(step).is_floating_point() and not fake_of(source).is_floating_point()
-    return _is_reshape(step, source) and _same_last_axis(step, source)
-
-
-def _is_reshape(step: fx.Node, source: fx.Node) -> bool:
-    return target_name(step) in _SHAPES and fake_of(step).dtype == fake_of(source).dtype
-
-
-def _same_order(step: fx.Node, source: fx.Node) -> bool:
+def _same_order(step: Value, source: Value) -> bool:
     """Any reshape, or a cast between integers: the layer flattens its choices anyway."""
-    return _is_reshape(step, source) or _same_choices(step, source)
+    return step.op == "reshape" or not (step.dtype.is_floating_point or source.dtype.is_floating_point)
 
 
-def _same_order_or_last_cast(step: fx.Node, source: fx.Node) -> bool:
+def _same_choices(step: Value, source: Value) -> bool:
+    """A reshape that keeps the K choices of a token together, or a cast between integers."""
+    together = bool(step.shape and source.shape) and same_shape(step.shape[-1:], source.shape[-1:])
+    return _same_order(step, source) and (step.op == "cast" or together)
+
+
+def _same_order_or_last_cast(step: Value, source: Value) -> bool:
     """Any reshape, or a cast from fp32: what the layer reads is then the cast of the router's weights."""
-    if target_name(step) in _CASTS:
-        return fake_of(source).dtype == torch.float32
-    return _same_order(step, source)
+    return _same_order(step, source) or source.dtype == torch.float32
 
 
-def _same_choices_or_last_cast(step: fx.Node, source: fx.Node) -> bool:
-    return _same_choices(step, source) or (target_name(step) in _CASTS and fake_of(source).dtype == torch.float32)
+def _is_cast_up(step: Value, source: Value) -> bool:
+    return step.op == "cast" and step.dtype == torch.float32 and source.dtype in _HALF
 
 
-def _same_choices_or_cast_up(step: fx.Node, source: fx.Node) -> bool:
-    return _is_cast_up(step, source) or _same_choices(step, source)
-
-
-def _before_cast_up(node: fx.Node) -> fx.Node:
+def _before_cast_up(value: Value) -> Value:
     """What was cast to fp32: the fused op does that itself."""
-    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    return source if source is not None and _is_cast_up(node, source) else node
-
-
-def _is_cast_up(step: fx.Node, source: fx.Node) -> bool:
-    return target_name(step) in _CASTS and fake_of(step).dtype == torch.float32 and fake_of(source).dtype in _NARROW
-
-
-def _same_last_axis(a: fx.Node, b: fx.Node) -> bool:
-    shapes = fake_of(a).shape, fake_of(b).shape
-    return all(shapes) and shapes[0][-1:] == shapes[1][-1:]
+    return value.args[0] if value.op == "cast" and _is_cast_up(value, value.args[0]) else value

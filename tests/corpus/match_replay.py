@@ -10,6 +10,7 @@ and are no difference of what is rewritten.
 import argparse
 import hashlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from torch import fx
 from moeblaze_ops.lowering.rewrite import rewrite
 
 Graphs = dict[str, dict]
-"""By a digest of each graph as it was: its layers and attempts in order, and its code afterwards where layers were replaced."""
+"""By a digest of each graph as it was: its layers and attempts in order, its code afterwards where layers were replaced, and the
+test that gave it."""
 
 
 def digest_of(gm: fx.GraphModule) -> str:
@@ -48,7 +50,8 @@ def recording() -> Iterator[Graphs]:
     original = rewrite._rewrite_one
 
     def recorded(gm: fx.GraphModule, report: rewrite.RewriteReport) -> None:
-        own = graphs[digest_of(gm)] = {"layers": ["an error is raised"], "code": ""}
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+        own = graphs[digest_of(gm)] = {"test": test, "layers": ["an error is raised"], "code": ""}
         known = len(report.candidates)
         original(gm, report)
         candidates = report.candidates[known:]
@@ -65,11 +68,11 @@ def differences(before: Graphs, after: Graphs) -> tuple[Counter, list[str]]:
     texts = []
     for key in sorted(before.keys() & after.keys()):
         old, new = before[key], after[key]
-        if old != new:
+        if (old["layers"], old["code"]) != (new["layers"], new["code"]):
             kind = "other reasons" if old["code"] == new["code"] else "other layers"
             kinds[kind] += 1
             lines = [f"{sign} {line}" for sign, own in (("-", old), ("+", new)) for line in own["layers"]]
-            texts.append("\n  ".join([f"{key}, {kind}", *lines]))
+            texts.append("\n  ".join([f"{old['test'] or key}, {kind}", *lines]))
     return kinds, texts
 
 

@@ -44,6 +44,12 @@ def renormalized_in_place(logits):
     return weights.to(logits.dtype), experts
 
 
+def scaled_in_place(logits):
+    weights, experts = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), K)
+    weights.mul_(0.5)
+    return weights, experts
+
+
 def softmax_last(logits):
     values, experts = torch.topk(logits, K, dim=1)
     return F.softmax(values, dim=1, dtype=torch.float32), experts
@@ -52,6 +58,11 @@ def softmax_last(logits):
 def sigmoid_scaled(logits):
     weights, experts = logits.float().sigmoid().topk(K, dim=-1, sorted=True)
     return weights / weights.sum(-1, keepdim=True) * 2.5, experts
+
+
+def scaled_from_the_left(logits):
+    weights, experts = logits.float().sigmoid().topk(K, dim=-1)
+    return 2.5 * (weights / (1e-20 + weights.sum(-1)[:, None])), experts
 
 
 def flattened(logits):
@@ -119,7 +130,7 @@ def sigmoid_last_renormalized(logits):
 
 
 ROUTERS = (
-    sigmoid_last, sigmoid_last_renormalized,
+    sigmoid_last, sigmoid_last_renormalized, scaled_in_place, scaled_from_the_left,
     flattened, softmax_first, renormalized, renormalized_in_place, softmax_last, sigmoid_scaled, softmax_gathered,
     softmax_biased, sigmoid_biased, limited_to_groups, repeated_groups,
 )  # fmt: skip
@@ -141,15 +152,24 @@ def sigmoid_of_the_last_rounded(logits):
     return weights / weights.sum(-1, keepdim=True), experts
 
 
+def scaled_by_a_negative_number(logits):
+    weights, experts = logits.float().sigmoid().topk(K)
+    return weights * -2.5, experts
+
+
+def scaled_after_it_is_rounded(logits):
+    weights, experts = logits.float().sigmoid().topk(K)
+    return weights.to(torch.bfloat16) * 2.5, experts
+
+
+def divided_by_the_sum_of_a_copy_that_is_rounded(logits):
+    weights, experts = logits.float().sigmoid().topk(K)
+    return weights / weights.to(torch.bfloat16).float().sum(-1, keepdim=True), experts
+
+
 def tanh_last(logits):
     values, experts = torch.topk(logits, K, dim=-1)
     return torch.tanh(values.float()), experts
-
-
-def scaled_in_between(logits):
-    weights, experts = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), K)
-    weights.mul_(0.5)
-    return weights, experts
 
 
 def shuffled(logits):
@@ -278,8 +298,9 @@ def biased_softmax_with_an_epsilon(logits):
 
 
 LOOKALIKES = (
-    sigmoid_of_the_last_rounded, tanh_last,
-    softmax_of_the_flattened, smallest, over_tokens, scaled_in_between, shuffled, choices_used_elsewhere,
+    sigmoid_of_the_last_rounded, tanh_last, scaled_by_a_negative_number, scaled_after_it_is_rounded,
+    divided_by_the_sum_of_a_copy_that_is_rounded,
+    softmax_of_the_flattened, smallest, over_tokens, shuffled, choices_used_elsewhere,
     logits_changed_later, divided_by_another_sum,
     gathered_for_other_experts, gathered_along_tokens, chosen_by_other_scores, biased_with_a_bias_of_tokens,
     softmax_with_a_large_epsilon, sigmoid_with_another_epsilon, groups_masked_with_zero, groups_of_every_other_expert,

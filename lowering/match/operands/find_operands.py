@@ -1,9 +1,11 @@
 """Which node of the graph holds a tensor that a proof describes by its elements."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import tee
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -15,7 +17,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_shape, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import holds_all
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, Indices
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ class Operand:
         return rounds and not holds_all(self.dtype, stored)
 
 
+Ways: TypeAlias = Callable[[tuple[Size, ...]], Iterable[Sequence[Indices]]]
+"""The ways in which a tensor of a shape may hold something: for each of them the indices of every target."""
+
+
 class Finder:
     """Looks for operands among the nodes that one result depends on, the latest first."""
 
-    def __init__(self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: tuple[Expr, ...], sizes: tuple[Size, ...]):
+    def __init__(self, view: GraphView, evaluator: Evaluator, root: fx.Node, tokens: Indices, sizes: tuple[Size, ...]):
         self._view, self._evaluator, self._tokens, self._sizes = view, evaluator, tokens, sizes
         self._position = view.position[root]
         self.num_tokens: Size = math.prod(sizes)
@@ -57,116 +63,46 @@ class Finder:
         self._walk: Iterator[fx.Node] = filter(has_storage, tensors)  # no slice under vmap
         self._found: dict[tuple, Operand | None] = {}
 
-    @property
-    def _nodes(self) -> Iterator[fx.Node]:
-        """The nodes that the result depends on, of which most searches need few."""
-        self._walk, nodes = tee(self._walk)
-        return nodes
-
-    def find(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
+    def find(self, targets: Indices, columns: Indices, width: Size, depth: int = 0) -> Operand | None:
         """The node ``[..., width]`` whose element at (token, column) is the target, for every column."""
         key = (targets, columns, depth)
         if key not in self._found:
-            self._found[key] = self._search(targets, columns, width, depth)
+            self._found[key] = self._latest(targets, self._of_tokens(columns, width), depth)
         return self._found[key]
 
-    def find_turned(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> Operand | None:
+    def find_turned(self, targets: Indices, columns: Indices, width: Size, depth: int) -> Operand | None:
         """The node ``[width, T]`` whose element at (column, token) is the target, for every column."""
-        at = [(column, self.token) for column in columns]
-        found = self._find_at(targets, at, (width, self.num_tokens), depth)
+        found = self._latest(targets, _of_shape((width, self.num_tokens), [(c, self.token) for c in columns]), depth)
         return found and replace(found, turned=True)
 
-    def find_places(
-        self, targets: tuple[Expr, ...], experts: tuple[Expr, ...], place: Expr, sizes: tuple[Size, Size]
-    ) -> Operand | None:
+    def find_places(self, targets: Indices, experts: Indices, place: Expr, sizes: tuple[Size, Size]) -> Operand | None:
         """The node ``[E, C]``, or turned ``[C, E]``, whose element at (expert, place) is the target, for every expert."""
-        found = self._find_at(targets, [(expert, place) for expert in experts], sizes)
-        if found is None and (found := self._find_at(targets, [(place, expert) for expert in experts], sizes[::-1])):
-            found = replace(found, turned=True)
-        return found
+        for turned, ways in enumerate(_of_places(experts, place, sizes)):
+            if (found := self._latest(targets, ways)) is not None:
+                return replace(found, turned=bool(turned))
+        return None
 
     def find_vector(self, target: Expr, place: Expr, size: Size) -> Operand | None:
         """The node ``[C]`` whose element at a place is the target."""
-        return self._find_at((target,), [(place,)], (size,))
+        return self._latest((target,), _of_shape((size,), [(place,)]))
 
-    def _find_at(
-        self, targets: tuple[Expr, ...], indices: Sequence[tuple[Expr, ...]], shape: tuple[Size, ...], depth: int = 0
-    ) -> Operand | None:
-        def search(targets: tuple[Expr, ...]) -> Operand | None:
-            for value, node in self._of_shape(shape):
-                try:
-                    elements = [self._evaluator.element(value, at, depth) for at in indices]
-                except Unroll:
-                    continue
-                if all(element is target for element, target in zip(elements, targets, strict=True)):
-                    return Operand(node, value.dtype)
-            return None
-
-        return _or_what_is_cast(search, targets)
-
-    def _of_shape(self, shape: tuple[Size, ...]) -> Iterable[tuple[Value, fx.Node]]:
-        for node in self._nodes:
-            value = self._view.value_at(node, self._position)
-            if isinstance(value, Value) and same_shape(value.shape, shape):
-                yield value, node
-
-    def order_of(self, targets: Sequence[Expr]) -> list[int] | None:
-        """The column of each target in the latest node ``[..., width]`` that has one for each, whatever their order."""
-        columns = tuple(map(self._evaluator.algebra.const, range(len(targets))))
-        for node in self._nodes:
-            value = self._view.value_at(node, self._position)
-            for token in self._token_indices(value.shape, len(targets)) if isinstance(value, Value) else ():
-                if len(value.shape) == len(token) + 1:
-                    order = self._order(value, [(*token, column) for column in columns], targets)
-                    if order is not None:
-                        return order
-        return None
-
-    def order_of_places(self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size]) -> list[int] | None:
-        """The same for the rows of a node ``[E, C]``, or the columns of one ``[C, E]``."""
-        experts = tuple(map(self._evaluator.algebra.const, range(len(targets))))
-        for turned in (False, True):
-            indices = [(place, expert) if turned else (expert, place) for expert in experts]
-            for value, _ in self._of_shape(sizes[::-1] if turned else sizes):
-                if (order := self._order(value, indices, targets)) is not None:
-                    return order
-        return None
-
-    def _order(self, value: Value, indices: Sequence[tuple[Expr, ...]], targets: Sequence[Expr]) -> list[int] | None:
-        try:
-            elements = [self._evaluator.element(value, at) for at in indices]
-        except Unroll:
-            return None
-        known = set(elements) == set(targets) and len(set(elements)) == len(targets)
-        return [elements.index(target) for target in targets] if known else None
-
-    def is_rectified(self, node: fx.Node) -> bool:
-        """Whether a node holds what a ReLU gave, whose gradient is zero where it is zero; that of a clamp is one at its bound."""
-        return is_rectified(self._view.value_at(node, self._position))
-
-    def find_of_experts(self, targets: tuple[Expr, ...], experts: tuple[Expr, ...], count: int) -> Operand | None:
+    def find_of_experts(self, targets: Indices, experts: Indices, count: int) -> Operand | None:
         """The node of ``count`` elements, whatever the token, of which each expert's is the target."""
-        for node in self._nodes:
-            value = self._view.value_at(node, self._position)
-            if not isinstance(value, Value) or not same_size(math.prod(value.shape), count):
-                continue
-            at = (self._evaluator.reshape_indices((count,), value.shape, (expert,)) for expert in experts)
-            try:
-                elements = [self._evaluator.element(value, indices) for indices in at]
-            except Unroll:
-                continue
-            if all(element is target for element, target in zip(elements, targets, strict=True)):
-                return Operand(node, value.dtype)
-        return None
 
-    def find_ids(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size) -> Operand | None:
+        def ways(shape: tuple[Size, ...]) -> Iterator[Sequence[Indices]]:
+            if same_size(math.prod(shape), count):
+                yield [self._evaluator.reshape_indices((count,), shape, (expert,)) for expert in experts]
+
+        return self._latest(targets, ways)
+
+    def find_ids(self, targets: Indices, columns: Indices, width: Size) -> Operand | None:
         """The same for expert ids; a cast of them to floating point has the same elements."""
         found = self.find(targets, columns, width)
         if found is None or not found.dtype.is_floating_point:
             return found
-        return self._search(targets, columns, width, 0, integers=True)
+        return self._latest(targets, self._of_tokens(columns, width), integers=True)
 
-    def find_scaled(self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int = 0) -> Operand | None:
+    def find_scaled(self, targets: Indices, columns: Indices, width: Size, depth: int = 0) -> Operand | None:
         """The same, or the node that gives all targets when it is multiplied by one number."""
         found = self.find(targets, columns, width, depth)
         if found is not None:
@@ -180,74 +116,105 @@ class Finder:
                 return replace(found, factor=numbers[0] / (1 if held is None else held.args[0]))
         return None
 
+    def order_of(self, targets: Sequence[Expr]) -> list[int] | None:
+        """The column of each target in the latest node ``[..., width]`` that has one for each, whatever their order."""
+        return self._order(targets, self._of_tokens(self._numbers(targets), len(targets)))
+
+    def order_of_places(self, targets: Sequence[Expr], place: Expr, sizes: tuple[Size, Size]) -> list[int] | None:
+        """The same for the rows of a node ``[E, C]``, or the columns of one ``[C, E]``."""
+        orders = (self._order(targets, ways) for ways in _of_places(self._numbers(targets), place, sizes))
+        return next((order for order in orders if order is not None), None)
+
+    def is_rectified(self, node: fx.Node) -> bool:
+        """True if a node holds what a ReLU gave, whose gradient is zero where it is zero; that of a clamp is one at its bound."""
+        return is_rectified(self._view.value_at(node, self._position))
+
+    def _latest(self, targets: Indices, ways: Ways, depth: int = 0, *, integers: bool = False) -> Operand | None:
+        """The latest node that holds the targets, or what all of them are a cast of, to be cast."""
+        for node, value, elements in self._read(ways, depth):
+            if (integers and value.dtype.is_floating_point) or not _are(elements, targets):
+                continue
+            return Operand(node, value.dtype)
+        casts = {target.args[0] if target.kind == "cast" else None for target in targets}
+        if len(casts) != 1 or None in casts:
+            return None
+        found = self._latest(tuple(target.args[1] for target in targets), ways, depth, integers=integers)
+        return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
+
+    def _order(self, targets: Sequence[Expr], ways: Ways) -> list[int] | None:
+        for _, _, elements in self._read(ways, 0):
+            with suppress(Unroll):
+                held = list(elements)
+                if set(held) == set(targets) and len(set(held)) == len(targets):
+                    return [held.index(target) for target in targets]
+        return None
+
+    def _read(self, ways: Ways, depth: int) -> Iterator[tuple[fx.Node, Value, Iterator[Expr]]]:
+        """Each node, and in each of the ways its elements: one that has no formula raises an `Unroll`."""
+        self._walk, nodes = tee(self._walk)  # of the nodes that the result depends on most searches need few
+        for node in nodes:
+            value = self._view.value_at(node, self._position)
+            for indices in ways(value.shape) if isinstance(value, Value) else ():
+                yield node, value, (self._evaluator.element(value, at, depth) for at in indices)
+
+    def _numbers(self, targets: Sequence[Expr]) -> Indices:
+        return tuple(map(self._evaluator.algebra.const, range(len(targets))))
+
     def _numbers_beside(self, rest: Expr, column: Expr, width: Size, depth: int) -> list[Expr]:
         """Numbers, each of which some node holds multiplied by ``rest``."""
         found: dict[Expr, None] = {}
-        for node in self._nodes:
-            value = self._view.value_at(node, self._position)
-            for e in self._elements(value, column, width, depth) if isinstance(value, Value) else ():
-                number, other = self._number_and_rest(e)
+        for _, _, elements in self._read(self._of_tokens((column,), width), depth):
+            with suppress(Unroll):
+                number, other = self._number_and_rest(next(elements))
                 if number and other is rest:
                     found[self._evaluator.algebra.const(number)] = None
         return list(found)
-
-    def _search(
-        self, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int, integers: bool = False
-    ) -> Operand | None:
-        def search(targets: tuple[Expr, ...]) -> Operand | None:
-            for node in filter(_is_of_integers, self._nodes) if integers else self._nodes:
-                value = self._view.value_at(node, self._position)
-                if isinstance(value, Value) and self._holds(value, targets, columns, width, depth):
-                    return Operand(node, value.dtype)
-            return None
-
-        return _or_what_is_cast(search, targets)
-
-    def _holds(self, value: Value, targets: tuple[Expr, ...], columns: tuple[Expr, ...], width: Size, depth: int) -> bool:
-        for token in self._token_indices(value.shape, width):
-            rank = len(token)
-            try:
-                if all(
-                    self._evaluator.element(value, (*token, column)[: len(value.shape)], depth) is target
-                    for target, column in zip(targets, columns, strict=True)
-                ) and len(value.shape) in (rank, rank + 1):
-                    return True
-            except Unroll:
-                continue
-        return False
 
     def _number_and_rest(self, e: Expr) -> tuple[float | None, Expr | None]:
         """The number in a product, None where there is none, and the product without it."""
         numbers = [f.args[0] for f in e.args if f.kind == "const"] if e.kind == "mul" else []
         return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
 
-    def _elements(self, value: Value, column: Expr, width: Size, depth: int) -> Iterable[Expr]:
-        for token in self._token_indices(value.shape, width):
-            if len(value.shape) in (len(token), len(token) + 1):
-                try:
-                    yield self._evaluator.element(value, (*token, column)[: len(value.shape)], depth)
-                except Unroll:
-                    continue
+    def _of_tokens(self, columns: Indices, width: Size) -> Ways:
+        """``[*tokens, width]``, or ``[*tokens]`` where the width is 1, over any axes of the tokens."""
 
-    def _token_indices(self, shape: tuple[Size, ...], width: Size) -> Iterable[tuple[Expr, ...]]:
-        """Token indices that fit ``[*tokens, width]``, or ``[*tokens]`` when width is 1, over any axes of the tokens."""
-        forms = [shape[:-1]] if shape and same_size(shape[-1], width) else []
-        for sizes in (*forms, shape) if width == 1 else forms:
-            if sizes == self._sizes:
-                yield self._tokens
-            elif sizes and same_size(math.prod(sizes), math.prod(self._sizes)):
-                yield self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
+        def ways(shape: tuple[Size, ...]) -> Iterator[Sequence[Indices]]:
+            last = [shape[:-1]] if shape and same_size(shape[-1], width) else []
+            for sizes in (*last, shape) if width == 1 else last:
+                if sizes == self._sizes:
+                    yield [(*self._tokens, column)[: len(shape)] for column in columns]
+                elif sizes and same_size(math.prod(sizes), self.num_tokens):
+                    token = self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
+                    yield [(*token, column)[: len(shape)] for column in columns]
+
+        return ways
 
 
-def _is_of_integers(node: fx.Node) -> bool:
-    return not fake_of(node).dtype.is_floating_point
+def joined(found: Sequence[Operand | None]) -> Operand | None:
+    """One operand of what each slot, or each expert, has of its own; None where one has nothing, or another dtype."""
+    if None in found or len({operand.dtype for operand in found}) != 1:
+        return None
+    return replace(found[0], rest=tuple(found[1:]))
 
 
-def _or_what_is_cast(search: Callable[[tuple[Expr, ...]], Operand | None], targets: tuple[Expr, ...]) -> Operand | None:
-    """What ``search`` finds for the targets, or for what all of them are a cast of, to be cast."""
-    found = search(targets)
-    casts = {target.args[0] if target.kind == "cast" else None for target in targets}
-    if found is not None or len(casts) != 1 or None in casts:
-        return found
-    found = _or_what_is_cast(search, tuple(target.args[1] for target in targets))
-    return None if found is None or found.is_rounded else Operand(found.node, casts.pop())
+def by_number(targets: Mapping[Expr, Expr]) -> tuple[Indices, Indices, Size]:
+    """Experts in the order of their numbers, or one variable for all of them; the target of each; and how many there are."""
+    experts = tuple(sorted(targets, key=lambda number: number.args[0]))
+    count = experts[0].args[1] if experts[0].kind == "var" else len(experts)
+    return experts, tuple(map(targets.__getitem__, experts)), count
+
+
+def _of_shape(shape: tuple[Size, ...], indices: Sequence[Indices]) -> Ways:
+    return lambda given: [indices] if same_shape(given, shape) else []
+
+
+def _of_places(experts: Indices, place: Expr, sizes: tuple[Size, Size]) -> tuple[Ways, Ways]:
+    """``[E, C]`` and ``[C, E]``."""
+    turned = _of_shape(sizes[::-1], [(place, expert) for expert in experts])
+    return _of_shape(sizes, [(expert, place) for expert in experts]), turned
+
+
+def _are(elements: Iterator[Expr], targets: Indices) -> bool:
+    with suppress(Unroll):
+        return all(element is target for element, target in zip(elements, targets, strict=True))
+    return False

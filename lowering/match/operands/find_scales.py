@@ -20,7 +20,7 @@ from moeblaze_ops.lowering.graph.functional_view import at_least_fp32
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
+from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, by_number, joined
 from moeblaze_ops.lowering.match.operands.find_routing import find_routing
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.match.terms.routing_term import Routing
@@ -121,14 +121,10 @@ def _of_experts(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -
 
 def held_of_experts(algebra: Algebra, finder: Finder, product_of: dict[Expr, Expr]) -> Operand | None:
     """What holds a number of each expert, by the experts' numbers: a tensor ``[E]``, or one for each."""
-    experts = tuple(sorted(product_of, key=lambda number: number.args[0]))
-    products = tuple(map(product_of.get, experts))
-    stacked = experts[0].kind == "var"
-    count = experts[0].args[1] if stacked else len(experts)
+    experts, products, count = by_number(product_of)
     found = finder.find_of_experts(products, experts, count) if isinstance(count, int) else None
-    if found is None and not stacked:
-        each = [finder.find_of_experts((product,), (algebra.zero,), 1) for product in products]
-        found = replace(each[0], rest=tuple(each[1:])) if all(each) else None
+    if found is None and experts[0].kind == "const":
+        found = joined([finder.find_of_experts((product,), (algebra.zero,), 1) for product in products])
     return found
 
 

@@ -25,7 +25,7 @@ from moeblaze_ops.lowering.graph.sizes import Size
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
-from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand
+from moeblaze_ops.lowering.match.operands.find_operands import Finder, Operand, joined
 from moeblaze_ops.lowering.match.operands.find_scales import Scale, usable_weights
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.match.terms.routing_term import Routing
@@ -183,7 +183,7 @@ class _Table:
             columns = tuple(map(self._algebra.const, range(self._count)))
             if (found := self._finder.find_scaled(ordered, columns, self._count)) is not None:
                 return found
-        return self._joined([self._finder.find((target,), (self._algebra.zero,), 1) for target in self._ordered(targets)])
+        return joined([self._finder.find((target,), (self._algebra.zero,), 1) for target in self._ordered(targets)])
 
     def _of_places(self, targets: list[Expr], place: Expr, C: Size) -> Operand | None:
         """The tensor ``[E, C]`` or ``[C, E]`` with a target for every expert and place, or those ``[C]`` of single experts."""
@@ -193,18 +193,12 @@ class _Table:
         self._order = self._order or self._finder.order_of_places(targets, place, sizes)
         ordered, experts = self._ordered(targets), tuple(map(self._algebra.const, range(self._count)))
         found = self._finder.find_places(ordered, experts, place, sizes)
-        return found or self._joined([self._finder.find_vector(target, place, C) for target in ordered])
+        return found or joined([self._finder.find_vector(target, place, C) for target in ordered])
 
     def _ordered(self, targets: list[Expr]) -> tuple[Expr, ...]:
         """By number of expert."""
         self._order = self._order or list(range(self._count))
         return tuple(target for _, target in sorted(zip(self._order, targets, strict=True), key=lambda pair: pair[0]))
-
-    @staticmethod
-    def _joined(found: list[Operand | None]) -> Operand | None:
-        if None in found or len({operand.dtype for operand in found}) != 1:
-            return None
-        return replace(found[0], rest=tuple(found[1:]))
 
 
 def _sort(mark: Expr) -> tuple:
