@@ -41,7 +41,7 @@ _ops = torch.ops.moeblaze
 
 
 def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
-    """Insert what computes a matched layer from its operands; returns its result, ``[T, D]``, and what the layer became."""
+    """Insert what computes a matched layer from its operands; returns its result, a row for each token, and what the layer became."""
     x_TD = insert.rows(match.x, match.D)
     weights_TK, ids_TK = _routing_operands(insert, match, router) if match.experts else _of_all_experts(insert, match, x_TD)
     for scale in match.scales:
@@ -115,7 +115,8 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keeps_input, is_plain = _keeps_input(match, fake_of(x_TD)), not (match.has_low_rank or match.parameters)
+    keeps_input = _keeps_input(match, fake_of(x_TD))
+    is_plain = match.out_width == match.D and not (match.has_low_rank or match.parameters)
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
     parts, size = _parts(match, fake_of(x_TD)) if keeps_input and is_plain else (None, 0)
     if parts == "chunks":
@@ -188,7 +189,7 @@ def _keeps_input(match: MoEMatch, x_TD: torch.Tensor) -> bool:
     if free_unbacked_symbols(x_TD):
         return False
     gated = is_gated(match.activation)
-    sizes = LayerSizes(D=match.D, F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
+    sizes = LayerSizes(D=max(match.D, match.out_width), F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
     return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=True) == "input"
 
 

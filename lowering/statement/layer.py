@@ -251,7 +251,7 @@ class Statement:
             if own.is_constant:
                 vector = self._elements.of_vector(own.vector, self._feature)
             else:
-                vector = self._elements.of_token(own.vector, self._feature, match.D)
+                vector = self._elements.of_token(own.vector, self._feature, match.out_width)
             of_token = algebra.one if own.of_token is None else self._elements.of_token(own.of_token, algebra.zero, 1)
             for number, k in product(map(algebra.const, own.numbers), slots):
                 share = self._share(number, number, k, 0)
