@@ -205,7 +205,7 @@ class _Proof:
         candidate, root = self.candidate, self.root
         routed = self._routed(self._normal(experts))
         x = find_x(self.finder, routed.experts)
-        activations = {(expert.activation, bool(expert.scale)) for expert in routed.experts}
+        activations = {(expert.activation, bool(expert.scale), expert.dropout) for expert in routed.experts}
         prove(len(activations) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = routed.experts[0]
         if not split:
@@ -238,7 +238,7 @@ class _Proof:
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
             T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=lead.feature_in.args[1], F=lead.width.args[1],
-            out_width=candidate.value.shape[-1], dtype=dtype,
+            out_width=candidate.value.shape[-1], dropout=lead.dropout, dtype=dtype,
             chosen=candidate.chosen, base=candidate.base, kept=routed.kept,
             numbers=_numbers(routed.numbers, E, bounds) if routed.is_dense else (), zero_computation=plain,
             named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,

@@ -23,6 +23,7 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.rewrite.dropout import dropped_activation, sum_of_dropped
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
@@ -116,7 +117,7 @@ def _insert_whole(
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
     keeps_input = _keeps_input(match, fake_of(x_TD))
-    is_plain = match.out_width == match.D and not (match.has_low_rank or match.parameters)
+    is_plain = match.out_width == match.D and not (match.has_low_rank or match.parameters or any(match.dropout))
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
     parts, size = _parts(match, fake_of(x_TD)) if keeps_input and is_plain else (None, 0)
     if parts == "chunks":
@@ -137,17 +138,27 @@ def _insert_whole(
     became = f"expert_up({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
     learned = _parameters(insert, match)
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
-    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
+    between, behind = match.dropout
+    activation = IDENTITY if between else match.activation
+    up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, None if between else learned))
     up = insert.call(_ops.expert_up.default, *up_operands)
     if keeps_input and torch.is_grad_enabled():
         repeat_in_backward(up)
         became += ", up again in backward"
     h_NGF, a_NF = insert.items(up, 2)
-    if match.activation == IDENTITY:
+    if between:
+        h_NGF, learned = dropped_activation(insert, match, h_NGF), None
+        became = became.replace(" -> ", f" -> dropout({between}) -> ", 1)
+    if activation == IDENTITY:
         a_NF = None
-    low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
-    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
-    return insert.call(_ops.expert_down.default, *operands), became
+    low_rank = low_rank_of_down(insert, match, h_NGF if activation == IDENTITY else a_NF, routing)
+    if behind:
+        routing[2] = insert.call("reshape", routing[2], (-1, 1))  # a sum over one slot: the rows of all slots
+    operands = (h_NGF, a_NF, w_down, b_down, None if behind else down_weights, *routing, activation)
+    out = insert.call(_ops.expert_down.default, *operands, *_with_parameters(low_rank, learned))
+    if behind:
+        out, became = sum_of_dropped(insert, match, out, down_weights), f"{became} -> dropout({behind})"
+    return out, became
 
 
 def _with_parameters(low_rank: tuple[fx.Node, ...], params_EP: fx.Node | None) -> tuple[fx.Node | None, ...]:
