@@ -34,7 +34,7 @@ from moeblaze_ops.lowering.rewrite.zero_computation import (
     with_zero_computation,
 )
 from moeblaze_ops.lowering.router.match_router import RouterMatch
-from moeblaze_ops.lowering.torch_internals import repeat_in_backward
+from moeblaze_ops.lowering.torch_internals import inductor_config, repeat_in_backward
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 
@@ -139,6 +139,8 @@ def _insert_whole(
     learned = _parameters(insert, match)
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
     between, behind = match.dropout
+    exact = any(match.dropout) and inductor_config.fallback_random
+    prove(not exact, Reason.EFFECT, "the numbers of its dropout would be others than eager's, which verify and fallback_random ask for")
     activation = IDENTITY if between else match.activation
     up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, None if between else learned))
     up = insert.call(_ops.expert_up.default, *up_operands)

@@ -62,6 +62,8 @@ def verify(
     floating outputs, for the parameters and for inputs that require gradients. Parameters, their ``.grad``, buffers and random
     number generators stay as they are; hooks of modules run, hooks on gradients of parameters do not.
 
+    Experts with dropout stay as written here, since numbers are drawn in another order: compare them in ``model.eval()``.
+
     A model whose router scores two experts alike may choose the other one in another precision: all errors are large
     then, and alike.
 
@@ -77,12 +79,14 @@ def verify(
     Returns:
         A report: print it, or ask for ``agrees``.
     """
+    from moeblaze_ops import compile as switch
+
     model = checked_model("verify", model)
     parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with unchanged(model):
         written = results_of(model(*inputs, **keywords), inputs, keywords, wanted)
-    with unchanged(model):
+    with unchanged(model), switch.eager_random_numbers():
         explanation, outputs = explained(model, inputs, keywords)
         rewritten = results_of(outputs, inputs, keywords, wanted)
     batch = None

@@ -164,6 +164,8 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
     alone = sum(width in f.free for f, *_ in parts) == 1  # F.dropout(F.silu(gate)) * up drops another function
     between = max((p for *_, p in parts), default=0) if alone else 0
     hidden = algebra.mul(*scale, *(inner if alone else f for f, inner, _ in parts))
+    whole = not any(True for _ in subexpressions(hidden, lambda s: s.kind == "call" and s.args[0] == DROPOUT))
+    prove(whole, Reason.NOT_TWO_PROJECTIONS, "dropout between the projections of less than the activation")
     of_experts = frozenset(binders)
     read: dict[str, Any] = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None, of_experts)
     down = Projection(weights[0], down_bias)
