@@ -181,7 +181,7 @@ def notes_of(records: list, breaks: list[str], captured: bool, switch: types.Mod
             left = "what {} checkpoints is not compiled" if changes_outside(record.reason) else "nothing of {} itself is compiled"
             yield f"{left.format(frame_name(record.where))}: {in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
-        yield f"graph break: {first_line(reason)}"
+        yield f"graph break: {in_plain_words(reason)}"
     if without_ops:
         yield f"functions without tensor operations, which are not compiled: {without_ops}"
     if not captured:

@@ -136,6 +136,10 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
                 continue
+            wide = [[a for a in axes if not same_size(sizes[a], 1)] for axes, sizes in ((outer_axes, outer), (inner_axes, inner))]
+            if len(wide[0]) == len(wide[1]) == 1:  # x[None, token], of which only the data tell the number of rows
+                result += (indices[wide[0][0]] if a in wide[1] else self.algebra.zero for a in inner_axes)
+                continue
             position, stride = [], 1
             for a in reversed(outer_axes):
                 position.append((stride, indices[a]))
