@@ -125,9 +125,11 @@ def _dropped(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inp
 @form("dropout")
 def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
     """The kind ``dropout (x, p, node)``: what is drawn is drawn anew in each call."""
-    if p == 0 or kwargs.get("train", training) is False:
+    training = kwargs.get("train", training)
+    p = float(p) if isinstance(p, torch.SymFloat) and training else p  # a guard, as that of torch's operator
+    if p == 0 or training is False:
         return tensor(x)
-    require(type(p) in (int, float) and kwargs.get("train", training) is True, "a probability as a number")
+    require(type(p) in (int, float) and training is True, "a probability as a number")
     return view.make("dropout", tensor(x), p, view._node)
 
 

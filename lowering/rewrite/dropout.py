@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.arguments.activations import activate
-from moeblaze_ops.kernels.formulas.named import NAMED
+from moeblaze_ops.kernels.formulas.named import IDENTITY, NAMED
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.reasons import Reason, prove
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
@@ -15,7 +15,7 @@ from moeblaze_ops.lowering.rewrite.inserter import Inserter
 
 def dropped_activation(insert: Inserter, match: MoEMatch, h_NGF: fx.Node) -> fx.Node:
     """The activation of the rows, dropped: ``[N, 1, F]``, of which the rest of the layer is a linear function."""
-    prove(match.activation in NAMED, Reason.ACTIVATION, "dropout behind an activation without a name")
+    prove(match.activation in (*NAMED, IDENTITY), Reason.ACTIVATION, "dropout behind an activation without a name")
     a_NF = insert.call(activate, h_NGF, match.activation)
     return insert.call("unsqueeze", insert.call(torch.nn.functional.dropout, a_NF, match.dropout[0], True), 1)
 

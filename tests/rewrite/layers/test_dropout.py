@@ -155,6 +155,17 @@ def test_other_draws_are_left_alone(expert):
     assert not backend.rewritten and backend.reasons
 
 
+def test_a_probability_that_changes():
+    """Dynamo makes a symbol of a number that is another in the second call."""
+    layer, x = Layer(masked, lambda self, e, x: F.dropout(self.down[e](F.relu(self.up[e](x))), self.p)), torch.randn(T, D)
+    run, backend = compiled(layer, aot=True)
+    for layer.p in (0.1, 0.2, 0.3, 0.0):
+        run(x).sum().backward()
+    became = [candidate.became for candidate in backend.rewritten]  # what gives a number is traced twice
+    assert all(any(f"dropout({p})" in text for text in became) for p in (0.1, 0.2, 0.3)) and not backend.reasons
+    assert "dropout" not in became[-1]
+
+
 class Given(Layer):
     """Ids of the caller: a token may name an expert twice."""
 
