@@ -196,8 +196,8 @@ class _Known:
 def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | None:
     """Why the work that begins here may do something where it is not asked for.
 
-    Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it. Where they
-    are for all of the work, it says what tensors hold that have no gradient, and what is written.
+    Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it. Where
+    they are for all of the work, it says what tensors hold that have no gradient, and what is written.
     """
     ends = [node for node in begin.users if node.target is branch_ends]
     if len(ends) != 1:

@@ -42,7 +42,7 @@ _ops = torch.ops.moeblaze
 
 
 def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
-    """Insert what computes a matched layer from its operands; returns its result, a row for each token, and what the layer became."""
+    """Insert what computes a matched layer from its operands; returns its result, a row a token, and what it became."""
     x_TD = insert.rows(match.x, match.D)
     weights_TK, ids_TK = _routing_operands(insert, match, router) if match.experts else _of_all_experts(insert, match, x_TD)
     for scale in match.scales:
@@ -140,7 +140,7 @@ def _insert_whole(
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
     between, behind = match.dropout
     exact = any(match.dropout) and inductor_config.fallback_random
-    prove(not exact, Reason.EFFECT, "the numbers of its dropout would be others than eager's, which verify and fallback_random ask for")
+    prove(not exact, Reason.EFFECT, "its dropout would draw other numbers than eager's, which verify and fallback_random ask for")
     activation = IDENTITY if between else match.activation
     up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, None if between else learned))
     up = insert.call(_ops.expert_up.default, *up_operands)
