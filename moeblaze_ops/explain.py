@@ -9,6 +9,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +92,13 @@ def checked_model(op: str, model: Any) -> Callable:
     return getattr(model, "_orig_mod", model)
 
 
-def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Explanation, Any]:
-    """What ``explain`` returns, and what the model returns where its layers are rewritten."""
+def explained(
+    model: Callable, inputs: Sequence[Any], keywords: dict[str, Any], eager_numbers: bool = False
+) -> tuple[Explanation, Any]:
+    """What ``explain`` returns, and what the model returns where its layers are rewritten.
+
+    With ``eager_numbers`` those are left that would draw other random numbers than eager mode.
+    """
     from moeblaze_ops import compile as switch
 
     names = _Names(model)
@@ -117,7 +123,7 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
 
         return run
 
-    with one_at_a_time:
+    with one_at_a_time, switch.eager_random_numbers() if eager_numbers else nullcontext():
         output, records, breaks = switch.dry_run(unseen(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(notes_of(records, breaks, bool(graphs), switch))
     candidates = tuple(_candidates(records, graphs, names, switch))

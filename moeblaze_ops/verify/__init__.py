@@ -79,15 +79,13 @@ def verify(
     Returns:
         A report: print it, or ask for ``agrees``.
     """
-    from moeblaze_ops import compile as switch
-
     model = checked_model("verify", model)
     parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with unchanged(model):
         written = results_of(model(*inputs, **keywords), inputs, keywords, wanted)
-    with unchanged(model), switch.eager_random_numbers():
-        explanation, outputs = explained(model, inputs, keywords)
+    with unchanged(model):
+        explanation, outputs = explained(model, inputs, keywords, eager_numbers=True)
         rewritten = results_of(outputs, inputs, keywords, wanted)
     batch = None
     if batch_invariant:
