@@ -9,6 +9,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +92,13 @@ def checked_model(op: str, model: Any) -> Callable:
     return getattr(model, "_orig_mod", model)
 
 
-def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Explanation, Any]:
-    """What ``explain`` returns, and what the model returns where its layers are rewritten."""
+def explained(
+    model: Callable, inputs: Sequence[Any], keywords: dict[str, Any], eager_numbers: bool = False
+) -> tuple[Explanation, Any]:
+    """What ``explain`` returns, and what the model returns where its layers are rewritten.
+
+    With ``eager_numbers`` those are left that would draw other random numbers than eager mode.
+    """
     from moeblaze_ops import compile as switch
 
     names = _Names(model)
@@ -117,7 +123,7 @@ def explained(model: Callable, inputs: Sequence[Any], keywords: dict[str, Any]) 
 
         return run
 
-    with one_at_a_time:
+    with one_at_a_time, switch.eager_random_numbers() if eager_numbers else nullcontext():
         output, records, breaks = switch.dry_run(unseen(model), observe, *inputs, **keywords)
     notes = dict.fromkeys(notes_of(records, breaks, bool(graphs), switch))
     candidates = tuple(_candidates(records, graphs, names, switch))
@@ -181,7 +187,7 @@ def notes_of(records: list, breaks: list[str], captured: bool, switch: types.Mod
             left = "what {} checkpoints is not compiled" if changes_outside(record.reason) else "nothing of {} itself is compiled"
             yield f"{left.format(frame_name(record.where))}: {in_plain_words(record.reason)}{at}{loop}"
     for reason in breaks:
-        yield f"graph break: {first_line(reason)}"
+        yield f"graph break: {in_plain_words(reason)}"
     if without_ops:
         yield f"functions without tensor operations, which are not compiled: {without_ops}"
     if not captured:

@@ -10,6 +10,8 @@ _PLAIN_WORDS = {
     "Dynamic shape operator": "the size of a result depends on the elements of a tensor",
     _CHANGES_OUTSIDE: "it changes something outside; allowed, without the change in backward, by "
     "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint",
+    "Attempted to use tensor creation function with requires_grad=True": "a tensor is made with requires_grad=True: leave that "
+    "out, since what is added to it has a gradient already",
     "Unsupported Tensor.item()": "a number is read from a tensor",
     "Unsupported Tensor.tolist()": "numbers are read from a tensor",
 }

@@ -21,7 +21,7 @@ from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.graph.stored_numbers import is_integral, stored_number
 from moeblaze_ops.lowering.index_notation.comparisons import threshold
-from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, Indices, TooLarge, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, Indices, TooLarge, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import LARGEST_EXACT, holds_count, is_count, is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.index_notation.number_ranges import holds
@@ -135,6 +135,10 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         for outer_axes, inner_axes in common_groups(outer, inner):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
                 result.append(indices[outer_axes[0]])
+                continue
+            wide = [[a for a in axes if not same_size(sizes[a], 1)] for axes, sizes in ((outer_axes, outer), (inner_axes, inner))]
+            if len(wide[0]) == len(wide[1]) == 1:  # x[None, token], of which only the data tell the number of rows
+                result += (indices[wide[0][0]] if a in wide[1] else self.algebra.zero for a in inner_axes)
                 continue
             position, stride = [], 1
             for a in reversed(outer_axes):
@@ -303,6 +307,17 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return e
         return self.algebra.const(stored_number(e.args[0], dtype))
 
+    def _element_dropout(self, value: Value, indices: Indices, depth: int) -> Expr:
+        """An element of an expert, if no other element of ``value`` is the same one and has another number drawn."""
+        x, *drawn = value.args
+        e = self.element(x, indices, depth)
+        outside = [f for f in factors_of(e) if f.free.isdisjoint(indices[-1].free)]
+        inside = self.algebra.mul(*(f for f in factors_of(e) if f not in outside))
+        apart = all(_tells(e, var) for index in indices for var in index.free)
+        if not (apart and inside.has_dot) or any(True for _ in subexpressions(inside, lambda s: s.kind in ("eq", "any"))):
+            return self.algebra.leaf(value, indices)
+        return self.algebra.mul(*outside, self.algebra.call(DROPOUT, (inside,), *drawn))
+
     # Reductions.
 
     def _bind(self, used: Indices, sizes: list[Size], body: Callable[[Indices], Expr], tags: Sequence[str]) -> Expr:
@@ -421,6 +436,11 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return e
         others.remove(kept[0])
         return self.algebra.mul(self.algebra.scaled(numbers[0].args[0], kept[0]), *others)
+
+
+def _tells(e: Expr, var: Expr) -> bool:
+    """True if ``e`` reads more of a variable than what it is divided by a size: ``x[u]``, not ``x[u // 2]``."""
+    return any(end is var for end in subexpressions(e, lambda s: s.kind in ("var", "div", "mod"), over=var))
 
 
 def accumulators(value: Value) -> list[Value]:

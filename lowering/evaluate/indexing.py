@@ -138,7 +138,8 @@ class IndexingRules:
             row = self.algebra.fresh(indices, size)
             keys, body = row_at(self.algebra.linear(start, [(1, row)]))
             given = any(self._bound(key) is None for key in keys if key.kind == "leaf" and len(keys) > 1)
-            if given or any(map(self._may_count_from_end, keys)):
+            from_end = value.op == "put" and any(map(self._may_count_from_end, keys))  # a scatter at -1 raises an error
+            if given or from_end:
                 return self.algebra.leaf(value, indices)
             landed = self._land(row, keys, at, sizes, body, depth)
             if accumulate:

@@ -116,10 +116,21 @@ def _flip(view: GraphView, x: Any, *places: Any, dims: Any = ()) -> Value:
     return view.make("slice", x, 0, x.shape[0] - 1, -1, shape=x.shape, dtype=x.dtype)
 
 
-@form("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
+@form("alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+def _dropped(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
     require(p == 0 or kwargs.get("train", training) is False, "nothing that is dropped")
     return tensor(x)
+
+
+@form("dropout")
+def _dropout(view: GraphView, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Value:
+    """The kind ``dropout (x, p, node)``: what is drawn is drawn anew in each call."""
+    training = kwargs.get("train", training)
+    p = float(p) if isinstance(p, torch.SymFloat) and training else p  # a guard, as that of torch's operator
+    if p == 0 or training is False:
+        return tensor(x)
+    require(type(p) in (int, float) and training is True, "a probability as a number")
+    return view.make("dropout", tensor(x), p, view._node)
 
 
 def permuted(view: GraphView, x: Value, dims: Sequence[int]) -> Value:

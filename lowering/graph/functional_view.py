@@ -188,6 +188,7 @@ class GraphView:
     _detached: set[fx.Node] = field(default_factory=set)  # views that autograd does not see as views
     _pool: dict[tuple, Value] = field(default_factory=dict)
     _node: fx.Node | None = None
+    _of_ids: set[Value] = field(default_factory=set)  # numbers that ids and constants alone give
     _of_state: frozenset[fx.Node] = frozenset()
 
     def __post_init__(self) -> None:
@@ -322,13 +323,29 @@ class GraphView:
     def _compute(self, node: fx.Node, written: str | None) -> Any:
         name, args, kwargs = called_instead(node)
         form = self.table.get(written or name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
-        if form is None or "out" in node.kwargs or self.is_without_gradient(node):
+        if form is None or "out" in node.kwargs:
             return self.opaque(node)
         args, kwargs = fx.node.map_arg((args, kwargs), lambda arg: self._now[arg])
         try:
-            return form(self, *args, **kwargs)
+            found = form(self, *args, **kwargs)
         except NotCanonical:
             return self.opaque(node)
+        if not self.is_without_gradient(node):
+            return found
+        made_of = map(self._now.get, node.all_input_nodes)
+        alike = (isinstance(found, Value) and found.op == "full" and not written) or all(map(self._has_no_gradient, made_of))
+        if alike and isinstance(found, Value):
+            self._of_ids.add(found)
+        return found if alike else self._without_gradient(found, self.opaque(node))
+
+    def _without_gradient(self, found: Any, opaque: Any) -> Any:
+        """What is computed without gradient: ids have none anyway."""
+        if isinstance(found, tuple) and isinstance(opaque, tuple):
+            return tuple(map(self._without_gradient, found, opaque))
+        return found if isinstance(found, Value) and not found.dtype.is_floating_point else opaque
+
+    def _has_no_gradient(self, value: Any) -> bool:
+        return isinstance(value, Value) and (not value.dtype.is_floating_point or value in self._of_ids)
 
     def is_without_gradient(self, node: fx.Node) -> bool:
         """Numbers computed without gradient are not the same value as equal ones computed with it, where gradients matter."""

@@ -30,4 +30,6 @@ def common_groups(a: tuple[Size, ...], b: tuple[Size, ...]) -> list[tuple[list[i
 def _grow_left(size_a: Size, size_b: Size, len_a: int, len_b: int) -> bool:
     if isinstance(size_a, int) and isinstance(size_b, int):
         return size_a < size_b
+    if 1 in (size_a, size_b):
+        return size_a == 1
     return len_a <= len_b

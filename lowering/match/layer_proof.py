@@ -205,7 +205,7 @@ class _Proof:
         candidate, root = self.candidate, self.root
         routed = self._routed(self._normal(experts))
         x = find_x(self.finder, routed.experts)
-        activations = {(expert.activation, bool(expert.scale)) for expert in routed.experts}
+        activations = {(expert.activation, bool(expert.scale), expert.dropout) for expert in routed.experts}
         prove(len(activations) == 1, Reason.DIFFERENT_ACTIVATIONS)
         lead = routed.experts[0]
         if not split:
@@ -221,7 +221,6 @@ class _Proof:
         weights = unrounded_weights(usable_weights(routed.weights, dtype))
         named = routed.named and usable_named(routed.named, dtype)
         scales = tuple(usable_scale(scale, dtype) for scale in routed.scales)
-        D = candidate.value.shape[-1]
         self._prove_unchanged(stored)
         of_plain = (operand for own in plain for operand in (own.vector, own.of_token))
         optional = (routed.ids, weights, routed.kept, *of_plain, *((named.tokens, named.weights) if named else ()))
@@ -238,7 +237,8 @@ class _Proof:
             scales=scales, weights_on_input=bool(lead.scale),
             w_up=stored.w_up, b_up=stored.b_up, w_down=stored.w_down, b_down=stored.b_down,
             activation=lead.activation, spelling=_spelling(region, routed.routings[0]),
-            T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=D, F=lead.width.args[1], dtype=dtype,
+            T=math.prod(candidate.value.shape[:-1]), K=routed.top_k, E=E, D=lead.feature_in.args[1], F=lead.width.args[1],
+            out_width=candidate.value.shape[-1], dropout=lead.dropout, dtype=dtype,
             chosen=candidate.chosen, base=candidate.base, kept=routed.kept,
             numbers=_numbers(routed.numbers, E, bounds) if routed.is_dense else (), zero_computation=plain,
             named=named, parameters=stored.parameters, low_rank_up=stored.low_rank_up, low_rank_down=stored.low_rank_down,

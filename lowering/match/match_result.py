@@ -61,6 +61,8 @@ class MoEMatch:
     E: int
     D: int
     F: int
+    out_width: Size  # D, but for experts whose output is as wide as something else
+    dropout: tuple[float, float]  # how likely an element is dropped: of the activation, of an expert's output
     dtype: torch.dtype
     chosen: Counter = field(default_factory=Counter, compare=False)  # of ``Chosen``
     base: fx.Node | None = None  # what the layer is added to, in the shape of the result

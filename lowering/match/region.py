@@ -79,10 +79,12 @@ def _acts(view: GraphView, node: fx.Node) -> bool:
 
         F.silu(g) * u + 0 * torch.rand_like(g)      draws numbers all the same
         F.silu(F.dropout(g, 0.0)) * u               is known to give g
+        F.dropout(F.silu(g) * u, 0.1)               is known as dropout, which draws from one generator or another
     """
     if not acts_beside_tensors(node):
         return False
-    return any(isinstance(value, Value) and value.node is node for value in tree_leaves(view.value(node)))
+    values = tree_leaves(view.value(node))
+    return any(isinstance(value, Value) and value.node is node and value.op != "dropout" for value in values)
 
 
 def _prove_gradients(

@@ -23,7 +23,7 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator, accumulators
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.effects import has_effect
-from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
+from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage, needs_gradient
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs_of, inplace_name, target_name, written_nodes
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.graph.undoable_edits import Edits
@@ -196,7 +196,8 @@ class _Known:
 def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | None:
     """Why the work that begins here may do something where it is not asked for.
 
-    Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it.
+    Of how many rows there are, ``numbers`` says more where gradients are switched off, as these make no difference to it. Where
+    they are for all of the work, it says what tensors hold that have no gradient, and what is written.
     """
     ends = [node for node in begin.users if node.target is branch_ends]
     if len(ends) != 1:
@@ -206,17 +207,20 @@ def _unproven(known: _Known, numbers: _Known | None, begin: fx.Node) -> str | No
     proof = _Proof(known, begin, end, fork)
     if not proof.assume():
         return "the condition does not say whether there are rows, as `if len(rows) > 0:` and `if mask.any():` do"
+    written = proof
     if numbers is not None and (beside := _Proof(numbers, begin, end, fork)).assume():
         proof.zeros.beside = beside.zeros
+        written = beside if all(map(known.view.is_gradient_off, _from(fork or begin, end))) else proof
     for before, after in zip(*end.args[1:3], strict=True):
-        if not proof.same_operand(before, after):
+        graded = any(isinstance(operand, fx.Node) and needs_gradient(operand) for operand in (before, after))
+        if not (proof if graded else written).same_operand(before, after):
             return f"{name_of(after)} may be another where the condition is false"
     for part in end.args[3]:
         if not proof.is_empty(part):
             return f"{name_of(part)}, which is appended to a list, may have rows where the condition is false"
-    if fork is not None and (reason := proof.changed_buffer(proof.fork, proof.first) or proof.other_effect()) is not None:
+    if fork is not None and (reason := written.changed_buffer(proof.fork, proof.first) or proof.other_effect()) is not None:
         return reason
-    return proof.changed_buffer(proof.first, proof.last)
+    return written.changed_buffer(proof.first, proof.last)
 
 
 class _Proof:

@@ -23,6 +23,7 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
 from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.reasons import Reason, prove
+from moeblaze_ops.lowering.rewrite.dropout import dropped_activation, sum_of_dropped
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.low_rank import describe_ranks, low_rank_of_down, low_rank_of_up
 from moeblaze_ops.lowering.rewrite.sharded import insert_moved_tokens, may_move
@@ -33,7 +34,7 @@ from moeblaze_ops.lowering.rewrite.zero_computation import (
     with_zero_computation,
 )
 from moeblaze_ops.lowering.router.match_router import RouterMatch
-from moeblaze_ops.lowering.torch_internals import repeat_in_backward
+from moeblaze_ops.lowering.torch_internals import inductor_config, repeat_in_backward
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 
@@ -41,7 +42,7 @@ _ops = torch.ops.moeblaze
 
 
 def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | None) -> tuple[fx.Node, str]:
-    """Insert what computes a matched layer from its operands; returns its result, ``[T, D]``, and what the layer became."""
+    """Insert what computes a matched layer from its operands; returns its result, a row a token, and what it became."""
     x_TD = insert.rows(match.x, match.D)
     weights_TK, ids_TK = _routing_operands(insert, match, router) if match.experts else _of_all_experts(insert, match, x_TD)
     for scale in match.scales:
@@ -115,7 +116,8 @@ def _insert_whole(
     w_up, b_up = insert.weights(match.w_up), insert.weights(match.b_up)
     w_down = insert.weights([match.w_down])
     b_down = insert.weights([match.b_down] if match.b_down is not None else [])
-    keep, is_plain = _keep(match, fake_of(x_TD)), not (match.has_low_rank or match.parameters)
+    keep = _keep(match, fake_of(x_TD))
+    is_plain = match.out_width == match.D and not (match.has_low_rank or match.parameters or any(match.dropout))
     parameters, settings = (w_up, b_up, w_down, b_down, weights_TK), (match.activation, match.weights_on_input)
     parts, size = _parts(match, fake_of(x_TD)) if keep == "input" and is_plain else (None, 0)
     if parts == "chunks":
@@ -133,25 +135,37 @@ def _insert_whole(
         return insert.call(_ops.expert_mlp.default, x_TD, *parameters, *routing, *settings), f"expert_mlp({match.activation})"
     up_weights, down_weights = (weights_TK, None) if match.weights_on_input else (None, weights_TK)
     up_rank, down_rank = describe_ranks(match)
+    between, behind = match.dropout
+    exact = any(match.dropout) and inductor_config.fallback_random
+    prove(not exact, Reason.EFFECT, "its dropout would draw other numbers than eager's, which verify and fallback_random ask for")
+    activation = IDENTITY if between else match.activation
     # Without an activation forward reads h.
-    up_op = _ops.expert_up_h8 if keep == "h8" and match.activation != IDENTITY else _ops.expert_up
+    up_op = _ops.expert_up_h8 if keep == "h8" and activation != IDENTITY else _ops.expert_up
     became = f"{up_op.__name__}({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
     learned = _parameters(insert, match)
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
-    up_operands = (x_TD, w_up, b_up, up_weights, *routing, match.activation, *_with_parameters(low_rank, learned))
+    up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, None if between else learned))
     up = insert.call(up_op.default, *up_operands)
     if keep == "input" and torch.is_grad_enabled():
         repeat_in_backward(up)
         became += ", up again in backward"
     h_NGF, a_NF, *h8_NGB = insert.items(up, len(up_op.default._schema.returns))
-    if match.activation == IDENTITY:
+    if between:
+        h_NGF, learned = dropped_activation(insert, match, h_NGF), None
+        became = became.replace(" -> ", f" -> dropout({between}) -> ", 1)
+    if activation == IDENTITY:
         a_NF = None
-    low_rank = low_rank_of_down(insert, match, h_NGF if match.activation == IDENTITY else a_NF, routing)
+    low_rank = low_rank_of_down(insert, match, h_NGF if activation == IDENTITY else a_NF, routing)
     optional = _with_parameters(low_rank, learned)
     if h8_NGB:
         optional = (*optional, *[None] * (4 - len(optional)), *h8_NGB)
-    operands = (h_NGF, a_NF, w_down, b_down, down_weights, *routing, match.activation, *optional)
-    return insert.call(_ops.expert_down.default, *operands), became
+    if behind:
+        routing[2] = insert.call("reshape", routing[2], (-1, 1))  # a sum over one slot: the rows of all slots
+    operands = (h_NGF, a_NF, w_down, b_down, None if behind else down_weights, *routing, activation, *optional)
+    out = insert.call(_ops.expert_down.default, *operands)
+    if behind:
+        out, became = sum_of_dropped(insert, match, out, down_weights), f"{became} -> dropout({behind})"
+    return out, became
 
 
 def _with_parameters(low_rank: tuple[fx.Node, ...], params_EP: fx.Node | None) -> tuple[fx.Node | None, ...]:
@@ -192,7 +206,7 @@ def _keep(match: MoEMatch, x_TD: torch.Tensor) -> str:
     if free_unbacked_symbols(x_TD):
         return "preactivation"
     gated = is_gated(match.activation)
-    sizes = LayerSizes(D=match.D, F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
+    sizes = LayerSizes(D=max(match.D, match.out_width), F=match.F, E=match.E, K=match.K, dtype=match.dtype, gated=gated)
     return choose_keep(x_TD.shape[0], sizes, x_TD.device, compiled=True)
 
 

@@ -261,7 +261,7 @@ def _assert_ids(edits: Edits, layers: list[MoEMatch], views: dict[fx.Node, Graph
 def _redirect(edits: Edits, match: MoEMatch, insert: Inserter, out: fx.Node) -> bool:
     """Whoever reads the old result after the root reads the new one; whether that had to be copied to have the same strides."""
     if match.base is not None:
-        out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.D), out)
+        out = insert.call(torch.add, insert.rows(Operand(match.base, fake_of(match.base).dtype), match.out_width), out)
     inserted = set(insert.nodes)
     result: fx.Node | None = None
     copied = False

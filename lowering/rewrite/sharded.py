@@ -133,6 +133,8 @@ def may_move(match: MoEMatch, x_TD: fx.Node, experts_TK: fx.Node) -> Moving | No
     """What moves, if the layer's experts are sharded and its tokens may."""
     if config.experts_move == "weights" or config.batch_invariant or match.has_low_rank or match.parameters:
         return None
+    if match.out_width != match.D or any(match.dropout):
+        return None
     sharded = sharded_weights(match)
     return None if sharded is None else Moving(sharded, fake_of(x_TD), match.E, fake_of(experts_TK).shape[1])
 

@@ -26,6 +26,7 @@ from moeblaze_ops.lowering.match.operands.find_scales import Scale
 from moeblaze_ops.lowering.match.operands.low_rank import Factors
 from moeblaze_ops.lowering.match.operands.weight_layout import WeightView
 from moeblaze_ops.lowering.match.terms.activation import Formulas
+from moeblaze_ops.lowering.match.terms.expert_term import dropped
 from moeblaze_ops.lowering.statement.operands import Elements
 
 _LEVEL = 100
@@ -67,6 +68,8 @@ class Statement:
         match = self._match
         if match.numbers not in ((), tuple(range(match.E))) and self._reads_by_id():
             return
+        if any(match.dropout) and match.experts is not None and not self._has_one_slot_each():
+            return  # an output of two slots is dropped for both
         apart = any(view.apart for view in (*match.w_up, *match.b_up, match.w_down, *filter(None, [match.b_down])))
         by_ids = match.experts is not None and not apart
         for experts, slots in product(get_args(Experts), get_args(Slots)):
@@ -207,11 +210,12 @@ class Statement:
         symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
         for symbol, parameter in zip(formulas.parameters, match.parameters, strict=False):
             symbols[symbol] = self._elements.of_expert(parameter, number, match.E)
-        hidden = algebra.substitute(activation, symbols)
+        hidden = dropped(algebra, algebra.substitute(activation, symbols), match.dropout[0])
         down = self._elements.of_weight(match.w_down, number, self._f, self._feature)
         down = self._with_low_rank(down, match.low_rank_down, number, self._feature, self._f)
         out = algebra.sum(self._f, algebra.mul(down, hidden))
-        return out if match.b_down is None else algebra.add(out, self._elements.of_weight(match.b_down, number, self._feature))
+        bias = None if match.b_down is None else self._elements.of_weight(match.b_down, number, self._feature)
+        return dropped(algebra, out if bias is None else algebra.add(out, bias), match.dropout[1])
 
     def _half(self, number: Expr, g: int, scale: Expr | None) -> Expr:
         algebra, match = self._algebra, self._match
@@ -251,7 +255,7 @@ class Statement:
             if own.is_constant:
                 vector = self._elements.of_vector(own.vector, self._feature)
             else:
-                vector = self._elements.of_token(own.vector, self._feature, match.D)
+                vector = self._elements.of_token(own.vector, self._feature, match.out_width)
             of_token = algebra.one if own.of_token is None else self._elements.of_token(own.of_token, algebra.zero, 1)
             for number, k in product(map(algebra.const, own.numbers), slots):
                 share = self._share(number, number, k, 0)

@@ -11,7 +11,7 @@ import torch
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Evaluator
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades, is_rectified
-from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import CHOSEN, DROPOUT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.terms.activation import is_changing
 
@@ -45,6 +45,8 @@ class LayerForm:
             case "sum" | "prefix":
                 var, body = algebra.open(e)
                 return getattr(algebra, e.kind)(var, self.of(body), *map(self.of, e.args[2:]))
+            case "call" if e.args[0] == DROPOUT:
+                return algebra.call(DROPOUT, (self.of(e.args[1][0]),), e.args[2][0])
             case "call" if (whole := algebra.unscaled(e)) is not e:
                 return self.of(whole)
             case "leaf" if is_changing(e):
@@ -95,6 +97,7 @@ class LayerForm:
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
+        flat -= Counter({part: number - 1 for part, number in flat.items() if self._is_mask(part)})
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole

@@ -4,7 +4,7 @@ Importing it registers the backend, and hooks that do nothing until they are ask
 """
 
 from moeblaze_ops.compile.attempts import NotJustified, rewrite, why_no_attempts
-from moeblaze_ops.compile.dry_runs import dry_run
+from moeblaze_ops.compile.dry_runs import dry_run, eager_random_numbers
 from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, GraphRecord, Record, outcomes, recent_records, recording
 from moeblaze_ops.compile.switch import (
     cache_key,
@@ -26,6 +26,7 @@ __all__ = [
     "cache_key",
     "disable",
     "dry_run",
+    "eager_random_numbers",
     "enable",
     "enabled",
     "moeblaze_backend",

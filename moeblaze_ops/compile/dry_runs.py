@@ -1,6 +1,7 @@
 """A function called with its graphs captured and rewritten, but not compiled: what ``explain`` looks at."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from moeblaze_ops.compile.attempts import rewrite
 from moeblaze_ops.compile.records import Record, kept_apart
 from moeblaze_ops.compile.switch import rewriting
 from moeblaze_ops.lowering import torch_internals
+
+
+def eager_random_numbers() -> AbstractContextManager:
+    """A context in which numbers are drawn as eager mode draws them: layers that draw some inside stay as they are."""
+    return torch_internals.inductor_config.patch(fallback_random=True)
 
 
 def dry_run(

@@ -36,7 +36,7 @@ def norm_after_experts(self, x, weights, ids):
 def dropout_inside(self, x, weights, ids):
     def expert(e, x):
         mlp = self.experts[e]
-        return mlp.w2(F.dropout(F.silu(mlp.w1(x)) * mlp.w3(x), 0.5, training=True))
+        return mlp.w2(F.dropout(F.silu(mlp.w1(x)), 0.5, training=True) * mlp.w3(x))
 
     return _masked(self, x, weights, ids, expert)
 

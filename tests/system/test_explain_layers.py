@@ -229,7 +229,7 @@ def test_four_threads(tmp_path):
 
 
 def test_declined_layer_says_what_to_change():
-    (candidate,) = moeblaze_ops.explain(Dense(activation=nn.Dropout()), torch.randn(6, 16)).candidates
+    (candidate,) = moeblaze_ops.explain(Dense(activation=nn.AlphaDropout()), torch.randn(6, 16)).candidates
     assert candidate.became is None and candidate.remedy and candidate.code.startswith("out = out + weight")
     assert "what would help: " in str(candidate) and "code: out = out + weight" in str(candidate)
     assert "down.0.weight" in str(candidate), "the parameter's own name"
@@ -324,11 +324,11 @@ def said(caplog, model, *inputs, level=logging.WARNING):
 
 
 class Mixed(nn.Module):
-    """Blocks of which the last has dropout inside."""
+    """Blocks of which the last has alpha dropout inside."""
 
     def __init__(self, breaks=False):
         super().__init__()
-        self.first, self.last, self.breaks = Blocks(count=3), Dense(activation=nn.Dropout()), breaks
+        self.first, self.last, self.breaks = Blocks(count=3), Dense(activation=nn.AlphaDropout()), breaks
 
     def forward(self, x):
         x = self.first(x)
@@ -363,14 +363,14 @@ def test_quiet(caplog, nothing_said, monkeypatch):
 
 
 def test_blocks_compiled_one_by_one_say_it_once(caplog, nothing_said):
-    blocks = [Dense(activation=nn.Dropout()) for _ in range(4)]
+    blocks = [Dense(activation=nn.AlphaDropout()) for _ in range(4)]
     lines = [line for block in blocks for line in said(caplog, block, torch.randn(6, 16))]
     assert len(lines) == 1 and "0 of 1 layers rewritten; 1 left: Dense" in lines[0]
 
 
 def test_blocks_of_a_model_compiled_one_by_one_say_it_once(caplog, nothing_said):
     sizes = iter((16, 24, 32))
-    model = Blocks(lambda: Dense(hidden=next(sizes), activation=nn.Dropout()), 3)
+    model = Blocks(lambda: Dense(hidden=next(sizes), activation=nn.AlphaDropout()), 3)
     with caplog.at_level(logging.WARNING, logger="moeblaze_ops"), rewriting_backend() as backend:
         compiled_blocks(model, backend)(torch.randn(6, 16))
     (line,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ops.compile.verdict")
@@ -417,7 +417,7 @@ def test_an_error_says_enough(caplog, nothing_said):
 
 
 def test_report_lists_a_layer_once_for_each_mode(nothing_said):
-    model = Blocks(lambda: Dense(activation=nn.Dropout()), 2)
+    model = Blocks(lambda: Dense(activation=nn.AlphaDropout()), 2)
     with rewriting_backend() as backend:
         compiled = torch.compile(model, backend=backend)
         for tokens in (6, 9, 12):
@@ -434,7 +434,7 @@ def test_report_lists_a_layer_once_for_each_mode(nothing_said):
 
 
 def test_report_counts_blocks_that_are_compiled_one_by_one(nothing_said):
-    blocks = [Dense(hidden=hidden, activation=nn.Dropout()) for hidden in (16, 24, 32)]  # equal ones would share a graph
+    blocks = [Dense(hidden=hidden, activation=nn.AlphaDropout()) for hidden in (16, 24, 32)]  # equal ones would share a graph
     with rewriting_backend() as backend:
         for block in blocks:
             block.compile(backend=backend)
@@ -454,7 +454,7 @@ def compiled_blocks(model, backend):
     return model
 
 
-@pytest.mark.parametrize("activation", [F.silu, nn.Dropout()], ids=["rewritten", "left"])
+@pytest.mark.parametrize("activation", [F.silu, nn.AlphaDropout()], ids=["rewritten", "left"])
 def test_report_names_blocks_that_share_a_graph(nothing_said, activation):
     """Each block that its code runs for, under the name that ``explain`` gives it, whatever was recompiled."""
     model, x = Blocks(lambda: Dense(activation=activation), 3), torch.randn(6, 16)

@@ -12,7 +12,7 @@ from typing import Any
 from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
-from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
@@ -41,6 +41,7 @@ class ExpertTerm:
     width: Expr  # the variable of F
     feature_in: Expr  # the variable of D inside the up projection
     parameters: tuple[Expr, ...] = ()  # what the activation reads as p0, p1 and so on
+    dropout: tuple[float, float] = (0, 0)  # how likely an element is dropped: of the activation, of the output
 
 
 def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm, share: Expr, binders: Sequence[Expr]) -> Expr:
@@ -51,12 +52,23 @@ def written(algebra: Algebra, formulas: Formulas, expert: ExpertTerm, share: Exp
         halves.append(h if projection.bias is None else algebra.add(h, projection.bias))
     symbols = dict(zip((formulas.gate, formulas.up), halves, strict=False))
     symbols |= dict(zip(formulas.parameters, expert.parameters, strict=False))
-    hidden = algebra.substitute(formulas.spellings(expert.activation)[0], symbols)
+    hidden = dropped(algebra, algebra.substitute(formulas.spellings(expert.activation)[0], symbols), expert.dropout[0])
     term = algebra.sum(expert.width, algebra.mul(hidden, expert.down.weight))
-    term = algebra.mul(share, term if expert.down.bias is None else algebra.add(term, expert.down.bias))
+    term = term if expert.down.bias is None else algebra.add(term, expert.down.bias)
+    term = algebra.mul(share, dropped(algebra, term, expert.dropout[1]))
     for binder in binders:
         term = algebra.sum(binder, term)
     return term
+
+
+def dropped(algebra: Algebra, e: Expr, p: float) -> Expr:
+    """``e`` with dropout, whichever call of it that is."""
+    return algebra.call(DROPOUT, (e,), p) if p else e
+
+
+def _undropped(e: Expr) -> tuple[Expr, float]:
+    """What dropout is of, and its probability."""
+    return (e.args[1][0], e.args[2][0]) if e.kind == "call" and e.args[0] == DROPOUT else (e, 0)
 
 
 def _terms(e: Expr) -> tuple[Expr, ...]:
@@ -77,7 +89,7 @@ def is_expert_term(e: Expr, feature: Expr) -> bool:
             break
         binders.add(e.args[0])
         e = e.args[1]
-    sums = (_scaled_sum(term, feature) for term in _terms(e))
+    sums = (_scaled_sum(term, feature) for term in _terms(_undropped(e)[0]))
     down = next((s for s in sums if s is not None and s.args[1].has_dot), None)
     if down is None or chosen:
         return down is not None
@@ -92,7 +104,7 @@ def is_scored_term(e: Expr, feature: Expr) -> bool:
     outputs = [f for f in factors_of(e) if feature in f.free]
     if len(outputs) != 1 or not any(_leaves_tokens_out(f) for f in factors_of(e) if f is not outputs[0]):
         return False
-    down = next((s for s in (_scaled_sum(term, feature) for term in _terms(outputs[0])) if s is not None), None)
+    down = next((s for s in (_scaled_sum(term, feature) for term in _terms(_undropped(outputs[0])[0])) if s is not None), None)
     return down is not None and down.args[1].has_dot
 
 
@@ -143,15 +155,21 @@ def read_expert(algebra: Algebra, formulas: Formulas, term: Expr, feature: Expr)
             binders.append(var)
             continue
         break
+    core, behind = _undropped(core)
     down_sum, scale, down_bias = _projection(core, feature)
     width, body = algebra.open(down_sum)
     weights = [f for f in factors_of(body) if feature in f.free]
     prove(len(weights) == 1, Reason.PROJECTION_WEIGHTS, "down projection")
-    hidden = algebra.mul(*scale, *(f for f in factors_of(body) if feature not in f.free))
+    parts = [(f, *_undropped(f)) for f in factors_of(body) if feature not in f.free]
+    alone = sum(width in f.free for f, *_ in parts) == 1  # F.dropout(F.silu(gate)) * up drops another function
+    between = max((p for *_, p in parts), default=0) if alone else 0
+    hidden = algebra.mul(*scale, *(inner if alone else f for f, inner, _ in parts))
+    whole = not any(True for _ in subexpressions(hidden, lambda s: s.kind == "call" and s.args[0] == DROPOUT))
+    prove(whole, Reason.NOT_TWO_PROJECTIONS, "dropout between the projections of less than the activation")
     of_experts = frozenset(binders)
     read: dict[str, Any] = _read_hidden(algebra, formulas, hidden, tuple(routing), width, down_bias is None, of_experts)
     down = Projection(weights[0], down_bias)
-    return ExpertTerm(binders=tuple(binders), down=down, width=width, **read)
+    return ExpertTerm(binders=tuple(binders), down=down, width=width, dropout=(between, behind), **read)
 
 
 def _projection(e: Expr, output: Expr) -> tuple[Expr, list[Expr], Expr | None]:

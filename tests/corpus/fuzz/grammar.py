@@ -13,6 +13,9 @@ SHAPES = ((5,), (7,), (12,), (1,), (2, 3), (3, 4), (2,), (3,), (8,))  # as many 
 DTYPES = ("float64", "float64", "float32", "float32", "float32", "bfloat16")
 
 
+_MASK = "torch.zeros_like(probs).scatter(-1, ids, 1.0)"
+
+
 def draw(rng: random.Random) -> Layer:
     """A layer of the supported grammar."""
     E = rng.choice((2, 3, 3, 4, 4, 5))
@@ -103,7 +106,9 @@ def _router(layer: Layer, rng: random.Random) -> list[str]:
     if kind in ("softmax", "sigmoid"):
         lines += [rng.choice(("weights, ids = torch.topk(probs, K, dim=-1)", "weights, ids = probs.topk(K)"))]
     elif kind == "gather":
-        lines += ["ids = torch.topk(probs, K, dim=-1).indices", "weights = probs.gather(-1, ids)"]
+        chosen = "ids = torch.topk(probs, K, dim=-1).indices"
+        lines += [rng.choice((chosen, f"with torch.no_grad(): {chosen}"))]
+        lines += [rng.choice(("weights = probs.gather(-1, ids)", f"weights = (probs * {_MASK}).gather(-1, ids)"))]
     elif kind == "biased":
         layer.parameters.append(("b_router", "E"))
         lines += ["_, ids = torch.topk(probs + self.b_router, K, dim=-1)", "weights = torch.gather(probs, -1, ids)"]

@@ -167,3 +167,88 @@ def sum_ends_with_gradients(self, x):
 def test_gradients_are_what_they_were(fp64, combine):
     backend = check_against_eager(Beside(combine), torch.randn(T, zoo.D))
     assert len(backend.rewritten) == (combine is tokens_without_gradients)
+
+
+# Ids that are chosen without gradients, for scores that have some.
+
+
+def mask_of_ones(scores, ids):
+    return torch.zeros_like(scores).scatter_(1, ids, 1.0)
+
+
+def mask_of_truths(scores, ids):
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ids, True)
+
+
+def mask_by_one_hot(scores, ids):
+    return F.one_hot(ids, scores.shape[1]).sum(1)
+
+
+def chosen_rows(experts, x, gate, mask):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        token = mask[:, e].nonzero().squeeze(-1)
+        out.index_add_(0, token, expert(x[token]) * gate[token, e, None])
+    return out
+
+
+def all_rows(experts, x, gate, mask):
+    return sum(gate[:, e, None] * expert(x) for e, expert in enumerate(experts))
+
+
+class Masked(nn.Module):
+    """Scores times a mask of the ids that were chosen; ``change`` does something to the scores without gradients."""
+
+    def __init__(self, mask, combine, change=None):
+        super().__init__()
+        self.router = nn.Linear(zoo.D, zoo.E, bias=False)
+        self.experts = nn.ModuleList(zoo.PlainMLP() for _ in range(zoo.E))
+        self.mask, self.combine, self.change = mask, combine, change
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        with torch.no_grad():
+            ids = scores.topk(2, dim=-1).indices
+            mask = self.mask(scores, ids)
+            if self.change is not None:
+                mask = self.change(mask, scores)
+        return self.combine(self.experts, x, scores * mask, mask)
+
+
+@pytest.mark.parametrize("num_tokens", [T, 1])
+@pytest.mark.parametrize("combine", [chosen_rows, all_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mask", [mask_of_ones, mask_of_truths, mask_by_one_hot], ids=lambda f: f.__name__)
+def test_masks_of_ids_without_gradients(fp64, mask, combine, num_tokens):
+    backend = check_against_eager(Masked(mask, combine), torch.randn(num_tokens, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+@pytest.mark.parametrize("change", [lambda mask, scores: 1 - mask, lambda mask, scores: scores], ids=["complement", "scores"])
+def test_other_masks(fp64, change):
+    """A gradient of scores that are computed without is none, whatever is multiplied with it."""
+    backend = check_against_eager(Masked(mask_of_ones, all_rows, change), torch.randn(T, zoo.D))
+    assert not backend.rewritten
+
+
+def filled(weights):
+    weights.fill_(1.0)
+
+
+def copied(weights):
+    weights.copy_(torch.ones_like(weights))
+
+
+def doubled(weights):
+    weights.mul_(2.0)
+
+
+@pytest.mark.parametrize("write", [filled, copied, doubled], ids=lambda f: f.__name__)
+def test_weights_that_are_written_without_gradients_keep_theirs(fp64, write):
+    def combine(self, x):
+        weights, ids = self.layer.router(x)
+        weights = weights * 1.0
+        with torch.no_grad():
+            write(weights)
+        return self.layer.combine(self.layer, x, weights, ids) + self.beside(x)
+
+    check_against_eager(Beside(combine), torch.randn(T, zoo.D))

@@ -113,6 +113,20 @@ def deepspeed_of_two(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
+def _scattered(ids, count):
+    """fairscale's own one-hot."""
+    return torch.zeros((*ids.shape, count), dtype=ids.dtype).scatter_(-1, ids.unsqueeze(-1), 1)
+
+
+def fairscale(self, x, probabilities):
+    mask = _scattered(probabilities.argmax(-1), zoo.E)
+    place = torch.cumsum(mask, dim=0) - 1
+    mask = mask * torch.lt(place, self.places)
+    place = _scattered((place * mask).sum(1), self.places).to(x.dtype)
+    combine = torch.einsum("se,sc->sec", probabilities * mask, place)
+    return self.combined(x, combine, combine.bool())
+
+
 def switch(self, x, probabilities):
     """Mesh TensorFlow's Switch: places by comparison with their numbers."""
     weight, index = probabilities.max(-1)
@@ -123,14 +137,14 @@ def switch(self, x, probabilities):
     return self.combined(x, weight[:, None, None] * dispatch, dispatch)
 
 
-SPELLINGS = (gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch)
+SPELLINGS = (gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch, fairscale)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
 def test_rewritten(spelling):
     backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
     (found,) = backend.rewritten
-    assert (1 if spelling in (deepspeed, switch) else 2) == found.K and found.E == zoo.E and not backend.reasons
+    assert (1 if spelling in (deepspeed, switch, fairscale) else 2) == found.K and found.E == zoo.E and not backend.reasons
     assert "bmm" not in backend.operators() and "expert_down.default" in backend.operators()
 
 

@@ -1,0 +1,187 @@
+"""Dropout inside of experts in training: numbers are drawn for the rows of all slots, and everything else is as written."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moeblaze_ops
+from tests.tools.rewrite_harness import check_against_eager, compiled, rewrite_of
+
+T, D, H, E, K = 12, 8, 12, 4, 2
+BETWEEN, BEHIND = 0.25, 0.5
+
+
+class Layer(nn.Module):
+    """``expert`` is one expert, with dropout; ``combine`` sums them."""
+
+    def __init__(self, combine, expert, top_k=K, num_experts=E):
+        super().__init__()
+        self.router = nn.Linear(D, num_experts, bias=False)
+        self.gate, self.up = (nn.ModuleList(nn.Linear(D, H) for _ in range(num_experts)) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(H, D) for _ in range(num_experts))
+        self.combine, self.own, self.top_k = combine, expert, top_k
+
+    def expert(self, e, x):
+        return self.own(self, e, x)
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
+        return self.combine(self, x, weights, ids)
+
+
+def behind(self, e, x):
+    return F.dropout(self.down[e](F.silu(self.gate[e](x)) * self.up[e](x)), BEHIND, self.training)
+
+
+def between(self, e, x):
+    return self.down[e](F.dropout(F.silu(self.gate[e](x)) * self.up[e](x), BETWEEN, self.training))
+
+
+def both(self, e, x):
+    return F.dropout(self.down[e](F.dropout(F.relu(self.up[e](x)), BETWEEN, self.training)), BEHIND, self.training)
+
+
+def loop(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.up)):
+        token, k = torch.where(ids == e)
+        out.index_add_(0, token, self.expert(e, x[token]) * weights[token, k, None])
+    return out
+
+
+def masked(self, x, weights, ids):
+    return sum(self.expert(e, x) * (weights * (ids == e)).sum(-1, keepdim=True) for e in range(len(self.up)))
+
+
+def by_mask(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e in range(len(self.up)):
+        mask = (ids == e).any(-1)
+        share = (weights * (ids == e)).sum(-1)
+        out[mask] += self.expert(e, x[mask]) * share[mask].unsqueeze(1)
+    return out
+
+
+def stacked(self, x, weights, ids):
+    outputs = torch.stack([self.expert(e, x) for e in range(len(self.up))], 1)
+    return (outputs.gather(1, ids.unsqueeze(-1).expand(-1, -1, D)) * weights.unsqueeze(-1)).sum(1)
+
+
+def drawn(self, x):
+    """The layer with the numbers that are drawn for the rows of all slots: for activations as they are sorted by expert."""
+    weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
+    order = ids.flatten().argsort(stable=True)
+    kept = [torch.ones(len(order), width) for width in (H, D)]
+    kept = [F.dropout(ones, p) if p else ones for ones, p in zip(kept, PROBABILITIES[self.own], strict=True)]
+    out = torch.zeros_like(x)
+    for row, slot in enumerate(order.tolist()):
+        t, k = divmod(slot, self.top_k)
+        e = ids[t, k]
+        h = F.relu(self.up[e](x[t])) if self.own is both else F.silu(self.gate[e](x[t])) * self.up[e](x[t])
+        out = out.index_add(0, torch.tensor([t]), (self.down[e](h * kept[0][row]) * kept[1][slot] * weights[t, k]).unsqueeze(0))
+    return out
+
+
+PROBABILITIES = {behind: (0, BEHIND), between: (BETWEEN, 0), both: (BETWEEN, BEHIND)}
+
+
+def _results(layer, run, x):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    out = run(x)
+    out.square().sum().backward()
+    own = [p.grad if p.grad is not None else torch.zeros_like(p) for p in layer.parameters()]
+    return [out.detach(), x.grad, *own]
+
+
+@pytest.mark.parametrize("num_tokens, top_k", [(T, K), (1, K), (T, 1)])
+@pytest.mark.parametrize("expert", [behind, between, both], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [loop, masked, by_mask, stacked], ids=lambda f: f.__name__)
+def test_numbers_and_gradients(fp64, combine, expert, num_tokens, top_k):
+    torch.manual_seed(0)
+    layer, x = Layer(combine, expert, top_k), torch.randn(num_tokens, D)
+    run, backend = compiled(layer, aot=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual = _results(layer, run, x)
+    torch.testing.assert_close(actual, _results(layer, lambda x: drawn(layer, x), x))
+    (candidate,) = backend.rewritten
+    assert candidate.became.count("dropout") == sum(map(bool, PROBABILITIES[expert])) and not backend.reasons
+
+
+@pytest.mark.parametrize("expert", [behind, both], ids=lambda f: f.__name__)
+def test_evaluation_has_no_dropout(fp64, expert):
+    backend = check_against_eager(Layer(loop, expert).eval(), torch.randn(T, D))
+    assert "dropout" not in backend.rewritten[0].became
+
+
+def gate_alone(self, e, x):
+    return self.down[e](F.dropout(F.silu(self.gate[e](x)), BETWEEN) * self.up[e](x))
+
+
+def several_probabilities(self, e, x):
+    return F.dropout(behind(self.eval(), e, x), 0.1 * (e + 1))
+
+
+def one_mask_for_all_tokens(self, e, x):
+    return self.down[e](F.relu(self.up[e](x))) * F.dropout(torch.ones(D), BEHIND)
+
+
+def mean_of_two_draws(self, e, x):
+    twice = F.dropout(self.down[e](F.relu(self.up[e](x))).repeat_interleave(2, 0), BEHIND)
+    return twice.view(-1, 2, D).mean(1)
+
+
+def mean_of_expanded(self, e, x):
+    return F.dropout(self.down[e](F.relu(self.up[e](x)))[:, None].expand(-1, 2, -1), BEHIND).mean(1)
+
+
+def of_channels(self, e, x):
+    return F.dropout1d(self.down[e](F.relu(self.up[e](x))), BEHIND)
+
+
+def twice_used(self, e, x):
+    dropped = behind(self, e, x)
+    return dropped * dropped
+
+
+TWINS = (gate_alone, several_probabilities, one_mask_for_all_tokens, mean_of_two_draws, mean_of_expanded, of_channels, twice_used)
+
+
+@pytest.mark.parametrize("expert", TWINS, ids=lambda f: f.__name__)
+def test_other_draws_are_left_alone(expert):
+    backend = rewrite_of(Layer(masked, expert), torch.randn(T, D))
+    assert not backend.rewritten and backend.reasons
+
+
+def test_a_probability_that_changes():
+    """Dynamo makes a symbol of a number that is another in the second call."""
+    layer, x = Layer(masked, lambda self, e, x: F.dropout(self.down[e](F.relu(self.up[e](x))), self.p)), torch.randn(T, D)
+    run, backend = compiled(layer, aot=True)
+    for layer.p in (0.1, 0.2, 0.3, 0.0):
+        run(x).sum().backward()
+    became = [candidate.became for candidate in backend.rewritten]  # what gives a number is traced twice
+    assert all(any(f"dropout({p})" in text for text in became) for p in (0.1, 0.2, 0.3)) and not backend.reasons
+    assert "dropout" not in became[-1]
+
+
+class Given(Layer):
+    """Ids of the caller: a token may name an expert twice."""
+
+    def forward(self, x, ids):
+        return self.combine(self, x, self.router(x)[:, :K].softmax(-1), ids)
+
+
+def test_one_draw_for_two_slots_is_left_alone():
+    x, ids = torch.randn(T, D), torch.randint(0, E, (T, K))
+    assert rewrite_of(Given(masked, behind), x, ids).reasons == ["STATEMENT"]
+    assert len(rewrite_of(Given(masked, behind).eval(), x, ids).rewritten) == 1
+
+
+def test_numbers_that_are_to_be_those_of_eager_mode():
+    layer, x = Layer(masked, behind), torch.randn(T, D)
+    with torch._inductor.config.patch(fallback_random=True):
+        assert rewrite_of(layer, x).reasons == ["EFFECT"]
+    assert len(rewrite_of(layer, x).rewritten) == 1
+    assert "fallback_random" in str(moeblaze_ops.verify(layer, x))
