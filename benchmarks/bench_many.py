@@ -249,9 +249,9 @@ class Bench:
         compile_s = time.perf_counter() - start
         kept, peak = (0.0, 0.0) if name.endswith("graphs") else self.memory(model, run)
         variants = self.arguments.free if name == "ours" else [0]
+        as_run = captured if name.endswith("captured") else lambda function: function
         for free in variants:
             config.collective_multiprocessors = free or None
-            as_run = captured if name.endswith("captured") else lambda function: function
             self.step(model, run)
             both = self.time(as_run(lambda: self.step(model, run)))
             with torch.no_grad():
@@ -260,14 +260,14 @@ class Bench:
             self.record(name, free, both, forward, kept, peak, {"first_steps_s": round(compile_s, 1), "became": became})
         config.collective_multiprocessors = None
         if self.arguments.trace:
-            self.trace(name, model, run)
+            self.trace(name, as_run(lambda: self.step(model, run)))
         return results
 
-    def trace(self, name: str, model: nn.Module, run: Callable) -> None:
+    def trace(self, name: str, step: Callable) -> None:
         dist.barrier()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             for _ in range(2):
-                self.step(model, run)
+                step()
             torch.cuda.synchronize()
         if dist.get_rank() == 0:
             Path(self.arguments.trace).mkdir(parents=True, exist_ok=True)

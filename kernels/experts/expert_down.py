@@ -28,7 +28,7 @@ from moeblaze_ops.kernels.launch import (
     static_size,
     strides_of,
 )
-from moeblaze_ops.kernels.rows.combine import combine, token_slots
+from moeblaze_ops.kernels.rows.combine import ColumnSums, combine_into, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows
 from moeblaze_ops.kernels.select import mean_rows, why_portable
@@ -161,6 +161,7 @@ def launch_expert_down(
     params_EP: Tensor | None = None,
     h8_NGB: Tensor | None = None,
     max_bytes: int | None = None,
+    column_sums: ColumnSums | None = None,
 ) -> Tensor:
     """The experts' outputs summed over each token's slots, in token order.
 
@@ -176,14 +177,15 @@ def launch_expert_down(
             low-rank addition. Of ``lora_a_ERF`` v was made: it is not read.
         params_EP, h8_NGB: what a was made with, and what is kept of h: they are not read.
         max_bytes: of the rows that are summed, as for ``row_chunks``.
+        column_sums: where the sums are written, of tokens of two slots or more; None for a new tensor.
 
     Returns:
-        out_TD: shape [T, D], h's dtype, contiguous. fp32 sums; two runs agree bit for bit.
+        out_TD: shape [T, D], h's dtype, contiguous; no token with ``column_sums``. fp32 sums; two runs agree bit for bit.
     """
     (w,) = w_down
     a = h_NGF.select(1, 0) if activation == "identity" else a_NF
     num_rows, D = slots_N.shape[0], w.shape[2]
-    out_TD = h_NGF.new_empty((positions_TK.shape[0], D))
+    out_TD = h_NGF.new_empty((positions_TK.shape[0] if column_sums is None else 0, D))
     rows_per_expert = mean_rows(num_rows, w.shape[0])
     # Ranges begin at multiples of 512 bytes: what TMA can describe whole, it can describe in parts.
     why = why_portable("expert_down", rows=(a,), weights=w_down, biases=b_down, low_rank=v_NR, rows_per_expert=rows_per_expert)
@@ -205,7 +207,7 @@ def launch_expert_down(
         columns = first, y_ND.shape[1]
         lora_part = None if lora_b_ERD is None else lora_b_ERD.narrow(2, *columns)
         write(y_ND, [w.narrow(2, *columns)], [b.narrow(1, *columns) for b in b_down], lora_part)
-        combine(y_ND, slots, out_TD.narrow(1, *columns))
+        combine_into(y_ND, slots, out_TD, columns, column_sums)
     return out_TD
 
 

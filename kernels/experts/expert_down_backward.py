@@ -15,6 +15,7 @@ row of it holds ``<dout, b>``; they are added in order and moved to token order 
 adds to the gradient of each parameter is left in ``shares_PCN`` in the same way, and summed over the rows of each expert.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from moeblaze_ops.kernels.launch import (
     static_size,
     strides_of,
 )
+from moeblaze_ops.kernels.rows.row_parts import RowPart
 from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_low_rank,
@@ -294,6 +296,7 @@ def _launch(
     wa_NF: Tensor | None = None,
     early: bool = False,
     params_EP: Tensor | None = None,
+    parts: Iterable[RowPart] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the pre-activation and of the routing weights, and the activation scaled for the weight gradient.
 
@@ -315,6 +318,7 @@ def _launch(
         wa_NF: written in place of a new tensor, contiguous.
         early: as for ``hopper_down_backward``.
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
+        parts: as for ``launch_expert_up``.
 
     Returns:
         dh_NGF of shape [N, G, F] in dout's dtype; dweights_TK of shape [T, K] in the weights' dtype, 0 at unused slots (an empty
@@ -328,7 +332,7 @@ def _launch(
     dh_NGF = h_NGF if overwrite_h else dout_TD.new_empty((num_rows, G, F))
     if wa_NF is None:
         wa_NF = dout_TD.new_empty((num_rows, F))
-    routing = (slots_N, offsets_E1, blocks_B2)
+    whole = (None, offsets_E1, blocks_B2)
     top_k = positions_TK.shape[1]
     operands_of: dict[str, Any] = {"gathered": dout_TD, "rows": (h_NGF,), "weights": w_down}
     operands_of |= {"scale": weights_TK, "low_rank": q_NR}
@@ -338,15 +342,17 @@ def _launch(
         partials_CN = _new_partials(h_NGF, num_partials, b_down)
         shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
         written = (dh_NGF, partials_CN, wa_NF)
-        given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
-        hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF, params_EP, shares_PCN)
+        for _, ends_E1, blocks_B2 in [whole] if parts is None else parts:
+            given = (dout_TD, h_NGF, w_down, weights_TK, slots_N, ends_E1, blocks_B2, top_k, activation)
+            hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF, params_EP, shares_PCN)
     else:
         config = _choose_config(dout_TD, num_rows, w_down, activation)
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
         shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
-        given = (dout_TD, h_NGF, w_down, weights_TK, *routing, top_k, activation)
-        _launch_portable(config, *given, q_NR, lora_a_ERF, dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
+        for _, ends_E1, blocks_B2 in [whole] if parts is None else parts:
+            given = (dout_TD, h_NGF, w_down, weights_TK, slots_N, ends_E1, blocks_B2, top_k, activation)
+            _launch_portable(config, *given, q_NR, lora_a_ERF, dh_NGF, partials_CN, wa_NF, params_EP, shares_PCN)
     dparams_EP = None
     if params_EP is not None:
         shares_NC = shares_PCN.flatten(0, 1).t()
@@ -355,7 +361,7 @@ def _launch(
     if weights_TK is None:
         return dh_NGF, h_NGF.new_empty((0, top_k), dtype=torch.float32), wa_NF, dparams_EP
     if b_down:
-        bias_dots(dout_TD, b_down[0], *routing, top_k, partials_CN.select(0, num_partials))
+        bias_dots(dout_TD, b_down[0], slots_N, *whole[1:], top_k, partials_CN.select(0, num_partials))
     if dweights_TK is None:
         dweights_TK = weights_TK.new_empty(positions_TK.shape)
     num_slots = positions_TK.shape[0] * top_k

@@ -12,6 +12,7 @@ BLOCK_N columns of F, gate and up together: rows of x are read through the index
 copy of x exists. Programs are numbered so that a group of row tiles walks over the weight's column tiles together.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from moeblaze_ops.kernels.launch import (
     static_size,
     strides_of,
 )
+from moeblaze_ops.kernels.rows.row_parts import RowPart
 from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
     add_low_rank,
@@ -212,6 +214,7 @@ def launch_expert_up(
     params_EP: Tensor | None = None,
     store_h: bool = True,
     h_NGF: Tensor | None = None,
+    parts: Iterable[RowPart] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The pre-activation and the activation of every routed slot, in expert order.
 
@@ -227,6 +230,7 @@ def launch_expert_up(
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, any strides; None where it reads none.
         store_h: False leaves h empty, [0, G, F]: it is never written to memory.
         h_NGF: written in place of a new tensor, contiguous; in 8 bits where it is int8.
+        parts: parts of the rows, one launch each, where their tokens are there once the part is; None: all rows at once.
 
     Returns:
         h_NGF of shape [N, G, F] and a_NF of shape [N, F] ([0, F] for identity), in x's dtype, contiguous, rows in
@@ -248,10 +252,12 @@ def launch_expert_up(
     operands_of: dict[str, Any] = {"gathered": x_TD, "weights": w_up, "biases": b_up}
     rows_per_expert = mean_rows(num_rows, num_experts)
     operands_of |= {"weight_on_input": weighted, "low_rank": u_NR, "rows_per_expert": rows_per_expert}
+    whole = (None, offsets_E1, blocks_B2)
     if why_portable("expert_up", **operands_of) is None:
         top_k = positions_TK.shape[1]
-        given = (x_TD, w_up, b_up, slots_N, offsets_E1, blocks_B2, top_k, activation)
-        hopper_ops.expert_up(*given, h_NGF, a_NF, u_NR, lora_b_EGFR, params_EP)
+        for begins_E, ends_E1, blocks_B2 in [whole] if parts is None else parts:
+            given = (x_TD, w_up, b_up, slots_N, ends_E1, blocks_B2, top_k, activation)
+            hopper_ops.expert_up(*given, h_NGF, a_NF, u_NR, lora_b_EGFR, params_EP, begins_E)
         return h_NGF, a_NF
 
     config = choose_expert_up(
@@ -263,48 +269,49 @@ def launch_expert_up(
         capability(x_TD),
         value_cost(activation).num_steps,
     )
-    num_row_tiles = most_row_tiles(blocks_B2, num_rows, config.block_m)
-    launch(
-        _expert_up_kernel,
-        num_row_tiles * ceil_div(F, config.block_n),
-        x_TD,
-        gate,
-        up,
-        gate_bias,
-        up_bias,
-        weights_TK,
-        slots_N,
-        offsets_E1,
-        blocks_B2,
-        u_NR,
-        lora_b_EGFR,
-        params_EP,
-        h_NGF if store_h else None,
-        a_NF if store_a else None,
-        D,
-        F,
-        *x_TD.stride(),
-        *gate.stride(),
-        *up.stride(),
-        *(gate_bias.stride() if b_up else (0, 0)),
-        *(up_bias.stride() if b_up else (0, 0)),
-        *(weights_TK.stride() if weights_TK is not None else (0, 0)),
-        *strides_of(u_NR, 2),
-        *strides_of(lora_b_EGFR, 4),
-        **low_rank_blocks(u_NR),
-        TOP_K=positions_TK.shape[1],
-        ACTIVATION=value_program(activation),
-        GATED=gated,
-        NUM_PARAMETERS=num_parameters(activation),
-        HAS_BIAS=bool(b_up),
-        HAS_WEIGHTS=weighted,
-        STORE_H=store_h,
-        STORE_A=store_a,
-        ALLOW_TF32=allows_tf32(),
-        EVEN_D=is_multiple(D, config.block_k),
-        EVEN_F=is_multiple(F, config.block_n),
-        **config.options,
-    )
+    for _, ends_E1, blocks_B2 in [whole] if parts is None else parts:
+        num_row_tiles = most_row_tiles(blocks_B2, num_rows, config.block_m)
+        launch(
+            _expert_up_kernel,
+            num_row_tiles * ceil_div(F, config.block_n),
+            x_TD,
+            gate,
+            up,
+            gate_bias,
+            up_bias,
+            weights_TK,
+            slots_N,
+            ends_E1,
+            blocks_B2,
+            u_NR,
+            lora_b_EGFR,
+            params_EP,
+            h_NGF if store_h else None,
+            a_NF if store_a else None,
+            D,
+            F,
+            *x_TD.stride(),
+            *gate.stride(),
+            *up.stride(),
+            *(gate_bias.stride() if b_up else (0, 0)),
+            *(up_bias.stride() if b_up else (0, 0)),
+            *(weights_TK.stride() if weights_TK is not None else (0, 0)),
+            *strides_of(u_NR, 2),
+            *strides_of(lora_b_EGFR, 4),
+            **low_rank_blocks(u_NR),
+            TOP_K=positions_TK.shape[1],
+            ACTIVATION=value_program(activation),
+            GATED=gated,
+            NUM_PARAMETERS=num_parameters(activation),
+            HAS_BIAS=bool(b_up),
+            HAS_WEIGHTS=weighted,
+            STORE_H=store_h,
+            STORE_A=store_a,
+            ALLOW_TF32=allows_tf32(),
+            EVEN_D=is_multiple(D, config.block_k),
+            EVEN_F=is_multiple(F, config.block_n),
+            **config.options,
+        )
     return h_NGF, a_NF
 
 

@@ -37,7 +37,7 @@ from moeblaze_ops.kernels.launch import (
     strides_of,
 )
 from moeblaze_ops.kernels.rows.add_rows import add_rows
-from moeblaze_ops.kernels.rows.combine import add_row_dots, combine, num_parts, token_slots
+from moeblaze_ops.kernels.rows.combine import ColumnSums, add_row_dots, combine_into, num_parts, token_slots
 from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
 from moeblaze_ops.kernels.select import is_batch_invariant, mean_rows, why_portable
@@ -234,6 +234,7 @@ def launch_expert_up_backward_part(
     router: tuple[Tensor, Tensor] | None = None,
     early: bool = False,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    column_sums: ColumnSums | None = None,
 ) -> Callable[[], None]:
     """``launch_expert_up_backward`` into tensors that exist, of all rows or a range of them.
 
@@ -250,6 +251,7 @@ def launch_expert_up_backward_part(
         router: dlogits_TE and w_router_ED, or None; with all rows only.
         early: as for ``hopper_up_backward_rows``.
         low_rank: du_NR and lora_a_ERD, or None.
+        column_sums: where dx of tokens of two slots or more is written, without weights on the input; then nothing else is.
         Others: as for ``launch_expert_up_backward``.
 
     Returns:
@@ -279,11 +281,10 @@ def launch_expert_up_backward_part(
     def add_up(first, dx_ND) -> None:
         columns, dx_ND = (first, dx_ND.shape[1]), dx_ND.narrow(0, 0, num_rows)
         product = None if router is None else (router[0], router[1].narrow(1, *columns))
-        dx_part_TD = dx_TD.narrow(1, *columns)
         if first_row == 0:
-            combine(dx_ND, slots, dx_part_TD, product)
+            combine_into(dx_ND, slots, dx_TD, columns, column_sums, product)
         else:
-            add_rows(dx_ND, weights_TK, positions_TK, dx_part_TD, slots_N, first_row)
+            add_rows(dx_ND, weights_TK, positions_TK, dx_TD.narrow(1, *columns), slots_N, first_row)
         if weights_TK is not None:
             add_row_dots(dx_ND, x_TD.narrow(1, *columns), positions_TK, dweights_TK, first_row)
 
@@ -300,6 +301,21 @@ def launch_expert_up_backward_part(
             slots = token_slots(positions_TK, weights_TK, num_rows)
         last = first, dx_ND
     return lambda: add_up(*last)
+
+
+def launch_expert_up_backward_into(
+    dh_NGF: Tensor,
+    w_up: list[Tensor],
+    slots_N: Tensor,
+    offsets_E1: Tensor,
+    positions_TK: Tensor,
+    blocks_B2: Tensor,
+    column_sums: ColumnSums,
+) -> None:
+    """Gradients of tokens of two slots or more, written where ``column_sums`` has them."""
+    routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
+    nothing = dh_NGF.new_empty((0, 0))
+    launch_expert_up_backward_part(dh_NGF, None, w_up, None, *routing, nothing, nothing, column_sums=column_sums)()
 
 
 def launch_expert_rows(rows_NGF: Tensor, w_EGFC: Tensor, offsets_E1: Tensor, blocks_B2: Tensor) -> Tensor:

@@ -106,25 +106,28 @@ def order_experts(offsets_E1: Tensor, fresh_E: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _spread_blocks_kernel(
-    blocks_ptr, offsets_ptr, spread_ptr, num_experts, ROW_BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
+    blocks_ptr, begins_ptr, ends_ptr, spread_ptr, num_experts, ROW_BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 ):
     """One program a block. Block j of n of an expert is followed by those of all experts that begin at (j + 1/2) / n or later."""
     index = tl.program_id(0)
     num_blocks = tl.load(blocks_ptr)
     if index == 0:
         tl.store(spread_ptr, num_blocks)
+        if num_blocks == 0:  # a kernel looks up its first tile before it knows that there is none
+            tl.store(spread_ptr + 2, -1)
+            tl.store(spread_ptr + 3, 0)
     if index < num_blocks:
         expert = tl.load(blocks_ptr + 2 * (1 + index))
         row = tl.load(blocks_ptr + 2 * (1 + index) + 1)
-        first = tl.load(offsets_ptr + expert)
-        size = tl.cdiv(tl.load(offsets_ptr + expert + 1) - first, ROW_BLOCK).to(tl.int64)
+        first = tl.load(begins_ptr + expert)
+        size = tl.cdiv(tl.load(ends_ptr + expert + 1) - first, ROW_BLOCK).to(tl.int64)
         place = 2 * ((row - first) // ROW_BLOCK) + 1  # in halves of a block
         rank = place.to(tl.int64) * 0
         for start in range(0, num_experts, BLOCK_E):
             others = start + tl.arange(0, BLOCK_E)
             exists = others < num_experts
-            begins = tl.load(offsets_ptr + others, mask=exists, other=0)
-            sizes = tl.cdiv(tl.load(offsets_ptr + others + 1, mask=exists, other=0) - begins, ROW_BLOCK)
+            begins = tl.load(begins_ptr + others, mask=exists, other=0)
+            sizes = tl.cdiv(tl.load(ends_ptr + others + 1, mask=exists, other=0) - begins, ROW_BLOCK)
             # Blocks i with (2 i + 1) / sizes less than place / size, or as much if their expert comes first.
             before = (place * sizes.to(tl.int64) + size - (others >= expert).to(tl.int64)) // (2 * size)
             rank += tl.sum(tl.where(exists, before, 0), 0)
@@ -132,9 +135,14 @@ def _spread_blocks_kernel(
         tl.store(spread_ptr + 2 * (1 + rank) + 1, row)
 
 
-def spread_blocks(blocks_B2: Tensor, offsets_E1: Tensor) -> Tensor:
-    """The block schedule with experts side by side, like ``blocks_B2``, unwritten behind the blocks that are used."""
+def spread_blocks(blocks_B2: Tensor, ends_E1: Tensor, begins_E: Tensor | None = None) -> Tensor:
+    """The block schedule with experts side by side, like ``blocks_B2``, unwritten behind the blocks that are used.
+
+    Args:
+        ends_E1, begins_E: where an expert's rows end and begin, as in ``RowPart``; None: where those of the one before it end.
+    """
     spread_B2 = torch.empty_like(blocks_B2)
-    given = (blocks_B2, offsets_E1, spread_B2, offsets_E1.shape[0] - 1, ROW_BLOCK, 256)
+    begins_E = ends_E1 if begins_E is None else begins_E
+    given = (blocks_B2, begins_E, ends_E1, spread_B2, ends_E1.shape[0] - 1, ROW_BLOCK, 256)
     launch_compiled(_spread_blocks_kernel, blocks_B2.shape[0] - 1, blocks_B2.device, given, num_warps=1)
     return spread_B2

@@ -201,6 +201,7 @@ def hopper_expert_up(
     u_NR: Tensor | None = None,
     lora_b_EGFR: Tensor | None = None,
     params_EP: Tensor | None = None,
+    begins_E: Tensor | None = None,
 ) -> None:
     """Writes ``h[r, g] = x[slots[r] // K] @ W[e, g]^T + b[e, g]`` and ``a = act(h)`` for every row r of every expert e.
 
@@ -214,6 +215,7 @@ def hopper_expert_up(
         u_NR, lora_b_EGFR: what ``u[r] @ lora_b[e, g]^T`` is added of in the same sum, or None. Contiguous, R a multiple of 8,
             and any strides.
         params_EP: what the formula reads as p0 and so on, for each expert, fp32, contiguous; None where it reads none.
+        begins_E: given with the ends and blocks of a ``RowPart``.
 
     Accumulates in fp32 from the bias, rounds h, and computes ``a`` from the rounded h; two runs agree bit for bit.
     """
@@ -243,7 +245,7 @@ def hopper_expert_up(
         low,
     )
     if reads_more_than_cached(tile, x_TD.nbytes):
-        blocks_B2 = spread_blocks(blocks_B2, offsets_E1)
+        blocks_B2 = spread_blocks(blocks_B2, offsets_E1, begins_E)
     h_desc = describe(h_NGF.transpose(0, 1), 1, tile.half_m, part_n) if plan.store_h else described[0][0]
     launch_persistent(
         _expert_up_kernel,

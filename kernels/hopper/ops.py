@@ -112,7 +112,7 @@ def _weight_grad(
 expert_up = _register(
     "expert_up(Tensor x_TD, Tensor[] w_up, Tensor[]? b_up, Tensor slots_N, Tensor offsets_E1, Tensor blocks_B2,"
     " int top_k, str activation, Tensor(a!) h_NGF, Tensor(b!) a_NF, Tensor? u_NR, Tensor? lora_b_EGFR,"
-    " Tensor? params_EP) -> ()",
+    " Tensor? params_EP, Tensor? begins_E) -> ()",
     _expert_up,
 )
 down_rows = _register(

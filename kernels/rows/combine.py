@@ -16,6 +16,7 @@ A left side of the product may be several side by side, as the parts of a number
 multiplied by the one right side, which is read once for all of them.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,12 @@ class TokenSlots(NamedTuple):
     positions_TK: Tensor
     weights_TK: Tensor | None
     counts_T: Tensor | None = None
+
+
+ColumnSums = Callable[[int, int], Iterator[tuple[int, Tensor]]]
+"""Of the first column and the number of them, where sums of tokens are written: the first token, and its sums and those behind.
+
+The next tokens are asked for when those are done."""
 
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
@@ -363,6 +370,23 @@ def combine(
         num_warps=config.num_warps,
         num_stages=1,
     )
+
+
+def combine_into(
+    rows_ND: Tensor,
+    slots: TokenSlots,
+    out_TD: Tensor,
+    columns: tuple[int, int],
+    column_sums: ColumnSums | None,
+    product: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """``combine`` into columns of the output, the first one and their number, or into where ``column_sums`` has them."""
+    if column_sums is None:
+        combine(rows_ND, slots, out_TD.narrow(1, *columns), product)
+        return
+    for first_token, out_part_TD in column_sums(*columns):
+        tokens = first_token, out_part_TD.shape[0]
+        combine(rows_ND, TokenSlots(*(None if each is None else each.narrow(0, *tokens) for each in slots)), out_part_TD)
 
 
 def add_row_dots(rows_ND: Tensor, tokens_TD: Tensor, positions_TK: Tensor, dots_TK: Tensor, first_row: int) -> None:

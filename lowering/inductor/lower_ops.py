@@ -32,6 +32,7 @@ from moeblaze_ops.lowering.inductor.whole_columns import join_columns
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 from moeblaze_ops.ops.sharded.all_to_all import row_numbers
+from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank, expert_up_backward_by_rank
 from moeblaze_ops.ops.sharded.collectives import gather_rows, most_tokens, sum_parts
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_or_add
@@ -40,7 +41,8 @@ from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_
 def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.launch_nothing_for_no_rows()
-    torch_internals.keep_order_of_talk((most_tokens, row_numbers, gather_rows, sum_parts, experts_over_ranks_backward))
+    by_rank = (expert_mlp_by_rank, expert_up_backward_by_rank)
+    torch_internals.keep_order_of_talk((most_tokens, row_numbers, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward))
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)

@@ -141,10 +141,15 @@ def register_op(
     return op
 
 
-def register_plain_op(name: str, schema: str, real: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """Define ``moeblaze::<name>``, with one implementation for every device, and no gradient of its own."""
+def register_plain_op(name: str, schema: str, real: Callable, fake: Callable, launches: bool = False) -> torch._ops.OpOverload:
+    """Define ``moeblaze::<name>``, with one implementation for every device, and no gradient of its own.
+
+    ``launches``: it launches kernels itself, on a GPU, of which no trace is to see any.
+    """
     _library.define(f"{name}{schema}", tags=_TAGS)
     _library.impl(name, real, "CompositeExplicitAutograd")
+    if launches:
+        _library.impl(name, _cuda_implementation(lambda: real), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(torch.ops.moeblaze, name).default
 

@@ -4,6 +4,8 @@ One start of the processes for each number of GPUs serves all tests that were as
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -222,7 +224,58 @@ def check_memory(transport: str = "nccl") -> None:
     assert kept <= 1.05 * (h + routing) + (1 << 20), (kept, h, routing)
 
 
+def check_bits_rank_by_rank() -> None:
+    """Rows that go through the experts rank by rank get the bits of all at once."""
+    from moeblaze_ops import config
+    from moeblaze_ops.ops.sharded import by_rank
+    from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks
+
+    config.exchange, config.transport, config.tokens_per_rank = "all_gather", "copies", None
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Of the second size x is more than the cache holds, and blocks of rows come in another order.
+    for (count, width, hidden), arrived_rows, keep, is_uneven in itertools.product(
+        [(T, D, F), (16384, 2048, 768)], ("exact", "bound"), ("preactivation", "input"), (False, True)
+    ):
+        config.arrived_rows, config.keep = arrived_rows, keep
+        generator = torch.Generator("cuda").manual_seed(rank)
+        options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+        count = count // ranks * rank if is_uneven else count
+        x, dout = (torch.randn(count, width, **options) for _ in range(2))
+        weights, ids = torch.rand(count, E, device="cuda", generator=generator).topk(K)
+        up = torch.randn(E // ranks, 2, hidden, width, **options) * width**-0.5
+        down = torch.randn(E // ranks, hidden, width, **options) * hidden**-0.5
+        leaves = [tensor.requires_grad_() for tensor in (x, weights, up, down)]
+        exchange = choose_exchange(dist.group.WORLD.group_name, K, on_gpu=True)
+        results = []
+        for least in (1, 1 << 40, 1, 1):
+            by_rank.LEAST_BYTES_OF_HOST = by_rank.LEAST_ROWS = least
+            out = moe_over_ranks(x, weights, ids, [up], [], [down], [], "swiglu", *exchange)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+            with torch.no_grad():
+                results[-1].append(moe_over_ranks(x, weights, ids, [up], [], [down], [], "swiglu", *exchange))
+        for name, first, *others in zip(("out", "x", "weights", "up", "down", "inference"), *results, strict=True):
+            assert all(torch.equal(first, other) for other in others), f"{name}: {count}, {arrived_rows}, {keep}"
+
+
+def rank_by_rank(check: Callable[..., None], **settings) -> None:
+    """A check where rows of every number go through the experts rank by rank."""
+    from moeblaze_ops.ops.sharded import by_rank, peer_copies
+
+    least = by_rank.LEAST_BYTES_OF_HOST, by_rank.LEAST_ROWS, peer_copies.LEAST_BYTES
+    by_rank.LEAST_BYTES_OF_HOST = by_rank.LEAST_ROWS = peer_copies.LEAST_BYTES = 1
+    try:
+        check(**settings)
+    finally:
+        by_rank.LEAST_BYTES_OF_HOST, by_rank.LEAST_ROWS, peer_copies.LEAST_BYTES = least
+
+
 CHECKS = {
+    "bits, rank by rank": functools.partial(rank_by_rank, check_bits_rank_by_rank),
+    "rank by rank": functools.partial(rank_by_rank, check_numbers, transport="copies"),
+    "uneven tokens, rank by rank": functools.partial(rank_by_rank, check_uneven_tokens, transport="copies"),
+    "most tokens to one rank, rank by rank": functools.partial(rank_by_rank, check_numbers, popularity=8.0, transport="copies"),
+    "many steps, rank by rank": functools.partial(rank_by_rank, check_steps_by_copies),
+    "CUDA graphs, rank by rank": functools.partial(rank_by_rank, check_cuda_graphs),
     "tokens move": check_numbers,
     "room for all rows": functools.partial(check_numbers, arrived_rows="bound"),
     "keeps the input": functools.partial(check_numbers, keep="input"),

@@ -86,7 +86,7 @@ def test_no_two_ranks_fetch_from_one_at_once(start, monkeypatch):
     ranks, fetched, fetch = 4, {}, peer_copies._Window.fetch
 
     def noted(window, copies):
-        fetched[window.rank] = [peer for _, peer, _, _ in copies]
+        fetched.setdefault(window.rank, []).extend(peer for _, peer, _, _ in copies)
         return fetch(window, copies)
 
     monkeypatch.setattr(peer_copies._Window, "fetch", noted)
@@ -108,13 +108,87 @@ def test_the_first_tensor_is_there_before_the_second():
     def run(rank):
         first, second = gather_rows([tokens(rank, 0, 2), tokens(rank, 1, 2)], 2, 2, "", False)
         rows = arrived(first).clone()
-        late = second.transfer._result.clone()
+        late = second.transfer._rows.clone()
         return rows, late, arrived(second)
 
     for rank, (rows, late, second) in enumerate(run_ranks(2, run)):
         other = slice(2 * (1 - rank), 2 * (2 - rank))
         assert torch.equal(rows[other], tokens(1 - rank, 0, 2))
         assert torch.equal(second[other], tokens(1 - rank, 1, 2)) and not torch.equal(late[other], second[other])
+
+
+@pytest.mark.parametrize("ranks, together", [(3, [[0], [1], [2]]), (4, [[0], [1], [2, 3]])])
+def test_rows_are_taken_as_they_arrive(ranks, together):
+    from moeblaze_ops.ops.sharded.collectives import gather_rows
+    from moeblaze_ops.ops.sharded.peer_copies import arriving
+    from tests.tools.slow_copies import run_ranks
+
+    def run(rank):
+        (started,) = gather_rows([tokens(rank, 0, 2)], 2, ranks, "", False)
+        gathered, arrivals = arriving(started)
+        gathered.zero_()
+        return [(list(each), [peer for peer in range(ranks) if gathered[2 * peer].any()]) for each in arrivals], gathered
+
+    results = run_ranks(ranks, run)
+    assert [each for each, _ in results[0][0]] == together
+    for rank, (seen, gathered) in enumerate(results):
+        taken = []
+        for peers, are_there in seen:
+            taken += peers
+            assert sorted(taken) == are_there
+        assert seen[0][0] == [rank] and sorted(taken) == list(range(ranks))
+        assert torch.equal(gathered, torch.cat([tokens(r, 0, 2) for r in range(ranks)]))
+
+
+def test_columns_leave_while_the_next_ones_are_computed():
+    """What is written for a rank is shown to it before other columns are asked for, and what others wrote is not waited for."""
+    from moeblaze_ops.ops.sharded import peer_copies
+    from moeblaze_ops.ops.sharded.collectives import arrived
+    from tests.tools.slow_copies import run_ranks
+
+    ranks, rows = 4, 2
+
+    def run(rank):
+        whole = tokens(rank, 0, ranks * rows)
+        sums = peer_copies.SumByColumns(whole, (rows, D), [routing(rank, 0, ranks)[1]], "")
+        asked, fetching = [], sums._window._stream
+        for first, widths in ((0, [4, 1]), (5, [3])):
+            inner, write = 0, sums.columns(first, sum(widths))
+            for width in widths:
+                for token, out in write(inner, width):
+                    out.copy_(whole[token : token + len(out), first + inner : first + inner + width])
+                    asked.append((token // rows, len(fetching.pending), fetching.done))
+                inner += width
+        return asked, [arrived(each) for each in sums.started]
+
+    for rank, (asked, (sums, of_weights)) in enumerate(run_ranks(ranks, run)):
+        others = [first for first in (0, rank + 1) if first != (rank if first == 0 else ranks)]
+        fetched = ranks - 1
+        # A copy from each other rank for columns that left, and those of the weights at last; none of them has been waited for.
+        expected = [(first, 0, 0) for first in others] + [(rank, 0, 0)]
+        expected += [(first, 0, 0) for first in others] + [(rank, fetched, 0)]
+        expected += [(first, fetched, 0) for first in others] + [(rank, 3 * fetched, 0)]
+        assert asked == expected
+        part = slice(rank * rows, (rank + 1) * rows)
+        wide = sum(tokens(r, 0, ranks * rows)[part].float() for r in range(ranks))
+        torch.testing.assert_close(sums, wide.bfloat16(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(of_weights, sum(routing(r, 0, ranks)[1][rank : rank + 1] for r in range(ranks)))
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_ranks_arrive_together(ranks):
+    from moeblaze_ops.ops.sharded.peer_copies import arriving_together, order_of_fetches
+
+    orders = [order_of_fetches(rank, ranks) for rank in range(ranks)]
+    for at_once in zip(*orders, strict=True):
+        assert sorted(at_once) == list(range(ranks))
+    for rank, order in enumerate(orders):
+        together = arriving_together(rank, ranks)
+        assert list(together[0]) == [rank] == order[:1]
+        for peers in together:
+            assert sorted(order[: len(peers)]) == list(peers)
+            order = order[len(peers) :]
+        assert not order
 
 
 def test_what_arrived_is_taken_once():

@@ -81,7 +81,7 @@ def generated(
         return start_gather_of_tokens(x, rows, RANKS, group, copies)
 
     def experts(x, gathered, weights, ids, w_up, w_down):
-        settings = ("swiglu", False, list(range(RANKS)), group, copies, exact, True)
+        settings = ("swiglu", False, list(range(RANKS)), group, copies, exact, "preactivation")
         given = None if all_to_all else gathered
         return experts_over_ranks(x, given, weights, ids, [w_up], [], [w_down], [], *settings)
 
@@ -114,11 +114,15 @@ def order(code: str) -> list[str]:
         started = re.search(rf"(\w+) = torch\.ops\.\w+\.({starts})\b", line)
         waited = re.search(r"(?:wait_tensor|arrived)\.default\((\w+)\)", line)
         launched = re.search(r"(_expert_\w+_kernel|_combine_kernel)_\d+\.run", line)
+        by_rank = re.search(r"(\w+) = torch\.ops\.moeblaze\.(expert_\w+_by_rank)\.default\((\w+)", line)
         if started:
             names[started[1]] = f"{started[2]} {len(names)}"
             found.append(f"start {names[started[1]]}")
         elif waited:
             found.append(f"wait {names[waited[1]]}")
+        elif by_rank:
+            found.append(" ".join([by_rank[2], *re.findall("gather_rows.*", names.get(by_rank[3], ""))]))
+            names[by_rank[1]] = f"sum of {by_rank[2]}"
         elif launched:
             found.append(launched[1])
     return found
@@ -173,6 +177,33 @@ def test_copies_take_the_place_of_collectives(group, exact):
     ]
     # A copy of rows that a compiler makes to have them in another layout.
     assert "as_strided" not in forward + backward
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_takes_longer_than_to_launch_it_goes_by_rank(group, exact, monkeypatch):
+    from moeblaze_ops.ops.sharded import by_rank, peer_copies
+
+    monkeypatch.setattr(by_rank, "LEAST_BYTES_OF_HOST", 1)
+    monkeypatch.setattr(peer_copies, "LEAST_BYTES", 1)
+    forward, backward = generated(group, copies=True, exact=exact)
+    assert order(forward) == [
+        "start gather_rows 0",
+        "start gather_rows 2",
+        "wait gather_rows 2",
+        "wait gather_rows 2",
+        "expert_mlp_by_rank gather_rows 0",
+        "wait sum of expert_mlp_by_rank",
+    ]
+    assert order(backward) == [
+        "start gather_rows 0",
+        "expert_down_backward_by_rank gather_rows 0",
+        "expert_up_backward_by_rank",
+        "wait gather_rows 0",
+        "_expert_weight_grad_kernel",
+        "_expert_weight_grad_kernel",
+        "wait sum of expert_up_backward_by_rank",
+        "wait sum of expert_up_backward_by_rank",
+    ]
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -232,7 +263,7 @@ def test_ranks_talk_in_the_order_of_the_program(group, copies, lite):
     """Inductor chooses an order by the memory that it takes with a rank's own sizes; ``lite`` calls operators as they are."""
 
     def two(x, y, ids, *weights):
-        settings = ("swiglu", False, list(range(RANKS)), group, copies, False, True)
+        settings = ("swiglu", False, list(range(RANKS)), group, copies, False, "preactivation")
         given = start_gather_of_tokens(x, T, RANKS, group, copies), None
         pairs = zip((x, y), given, (weights[:2], weights[2:]), strict=True)
         return sum(experts_over_ranks(t, g, None, ids, [up], [], [down], [], *settings).sum() for t, g, (up, down) in pairs)

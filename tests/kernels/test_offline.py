@@ -22,6 +22,7 @@ from moeblaze_ops.kernels.formulas.named import is_gated, num_parameters
 from moeblaze_ops.kernels.routing.dispatch import launch_dispatch
 from moeblaze_ops.kernels.routing.router_sums import launch_router_sums, launch_router_sums_backward
 from moeblaze_ops.kernels.rows.combine import combine, token_slots
+from moeblaze_ops.kernels.rows.row_parts import launch_row_part
 from tests.corpus import activations
 from tests.tools.offline import compile_launch, recorded_launches, with_wide_sizes
 
@@ -110,6 +111,16 @@ def check_resources(layer, capability, on_tensor_cores, step=train, spill_bytes=
 def test_few_slots_compile(capability, num_experts):
     with recorded_launches(capability) as launches:
         launch_dispatch(torch.empty(16, 8, dtype=torch.int64, device="cuda"), num_experts)
+    (launch,) = launches
+    assert compile_launch(launch, capability).spill_bytes == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("num_experts", [1, 32, 128])
+def test_row_part_compiles(capability, num_experts):
+    with recorded_launches(capability) as launches:
+        new = [torch.empty(size, dtype=torch.int32, device="cuda") for size in (65536, num_experts + 1)]
+        launch_row_part(*new, range(16384, 49152))
     (launch,) = launches
     assert compile_launch(launch, capability).spill_bytes == 0
 

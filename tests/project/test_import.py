@@ -50,7 +50,7 @@ def test_cold_import():
 
 
 def test_sharding_registers_what_cached_graphs_call():
-    ops = ("experts_over_ranks_backward", "row_numbers", "sum_rows", "used_slots", "most_tokens")
+    ops = ("experts_over_ranks_backward", "row_numbers", "sum_rows", "used_slots", "most_tokens", "expert_mlp_by_rank")
     program = f"import torch, moeblaze_ops.distributed\n[getattr(torch.ops.moeblaze, name) for name in {ops}]"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

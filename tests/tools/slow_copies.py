@@ -2,9 +2,12 @@
 
 import contextlib
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator
 from unittest import mock
+
+import torch
 
 from moeblaze_ops.ops.sharded import peer_copies
 
@@ -70,6 +73,10 @@ class _SlowWindow(peer_copies._Window):
         of_all = [self._host.memory.get((self._name, peer), memory) for peer in range(self.ranks)]
         self._begins = [ctypes.addressof(each) for each in of_all]
         self._memory, self._room = of_all, size
+
+    def tensor(self, rank: int, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(shape)
+        return torch.frombuffer(self._memory[rank], dtype=dtype, count=count, offset=place).view(shape)
 
     def _copy_bytes(self, into: int, address: int, size: int, stream: int) -> int:
         if stream == _FETCHING:

@@ -52,7 +52,7 @@ class Route(NamedTuple):
     def arrived(self, started: Tensor) -> Tensor:
         return _functional.wait_tensor(started)
 
-    def start_back(self, computed: list[Tensor]) -> list[Tensor]:
+    def start_back(self, computed: list[Tensor], by_columns: bool = False) -> list[Tensor]:
         sent = [tensor.contiguous() for tensor in computed]
         return [_functional.all_to_all_single(each, self._leaving, self._arriving, self.group) for each in sent]
 

@@ -39,11 +39,16 @@ def start_gather_of_tokens(x_TD: Tensor, rows: int | Tensor, ranks: int, group: 
     return start_gathers([x_TD], rows if isinstance(rows, int) else rows.shape[0], ranks, group, copies)[0]
 
 
-def start_reduce_scatters(whole: list[Tensor], ranks: int, group: str, copies: bool) -> list[Tensor]:
-    """Start to sum tensors over the ranks, of which each gets its part of the first axis; to be waited for."""
+def start_reduce_scatters(
+    whole: list[Tensor], ranks: int, group: str, copies: bool, by_columns: bool = False
+) -> list[Tensor]:
+    """Start to sum tensors over the ranks, of which each gets its part of the first axis; to be waited for.
+
+    ``by_columns``: with copies, other ranks may send what they add some columns at a time.
+    """
     sent = [tensor.contiguous() for tensor in whole]
     if copies:
-        return sum_parts(sent, ranks, group)
+        return sum_parts(sent, ranks, group, by_columns)
     return [_functional.reduce_scatter_tensor(tensor, "sum", ranks, group) for tensor in sent]
 
 
@@ -69,9 +74,9 @@ class Gathering(NamedTuple):
         """The rows that this rank has got."""
         return wait(started, self.copies)
 
-    def start_back(self, computed: list[Tensor]) -> list[Tensor]:
+    def start_back(self, computed: list[Tensor], by_columns: bool = False) -> list[Tensor]:
         """Start to bring back what was computed for the rows that arrived, for ``sums``."""
-        return start_reduce_scatters(computed, self.ranks, self.group, self.copies)
+        return start_reduce_scatters(computed, self.ranks, self.group, self.copies, by_columns)
 
     def sums(self, started: Tensor) -> Tensor:
         """For each token of this rank, the sum of what the ranks computed."""
@@ -92,7 +97,7 @@ def _gather_rows_fake(local: list[Tensor], rows: Size, ranks: int, group: str, r
     return [tensor.new_empty(ranks * rows, *tensor.shape[1:], 0) for tensor in local]
 
 
-def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str) -> list[Tensor]:
+def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str, by_columns: bool = False) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:], 0) for tensor in whole]
 
 
@@ -172,8 +177,8 @@ It returns what ``arrived`` takes: the shapes of the results with an axis of 0 b
 
 sum_parts = register_plain_op(
     "sum_parts",
-    "(Tensor[] whole, int ranks, str group) -> Tensor[]",
-    lambda whole, ranks, group: peer_copies.sum_parts(whole, group),
+    "(Tensor[] whole, int ranks, str group, bool by_columns=False) -> Tensor[]",
+    lambda whole, ranks, group, by_columns=False: peer_copies.sum_parts(whole, group, by_columns),
     _sum_parts_fake,
 )
 """Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns, for ``arrived``."""

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from moeblaze_ops import config
-from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
-from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, expert_up_h8
-from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp, expert_mlp_backward, split_groups
+from moeblaze_ops.ops.expert_down import expert_down_backward
+from moeblaze_ops.ops.expert_up import expert_up_backward
+from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp_backward, split_groups
 from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
+from moeblaze_ops.ops.sharded.by_rank import (
+    expert_down_backward_by_rank,
+    expert_mlp_by_rank,
+    expert_up_backward_by_rank,
+    experts_at_once,
+    goes_by_rank,
+    is_long,
+)
 from moeblaze_ops.ops.sharded.collectives import Gathering, first_of_rank
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
@@ -95,21 +102,20 @@ class _Experts(torch.autograd.Function):
         local = torch.where((local >= 0) & (local < num_local), local, -1)
         slots_N, *rest = dispatch(local, num_local)
         routing = (moving.used(slots_N, rest[0]) if ranks.exact else slots_N, *rest)
-        all_x = moving.arrived(gathered_x)
-        on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
-        h_NGF = None
-        if ranks.keep != "input":
-            up = expert_up_h8 if ranks.keep == "h8" and activation != IDENTITY else expert_up
-            h_NGF, a_NF, *h8_NGB = up(all_x, w_up, b_up, on_input, *routing, activation)
-            out = expert_down(h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)
-            h_NGF = h8_NGB[0] if h8_NGB else h_NGF
+        given = (w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
+        by_columns = moving.copies and goes_by_rank(w_up, w_down, experts_TK.shape[1])
+        by_rank = by_columns and ranks.keep != "h8" and is_long(x_TD, ranks.exact)
+        if by_rank:
+            keeps_h = ranks.keep != "input"
+            h_NGF, sums = expert_mlp_by_rank(gathered_x, *given, keeps_h, ranks.size, ranks.group)
+            h_NGF = h_NGF if keeps_h else None
         else:
-            out = expert_mlp(all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input)
-        ctx.ranks, ctx.counts, ctx.settings = ranks, counts, (activation, weight_on_input)
+            h_NGF, out = experts_at_once(ranks.keep, moving.arrived(gathered_x), *given)
+            (sums,) = moving.start_back([out], by_columns)
+        ctx.ranks, ctx.counts, ctx.settings, ctx.by_rank = ranks, counts, (activation, weight_on_input), by_rank
         route = moving.tensors() if isinstance(moving, Route) else []
         ctx.num_route = len(route)
         ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *route, *parameters)
-        (sums,) = moving.start_back([out])
         # No view of a longer tensor, though it is in its memory: others may write to the result.
         return torch.ops.aten._unsafe_view(moving.sums(sums), x_TD.shape)
 
@@ -123,7 +129,7 @@ class _Experts(torch.autograd.Function):
         groups = split_groups(parameters, ctx.counts)
         gradients = experts_over_ranks_backward(
             dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.size,
-            ctx.ranks.group, ctx.ranks.copies, route, needs,
+            ctx.ranks.group, ctx.ranks.copies, ctx.by_rank, route, needs,
         )  # fmt: skip
         dx_TD, dweights_TK, *of_parameters = gradients
         filled: list[Tensor | None] = []
@@ -165,7 +171,7 @@ def gradients_over_ranks(*args: Any) -> list[Tensor]:
 
 def _gradients(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, ranks, group, copies, route, needs,
+    weight_on_input, ranks, group, copies, by_rank, route, needs,
 ):  # fmt: skip
     needs_x, needs_weights, needs_w_up, needs_b_up, needs_w_down, needs_b_down = needs
     on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
@@ -175,22 +181,30 @@ def _gradients(
     moving = Route.of(route, group) if route else gathering
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
     dout, *gathered = moving.start_out([dout_TD, x_TD] if needs_all_x else [dout_TD])
-    dout = moving.arrived(dout)
     all_x = moving.arrived(gathered[0]) if h_NGF is None or on_input is not None else None
-    if h_NGF is None:
+    if h_NGF is not None and by_rank:
+        dout, dh_NGF, dscale_TK, wa_NF = expert_down_backward_by_rank(
+            dout, h_NGF, w_down, b_down, on_output, *routing, activation, ranks
+        )
+    elif h_NGF is None:
+        dout = moving.arrived(dout)
         dh_NGF, dscale_TK, wa_NF = expert_mlp_backward(
             dout, all_x, w_up, b_up, w_down, b_down, all_weights_TK, *routing, activation, weight_on_input
         )
     else:
+        dout = moving.arrived(dout)
         dh_NGF, dscale_TK, wa_NF = expert_down_backward(dout, h_NGF, w_down, b_down, on_output, *routing, activation)
     of_tokens: list[Tensor] = []
-    if needs_x or (needs_weights and weight_on_input):
-        x_or_none = None if on_input is None else all_x
-        dx, scale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing)
-        dscale_TK = scale_TK if weight_on_input else dscale_TK
-        of_tokens += [dx] if needs_x else []
-    of_tokens += [dscale_TK] if needs_weights else []
-    sums = moving.start_back(of_tokens) if of_tokens else []
+    if needs_x and on_input is None and by_rank:
+        sums = expert_up_backward_by_rank(dh_NGF, w_up, *routing, [dscale_TK] if needs_weights else [], ranks, group)
+    else:
+        if needs_x or (needs_weights and weight_on_input):
+            x_or_none = None if on_input is None else all_x
+            dx, scale_TK = expert_up_backward(dh_NGF, x_or_none, w_up, on_input, *routing)
+            dscale_TK = scale_TK if weight_on_input else dscale_TK
+            of_tokens += [dx] if needs_x else []
+        of_tokens += [dscale_TK] if needs_weights else []
+        sums = moving.start_back(of_tokens) if of_tokens else []
     # Beside the sums.
     results: list[Tensor] = []
     if needs_w_up:
@@ -209,7 +223,7 @@ def _gradients(
 
 def _backward_fake(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, ranks, group, copies, route, needs,
+    weight_on_input, ranks, group, copies, by_rank, route, needs,
 ):  # fmt: skip
     needs_x, needs_weights, *needs_parameters = needs
     tokens, top_k = x_TD.shape[0], positions_TK.shape[1]
@@ -225,7 +239,8 @@ _library = torch.library.Library("moeblaze", "FRAGMENT")
 _library.define(
     "experts_over_ranks_backward(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
     " Tensor[] b_down, Tensor? all_weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2,"
-    " str activation, bool weight_on_input, int ranks, str group, bool copies, Tensor[] route, bool[] needs) -> Tensor[]",
+    " str activation, bool weight_on_input, int ranks, str group, bool copies, bool by_rank, Tensor[] route,"
+    " bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("experts_over_ranks_backward", gradients_over_ranks, "CompositeExplicitAutograd")

@@ -268,6 +268,7 @@ CALLED = {
 ACROSS_RANKS = {
     "any_number", "arrived", "experts_over_ranks_backward", "first_of_rank", "gather_rows", "meet", "most_tokens",
     "row_numbers", "settled", "sized", "sum_parts", "used_slots", "with_rows",
+    "expert_mlp_by_rank", "expert_down_backward_by_rank", "expert_up_backward_by_rank",
 }  # fmt: skip
 """Ops of several processes, which are called too; they are registered with the first `shard_experts`."""
 
