@@ -158,8 +158,6 @@ def check_expert_down(
     params_EP: Tensor | None = None,
     h8_NGB: Tensor | None = None,
 ) -> None:
-    if h8_NGB is not None:
-        _check_h8(op, "h8_NGB", h8_NGB, h_NGF, w_down)
     check_float_dtype(op, "h_NGF", h_NGF)
     require(h_NGF.dim() == 3, op, "h_NGF", "have 3 dimensions [N, G, F]", f"shape {shape_of(h_NGF)}")
     N, G, F = h_NGF.shape
@@ -178,11 +176,13 @@ def check_expert_down(
     _check_parameters(op, activation, params_EP, E, h_NGF)
     factors = {"lora_a_ERF": (lora_a_ERF, [E, "R", F]), "lora_b_ERD": (lora_b_ERD, [E, "R", D])}
     _check_low_rank(op, "v_NR", v_NR, N, factors, h_NGF)
+    if h8_NGB is not None:
+        _check_h8(op, "h8_NGB", h8_NGB, [N, G, row_width(F)], h_NGF)
 
 
-def _check_h8(op: str, name: str, h8_NGB: Tensor, like: Tensor, w_down: list[Tensor]) -> None:
+def _check_h8(op: str, name: str, h8_NGB: Tensor, sizes: list, like: Tensor) -> None:
     require_dtype(h8_NGB.dtype == torch.int8, op, name, "be int8 (from expert_up_h8)", h8_NGB.dtype)
-    check_shape(op, name, h8_NGB, [*h8_NGB.shape[:2], row_width(w_down[0].shape[1])], " (from expert_up_h8)")
+    check_shape(op, name, h8_NGB, sizes, " (from expert_up_h8)")
     require(h8_NGB.is_contiguous(), op, name, "be contiguous (from expert_up_h8)", f"strides {list(h8_NGB.stride())}")
     check_device(op, name, h8_NGB, like)
 
@@ -430,8 +430,10 @@ def check_expert_down_backward(
     params_EP: Tensor | None = None,
 ) -> None:
     if h_NGF.dtype == torch.int8:
-        _check_h8(op, "h_NGF", h_NGF, dout_TD, w_down)
-        h_NGF = without_memory(dout_TD, (*h_NGF.shape[:2], w_down[0].shape[1]))
+        check_down_weights(op, w_down, b_down, dout_TD)
+        leading, F = h_NGF.shape[:2], w_down[0].shape[1]
+        _check_h8(op, "h_NGF", h_NGF, [*leading, row_width(F)], dout_TD)
+        h_NGF = without_memory(dout_TD, (*leading, F))
     given = (h_NGF, None, w_down, b_down, weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation)
     check_expert_down(op, *given, params_EP=params_EP)
     check_shape(op, "dout_TD", dout_TD, [positions_TK.shape[0], w_down[0].shape[2]])

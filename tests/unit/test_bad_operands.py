@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeblaze_ops.kernels.eight_bits import packed
 from tests.corpus.layers import make_layer
 from tests.tools.op_harness import detach
 
@@ -49,11 +50,13 @@ def _arguments() -> dict[str, dict[str, Any]]:
         "dispatch": {"experts_TK": layer.experts_TK, "num_experts": 5},
         "expert_up": x | up | weights | routing | act
         | {"u_NR": rows, "lora_a_ERD": a_up, "lora_b_EGFR": torch.randn(5, 2, 12, 3)},
+        "expert_up_h8": x | up | weights | routing | act
+        | {"u_NR": rows, "lora_a_ERD": a_up, "lora_b_EGFR": torch.randn(5, 2, 12, 3)},
         "expert_up_backward": {"dh_NGF": h} | x | {"w_up": layer.w_up} | weights | routing
         | {"dlogits_TE": logits, "w_router_ED": torch.randn(5, 24), "max_bytes": 1 << 20}
         | {"du_NR": rows, "lora_a_ERD": a_up},
         "expert_down": {"h_NGF": h, "a_NF": a} | down | weights | routing | act
-        | {"v_NR": rows, "lora_a_ERF": a_down, "lora_b_ERD": a_up},
+        | {"v_NR": rows, "lora_a_ERF": a_down, "lora_b_ERD": a_up, "params_EP": None, "h8_NGB": packed(h)},
         "expert_down_backward": dout | {"h_NGF": h} | down | weights | routing | act | {"q_NR": rows, "lora_a_ERF": a_down},
         "expert_down_backward_learned": dout | {"h_NGF": h} | down | weights | routing | {"activation": LEARNED}
         | {"q_NR": rows, "lora_a_ERF": a_down, "params_EP": torch.rand(5, 1)},
