@@ -555,8 +555,7 @@ def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
     def replacement(original):
         @functools.wraps(original)
         def update(self: Any) -> None:
-            if any(self.graph.find_nodes(op="call_function", target=op) for op in ops):
-                _keep_order(self, filter(is_talk, self.operations))
+            _keep_order(self, filter(is_talk, self.operations))
             original(self)
 
         return update

@@ -208,7 +208,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
 
     def _unroll(self, index: Expr) -> None:
-        if index.kind == "var":
+        if index.kind == "var" and index.args[2] == "r":  # of a sum, and not any token
             raise Unroll(index)
 
     # Slices under `torch.vmap`.
