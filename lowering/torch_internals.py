@@ -540,7 +540,7 @@ def launch_nothing_for_no_rows() -> None:
 
 
 def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
-    """Let collectives, and ``ops`` in which ranks wait for each other, run in the order of the graph, if it has some of ``ops``.
+    """Let collectives, and ``ops`` in which ranks wait for each other, run in the order of the graph.
 
     Inductor chooses an order by the memory that it takes with the sizes of this rank, and ranks have different sizes.
     """
