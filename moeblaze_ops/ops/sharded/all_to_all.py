@@ -4,7 +4,8 @@
 
 A rank is to a token what an expert is to a slot: ``dispatch`` of the ranks of each token gives the rows that leave, in the order
 of ranks and of tokens within a rank, and where each token finds what comes back. The ranks tell each other how many rows leave,
-and the hosts read these numbers once a layer, after they have met: a rank that runs another layer is named. Nobody waits who has no tokens, or gets none: it sends and receives 0 rows.
+and the hosts read these numbers once a layer, after they have met: a rank that runs another layer is named. Nobody waits who has
+no tokens, or gets none: it sends and receives 0 rows.
 """
 
 from collections.abc import Callable
