@@ -24,12 +24,9 @@ def settling(sizes: dict[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
 
 
 def size_of(dim: Any) -> Size:
-    """The size of a tensor axis as an int when it is known, else as a sympy expression.
-
-    Guards may say that an expression is one, and what its symbols are not: ``x[: len(x) // 2]`` of 2 or 3 rows is a single row.
-    """
+    """The size of a tensor axis as an int when it is known, else as a sympy expression."""
     expression = dim.node.expr if hasattr(dim, "node") else dim
-    if getattr(expression, "is_Function", False) and statically_known_true(dim == 1):
+    if getattr(expression, "is_Function", False) and statically_known_true(dim == 1):  # x[: len(x) // 2] of 3 rows
         return 1
     if (settled := _settled.get()) and isinstance(expression, sympy.Expr):
         expression = expression.xreplace(settled)
