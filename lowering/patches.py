@@ -76,7 +76,7 @@ PATCHES = {
         "a kernel over two axes is launched for 0 rows of a number that follows from data", "self, meta, ...", "launches"
     ),
     "torch._inductor.graph.GraphLowering._update_scheduler": Patch(
-        "ranks talk in the order of a graph with tokens that move", "self", "order"
+        "ranks talk in the order of the graph", "self", "order"
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.variables.base.VariableTracker.__init__": Patch(

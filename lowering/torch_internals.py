@@ -540,7 +540,7 @@ def launch_nothing_for_no_rows() -> None:
 
 
 def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
-    """Let collectives, and ``ops`` in which ranks wait for each other, run in the order of the graph, if it has some of ``ops``.
+    """Let collectives, and ``ops`` in which ranks wait for each other, run in the order of the graph.
 
     Inductor chooses an order by the memory that it takes with the sizes of this rank, and ranks have different sizes.
     """
@@ -555,8 +555,7 @@ def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
     def replacement(original):
         @functools.wraps(original)
         def update(self: Any) -> None:
-            if any(self.graph.find_nodes(op="call_function", target=op) for op in ops):
-                _keep_order(self, filter(is_talk, self.operations))
+            _keep_order(self, filter(is_talk, self.operations))
             original(self)
 
         return update

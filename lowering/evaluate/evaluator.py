@@ -202,7 +202,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         rest = (*indices[:dim], *indices[dim + 1 :])
         if at.kind == "const" and self.algebra.fits(at, len(xs)):
             return self.element(xs[at.args[0]], rest, depth)
-        self._unroll(at)
+        if at.kind == "var" and at.args[2] == "r":  # of a sum, and not any token
+            raise Unroll(at)
         extent = self.algebra.extent(at)
         digits = [atom for _, atom in at.args[1]] if at.kind == "linear" else [at]
         known = isinstance(extent, int) and extent <= min(len(xs), _MAX_UNROLLED)
@@ -210,10 +211,6 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return self.algebra.leaf(value, indices)
         hits = (self.algebra.eq(at, self.algebra.const(i)) for i in range(extent))
         return self.algebra.add(*(self.algebra.mul(hit, self.element(x, rest, depth)) for hit, x in zip(hits, xs, strict=False)))
-
-    def _unroll(self, index: Expr) -> None:
-        if index.kind == "var":
-            raise Unroll(index)
 
     # Slices under `torch.vmap`.
 

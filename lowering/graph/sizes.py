@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import sympy
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -25,6 +26,8 @@ def settling(sizes: dict[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
 def size_of(dim: Any) -> Size:
     """The size of a tensor axis as an int when it is known, else as a sympy expression."""
     expression = dim.node.expr if hasattr(dim, "node") else dim
+    if getattr(expression, "is_Function", False) and statically_known_true(dim == 1):  # x[: len(x) // 2] of 3 rows
+        return 1
     if (settled := _settled.get()) and isinstance(expression, sympy.Expr):
         expression = expression.xreplace(settled)
     return int(expression) if getattr(expression, "is_Integer", True) else expression

@@ -101,7 +101,7 @@ class Matcher:
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
-                if isinstance(result, MoEMatch) and not self._is_added_to_base(result, found):
+                if isinstance(result, MoEMatch) and taken.isdisjoint(result.region.nodes):
                     found.append(result)
                     taken.update(result.region.nodes)
         results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
@@ -120,10 +120,6 @@ class Matcher:
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
         return is_sum_of(outer.chosen, [result.chosen for result in inner])
-
-    def _is_added_to_base(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
-        """Whether a layer onto a base is one that was found without it."""
-        return any(inner.chosen == outer.chosen for inner in found if self._is_behind(inner, outer))
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""
@@ -147,6 +143,8 @@ class Matcher:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert
+            if total.shape[:-1] == (1,) != value.shape[:-1] and len(value.shape) == 2:
+                continue  # a layer, to one of whose tokens something is added
             experts = self._experts_of(value)
             if experts and is_part(experts, whole.chosen):
                 yield node

@@ -10,9 +10,10 @@ ranks wait for each other until the time of their group is over, or compute othe
     python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # cold, and with what that left
     python tests/distributed/rank_programs.py --show 7
 
-Each program that fails has a line with its seed, and tracebacks on stderr. Through Inductor each runs twice, with caches on disk
-that ranks share: the last rank compiles later than the others with cold ones, the first with warm ones, in other processes. There
-each operator is called as it is: to build them in C++ takes most of the time, and ``--build`` does so.
+Each program that fails has a line with its seed and tracebacks on stderr; the last line counts how they do. Through Inductor each
+runs twice, with caches on disk that ranks share: the last rank compiles later than the others with cold ones, the first with warm
+ones, in other processes. There each operator is called as it is: to build them in C++ takes most of the time, and ``--build``
+does so.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import faulthandler
 import linecache
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -67,6 +69,19 @@ class Outcome(NamedTuple):
     became: str
     moved: int = 0
     hits: int = 0
+
+
+FAILURES = {
+    "ended by a signal": "terminated with signal",
+    "waited": "Timed out waiting|got no word of .* for|terminated with exit code|did not end",
+    "named at once": "every rank must run",
+    "wrong": "^step ",
+}
+"""How programs fail: the first of which some rank speaks."""
+
+
+def kind_of_failure(outcomes: Sequence[Outcome]) -> str:
+    return next((kind for kind, words in FAILURES.items() if any(re.search(words, o.became) for o in outcomes)), "raised")
 
 
 class Way(NamedTuple):
@@ -393,7 +408,7 @@ def main() -> None:
         return
     seeds = range(*map(int, arguments.seeds.split(":")))
     way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
-    totals, bad, started = Counter(), 0, time.monotonic()
+    totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:
         parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]
         for future in as_completed(pool.submit(_run_passes, part, arguments.ranks, way) for part in parts):
@@ -401,12 +416,15 @@ def main() -> None:
                 totals += Counter(programs=1, moved=outcomes[0].moved, hits=sum(o.hits for o in outcomes))
                 if any(outcome.became != "right" for outcome in outcomes):
                     bad += 1
+                    kind = kind_of_failure(outcomes)
+                    kinds[kind] += 1
                     ends = "; ".join(f"rank {rank}: {o.became.splitlines()[-1]}" for rank, o in enumerate(outcomes))
-                    print(" ".join(f"seed {seed} on {arguments.ranks} ranks {name}: {ends}".split()), flush=True)
+                    print(" ".join(f"seed {seed} on {arguments.ranks} ranks {name} {kind}: {ends}".split()), flush=True)
                     print(*(o.became for o in outcomes), sep="\n", file=sys.stderr, flush=True)
             programs, moved, hits = (totals[name] for name in ("programs", "moved", "hits"))
             counts = f"{programs} programs, {bad} bad, {moved} layers moved their tokens, {hits} hits"
             print(f"{counts}, {time.monotonic() - started:.0f} s", flush=True)
+    print(*(f"{count} {kind}" for kind, count in kinds.most_common()), sep=", ")
     sys.exit(bad > 0)
 
 

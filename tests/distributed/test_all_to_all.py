@@ -97,7 +97,7 @@ def check_route(K: int) -> None:
     for counts in COUNTS[world]:
         ids = [routing_of(r, count, K, "any") for r, count in enumerate(counts)]
         to = [[((of >= r * num_local) & (of < (r + 1) * num_local)) for r in range(world)] for of in ids]
-        route = route_to_ranks(ids[rank], num_local, world, dist.group.WORLD.group_name)
+        route = route_to_ranks(ids[rank], torch.empty(num_local, 1), world, dist.group.WORLD.group_name)
         assert route.tokens_S.tolist() == [
             token for r in range(world) for token in to[rank][r].any(1).nonzero().flatten().tolist()
         ]

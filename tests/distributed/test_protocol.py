@@ -3,13 +3,13 @@
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.rank_programs import Outcome, draw, run_programs
+from tests.distributed.rank_programs import Outcome, Way, draw, run_programs
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
-SEEDS = {2: [0, 1, 9, 12, 13, 15, 16]}
+SEEDS = {2: [0, 1, 9, 12, 13, 15, 16, 274]}
 """As many as a minute allows: ``tests/distributed/rank_programs.py`` runs hundreds."""
 
 
@@ -27,3 +27,9 @@ def test_ranks_compute_what_one_process_does(outcomes, ranks, seed):
 def test_tokens_move_in_these_programs(outcomes):
     for of_seeds in outcomes.values():
         assert sum(outcome.moved for of_ranks in of_seeds.values() for outcome in of_ranks) > 0
+
+
+def test_ranks_with_other_sizes_talk_in_one_order():
+    """Weights of two layers move in a graph that Inductor orders by the memory that it takes."""
+    (outcomes,) = run_programs([1012], 2, Way("inductor")).values()
+    assert [outcome.became for outcome in outcomes] == ["right", "right"]

@@ -129,8 +129,9 @@ def in_a_world_of_its_own(timeout_s: int, check: Callable) -> None:
         begin(60)
 
 
-def check_skipped(compiled: bool) -> None:
+def check_skipped(compiled: bool, exchange: str = "auto") -> None:
     """Rank 1 goes past the first of two equal layers: no rank takes one for the other, or waits."""
+    from moeblaze_ops import config
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
@@ -141,11 +142,29 @@ def check_skipped(compiled: bool) -> None:
     def run(x: Tensor) -> Tensor:
         return second(x) if dist.get_rank() == 1 else second(first(x))
 
+    config.exchange = exchange
     with rewriting_backend() as backend:
         error = raised_in(lambda: (torch.compile(run, backend=backend) if compiled else run)(x).sum().backward())
+    config.exchange = "auto"
     here, there = (1, 0) if dist.get_rank() else (0, 1)
-    what = f"{here}, 4 experts of" if compiled else f"the weights of {here}"
+    what = f"{here}, 4 experts" if compiled else f"the weights of {here}"
     assert f"got another one on rank {there} than here: {what}" in error, error
+
+
+def check_uncompiled() -> None:
+    """Rank 1 runs as written, and its weights move where tokens of rank 0 do: both say so at once."""
+    from moeblaze_ops import config
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    model = layer("stacked_loop")
+    shard_experts(model, harness.axis())
+    x = harness.tokens_of(dist.get_rank(), zoo.D)
+    config.exchange = "all_to_all"
+    with rewriting_backend() as backend:
+        error = raised_in(lambda: (model if dist.get_rank() else torch.compile(model, backend=backend))(x))
+    config.exchange = "auto"
+    assert "every rank must run the same layers in the same order" in error, error
 
 
 def check_fewer_steps() -> None:
@@ -193,6 +212,8 @@ ALIKE = {
 NOT_ALIKE = {
     "a layer skipped, eager": (3, functools.partial(check_skipped, False)),
     "a layer skipped, compiled": (15, functools.partial(check_skipped, True)),  # in which both compile
+    "a layer skipped, all-to-all": (15, functools.partial(check_skipped, True, "all_to_all")),
+    "one rank uncompiled, all-to-all": (15, check_uncompiled),
     "fewer steps": (3, check_fewer_steps),
     "other meshes": (3, check_other_meshes),
 }

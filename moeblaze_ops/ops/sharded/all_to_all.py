@@ -4,7 +4,8 @@
 
 A rank is to a token what an expert is to a slot: ``dispatch`` of the ranks of each token gives the rows that leave, in the order
 of ranks and of tokens within a rank, and where each token finds what comes back. The ranks tell each other how many rows leave,
-and the hosts read these numbers once a layer. Nobody waits who has no tokens, or gets none: it sends and receives 0 rows.
+and the hosts read these numbers once a layer, after they have met: a rank that runs another layer is named. Nobody waits who has
+no tokens, or gets none: it sends and receives 0 rows.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
 from moeblaze_ops.ops.sharded.collectives import Size, first_rows
 from moeblaze_ops.ops.sharded.groups import process_group
+from moeblaze_ops.ops.sharded.host_numbers import largest_number
+from moeblaze_ops.ops.sharded.stored_layers import path_of
 
 _functional = torch.ops._c10d_functional
 
@@ -71,23 +74,27 @@ class Route(NamedTuple):
         return [number.shape[0] for number in self.numbers[self.positions_TR.shape[1] : -1]]
 
 
-def route_to_ranks(experts_TK: Tensor, num_local: int, ranks: int, group: str) -> Route:
-    """The way of tokens to ``ranks`` ranks with ``num_local`` experts each; all of them have to ask.
+def route_to_ranks(experts_TK: Tensor, shard: Tensor, ranks: int, group: str) -> Route:
+    """The way of tokens to ``ranks`` ranks that store as many experts as this one in ``shard``; all of them have to ask.
 
     Args:
         experts_TK: expert ids over all ranks, -1 for an unused slot: a token without any goes nowhere. T may be 0.
+        shard: a weight of the layer, whose path it tells.
     """
+    num_local = shard.shape[0]
     numbers_R = torch.arange(ranks, dtype=torch.int32, device=experts_TK.device)
     owners_TK = torch.div(experts_TK.to(torch.int32), num_local, rounding_mode="floor")
     is_owner_TKR = owners_TK.unsqueeze(2) == numbers_R
     slots_N, offsets_R1, positions_TR, _ = dispatch(torch.where(is_owner_TKR.any(1), numbers_R, -1), ranks)
     rows_R, slots_R = offsets_R1[1:] - offsets_R1[:-1], is_owner_TKR.sum((0, 1))
-    numbers = row_numbers(torch.stack([rows_R, slots_R], 1), group)
+    layer = f"{ranks * num_local} experts in {shard.dtype}, {experts_TK.shape[1]} a token, by all-to-all"
+    numbers = row_numbers(torch.stack([rows_R, slots_R], 1), shard.detach(), group, layer)
     num_rows = sum(number.shape[0] for number in numbers[:ranks])
     return Route(first_rows(slots_N, num_rows) // ranks, positions_TR, numbers, group)
 
 
-def _row_numbers(leaving_R2: Tensor, group: str) -> list[Tensor]:
+def _row_numbers(leaving_R2: Tensor, shard: Tensor, group: str, layer: str) -> list[Tensor]:
+    largest_number(0, group, layer, path_of(shard))
     leaving_R2 = leaving_R2.contiguous()
     arriving_R2 = torch.empty_like(leaving_R2)
     dist.all_to_all_single(arriving_R2, leaving_R2, group=process_group(group))
@@ -95,7 +102,7 @@ def _row_numbers(leaving_R2: Tensor, group: str) -> list[Tensor]:
     return [leaving_R2.new_empty(number, 0) for number in (*leaving, *arriving, sum(slots))]
 
 
-def _row_numbers_fake(leaving_R2: Tensor, group: str) -> list[Tensor]:
+def _row_numbers_fake(leaving_R2: Tensor, shard: Tensor, group: str, layer: str) -> list[Tensor]:
     return [leaving_R2.new_empty(number_of_data(), 0) for _ in range(2 * leaving_R2.shape[0] + 1)]
 
 
@@ -122,12 +129,16 @@ def _sum_rows_fake(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
     return rows_SD.new_empty(positions_TR.shape[0], rows_SD.shape[1])
 
 
-row_numbers = register_plain_op("row_numbers", "(Tensor leaving_R2, str group) -> Tensor[]", _row_numbers, _row_numbers_fake)
+row_numbers = register_plain_op(
+    "row_numbers", "(Tensor leaving_R2, Tensor shard, str group, str layer) -> Tensor[]", _row_numbers, _row_numbers_fake
+)
 """Tensors [n, 0], no data: n is how many rows leave for each rank, how many arrive from each, and how many slots arrive in all.
 
 Args:
     leaving_R2: rows that leave for each rank, and slots in them that are of its experts. Every rank of the group calls it; the
         host reads all numbers at once.
+    shard: of a weight of the layer, which tells its path.
+    layer: what all ranks have to ask for, in words.
 """
 
 sum_rows = register_op(

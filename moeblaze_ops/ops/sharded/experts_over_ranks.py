@@ -94,7 +94,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
-        moving = _moving(ranks, experts_TK, gathered_x, x_TD, num_local)
+        moving = _moving(ranks, experts_TK, gathered_x, x_TD, w_down[0])
         ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, moving)
         if gathered_x is None:
             (gathered_x,) = moving.start_out([x_TD])
@@ -138,9 +138,9 @@ class _Experts(torch.autograd.Function):
         return (None,) * 6 + (dx_TD if needs[0] else None, dweights_TK if needs[1] else None, *filled)
 
 
-def _moving(ranks: Ranks, experts_TK: Tensor, gathered_x: Tensor | None, x_TD: Tensor, num_local: int) -> Gathering | Route:
+def _moving(ranks: Ranks, experts_TK: Tensor, gathered_x: Tensor | None, x_TD: Tensor, shard: Tensor) -> Gathering | Route:
     if gathered_x is None:
-        return route_to_ranks(experts_TK, num_local, ranks.size, ranks.group)
+        return route_to_ranks(experts_TK, shard, ranks.size, ranks.group)
     return Gathering(gathered_x.shape[0] // ranks.size, x_TD.shape[0], ranks.size, ranks.group, ranks.copies)
 
 

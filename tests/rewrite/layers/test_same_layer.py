@@ -114,6 +114,38 @@ def test_every_layer_is_found(name):
     assert len(backend.rewritten) == LAYERS.get(name, len(network.layers)) and not backend.reasons
 
 
+def onto_half(x, layers, w):
+    """What is done with half of the rows is the same for one row as for several."""
+    y = x + layers[0](x)
+    y = y[: len(y) // 2]
+    return y + lookalikes_of(y, w)
+
+
+def lookalikes_of(x, w):
+    """A sum over experts that is no layer: each is for those before it as well."""
+    weights, ids = (x @ w[:, :2]).softmax(-1).topk(2)
+    experts = enumerate((w, w.t()))
+    return torch.stack([x @ up @ up.t() * (weights * (ids <= e)).sum(-1, keepdim=True) for e, up in experts]).sum(0)
+
+
+FEW_ROWS = {
+    "single rows, joined": lambda x, layers, w: (y := torch.cat(x.split(1))) + layers[0](y),
+    "single rows, stacked": lambda x, layers, w: (y := torch.stack(list(x))) + layers[0](y),
+    "half of the rows": lambda x, layers, w: (y := x[: len(x) // 2]) + layers[0](y),
+    "half of the result": onto_half,
+    "behind a look-alike": lambda x, layers, w: (y := lookalikes_of(x, w)) + layers[0](y),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("rows", [2, 3, 5])
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_one_layer_is_found_once_however_few_rows_there_are(name, rows, dynamic):
+    """Ranks that have other numbers of tokens do the same."""
+    network = Network(FEW_ROWS[name], gathered() if name == "half of the rows" else masked())
+    assert len(check_against_eager(network, torch.randn(rows, zoo.D), dynamic=dynamic).rewritten) == 1
+
+
 LEFT_ALONE = ("stacked_experts_shifted", "expert_twice", "experts_in_sequence", "weights_swapped_between_slots", "hidden_read",
               "capacity", "rows_of_slots_in_another_order", "not_unsorted", "soft_moe")  # fmt: skip
 
