@@ -23,7 +23,7 @@ from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.accumulated_gradients import accumulate_in_place
-from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_routing
+from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_returned, pin_routing
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_losses import count_by_dispatch, count_one_hot, join_router_gradients
@@ -55,8 +55,10 @@ def register_lowerings() -> None:
     torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
         torch_internals.register_visit(reduction, count_one_hot)
+    torch_internals.register_visit(expert_mlp_by_rank, pin_returned)
     for op in ROUTED:
         torch_internals.register_visit(op, pin_routing)
+        torch_internals.register_visit(op, pin_returned)
         torch_internals.register_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)

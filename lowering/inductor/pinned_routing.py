@@ -5,6 +5,9 @@ keeping it. Routing is cheap, and must not be repeated: a router with noise, or 
 experts the second time, and gradients would be those of another layer. So what has been chosen is marked to be kept: the ids,
 every integer or truth value that they come from, the routing weights, and the outputs of ``dispatch`` and ``route``. That is a
 few numbers a slot. Logits and probabilities are repeated, as the user asked for; gradients of the router read those.
+
+Where tokens move between ranks, all of them have to repeat the same exchanges. Whether backward needs the result of a layer
+depends on what else the partitioner keeps, which it chooses by the sizes of this rank. So what comes back of a layer is kept.
 """
 
 import operator
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.ops.sharded.all_to_all import sum_rows
+from moeblaze_ops.ops.sharded.collectives import arrived, sum_parts
 
 _OPS = torch.ops.moeblaze
 ROUTED = (
@@ -30,6 +35,10 @@ ROUTED = (
 _ROUTERS = ROUTED[:2]
 _OPERANDS = ("experts_TK", "weights_TK")
 
+_FUNCTIONAL = torch.ops._c10d_functional
+_GOES_BACK = (_FUNCTIONAL.reduce_scatter_tensor.default, _FUNCTIONAL.all_to_all_single.default, sum_parts)
+_IS_BACK = (_FUNCTIONAL.wait_tensor.default, arrived, sum_rows)
+
 
 def pin_routing(node: fx.Node) -> None:
     """Mark the routing that ``node``, one of ``ROUTED`` in a joint graph, computes or takes, if it could be repeated."""
@@ -43,6 +52,17 @@ def pin_routing(node: fx.Node) -> None:
         for item in kept.users:
             if _gives(kept, item):
                 torch_internals.keep_for_backward(item)
+
+
+def pin_returned(node: fx.Node) -> None:
+    """Mark the sums that come back to this rank of what ``node`` computes for all ranks, if it could be repeated."""
+    left = [node] if torch_internals.may_be_repeated(node) else []
+    while left:
+        step = left.pop()
+        later = [user for user in step.users if user.target in (*_GOES_BACK, *_IS_BACK) or _gives(step, user)]
+        left += later
+        if not later and step.target in _IS_BACK:
+            torch_internals.keep_for_backward(step)
 
 
 def _deciding(values: list[fx.Node]) -> Iterator[fx.Node]:

@@ -29,7 +29,13 @@ def test_tokens_move_in_these_programs(outcomes):
         assert sum(outcome.moved for of_ranks in of_seeds.values() for outcome in of_ranks) > 0
 
 
-def test_ranks_with_other_sizes_talk_in_one_order():
-    """Weights of two layers move in a graph that Inductor orders by the memory that it takes."""
-    (outcomes,) = run_programs([1012], 2, Way("inductor")).values()
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1012, id="weights of two layers move in a graph that Inductor orders by the memory that it takes"),
+        pytest.param(1031, id="what is kept of checkpointed layers follows from this rank's sizes"),
+    ],
+)
+def test_ranks_of_other_sizes_exchange_alike(seed):
+    (outcomes,) = run_programs([seed], 2, Way("inductor")).values()
     assert [outcome.became for outcome in outcomes] == ["right", "right"]
