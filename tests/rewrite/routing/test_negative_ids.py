@@ -235,7 +235,7 @@ def test_quotients_below_zero_count_from_the_end(operands, spelling):
 STORED = {
     "ids of a choice": (lambda ids: ids, 1),
     "ids of a choice, from the end": (lambda ids: ids - E, 0),
-    "the other way round": (lambda ids: E - 1 - ids, 0),  # the weights of an expert are those of another number
+    "the other way round": (lambda ids: E - 1 - ids, 1),
     "the other way round, from the end": (lambda ids: -1 - ids, 0),
     "the last one for some": (lambda ids: torch.where(ids < 2, ids, -1), 0),
     "the first one for some": (lambda ids: torch.where(ids < 2, ids, 0), 1),
