@@ -93,7 +93,7 @@ CONTENDERS: dict[str, tuple[type[AdaptedMoE], str]] = {
 }
 
 
-def results(layer: nn.Module, module: AdaptedMoE, x: Tensor, dout: Tensor) -> list[Tensor]:
+def results(layer: nn.Module, module: nn.Module, x: Tensor, dout: Tensor) -> list[Tensor]:
     parameters = [p for p in module.parameters() if p.requires_grad]
     out = layer(x)
     return [out.detach(), *torch.autograd.grad(out, (x, *parameters), dout, allow_unused=True)]

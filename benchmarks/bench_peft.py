@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench_fsdp import REAL, TINY
 from bench_layer import interleaved_medians, load_device, memory
-from bench_lora import error, step_of
+from bench_lora import error, results, step_of
 from environment import device, save
 from moeblaze_ops import compile as switch
 
@@ -69,11 +69,6 @@ def adapted_block(arguments: argparse.Namespace, dtype: torch.dtype) -> Output:
     return Output(next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeSparseMoeBlock")).train()
 
 
-def results(layer: nn.Module, x: Tensor, dout: Tensor) -> list[Tensor]:
-    out = layer(x)
-    return [out.detach(), *torch.autograd.grad(out, [x, *(p for p in layer.parameters() if p.requires_grad)], dout)]
-
-
 def bench(arguments: argparse.Namespace) -> list[Measurement]:
     rows, runs, expected = [], {}, None
     dtype = torch.float32 if arguments.tiny else torch.bfloat16
@@ -89,7 +84,7 @@ def bench(arguments: argparse.Namespace) -> list[Measurement]:
             if backend:
                 layer.block.compile(backend=backend)
             with switch.recording() as records:
-                got = results(layer, x, dout)
+                got = results(layer, layer, x, dout)
                 expected = got if expected is None else expected
                 row.error = error(got, expected)
                 step = step_of(layer, x, dout)

@@ -20,7 +20,7 @@ from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.dispatch import dispatch
-from moeblaze_ops.ops.expert_up import expert_up, expert_up_h8
+from moeblaze_ops.ops.expert_up import up_that_keeps
 from moeblaze_ops.ops.low_rank.factors import Factors, beside, down_with_factors, joined, padded, up_operands
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
 from moeblaze_ops.ops.recomputed.expert_mlp_chunked import expert_mlp_chunked
@@ -155,7 +155,7 @@ def moe(
 
     if learns and keep == "input":
         return with_repeated_up(operands, down).view(x.shape)
-    return down(*call(expert_up_h8 if keep == "h8" else expert_up, *operands)).view(x.shape)
+    return down(*call(up_that_keeps(keep, formula), *operands)).view(x.shape)
 
 
 def _check(

@@ -37,6 +37,7 @@ from moeblaze_ops.lowering.router.match_router import RouterMatch
 from moeblaze_ops.lowering.torch_internals import inductor_config, repeat_in_backward
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
+from moeblaze_ops.ops.expert_up import up_that_keeps
 
 _ops = torch.ops.moeblaze
 
@@ -139,17 +140,17 @@ def _insert_whole(
     exact = any(match.dropout) and inductor_config.fallback_random
     prove(not exact, Reason.EFFECT, "its dropout would draw other numbers than eager's, which verify and fallback_random ask for")
     activation = IDENTITY if between else match.activation
-    # Without an activation forward reads h.
-    up_op = _ops.expert_up_h8 if keep == "h8" and activation != IDENTITY else _ops.expert_up
-    became = f"{up_op.__name__}({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
+    up_op = up_that_keeps(keep, activation)
+    up_name = up_op.overloadpacket.__name__
+    became = f"{up_name}({match.activation}{up_rank and ', '}{up_rank}) -> expert_down{down_rank and f'({down_rank})'}"
     learned = _parameters(insert, match)
     low_rank = low_rank_of_up(insert, match, x_TD, routing)
     up_operands = (x_TD, w_up, b_up, up_weights, *routing, activation, *_with_parameters(low_rank, None if between else learned))
-    up = insert.call(up_op.default, *up_operands)
+    up = insert.call(up_op, *up_operands)
     if keep == "input" and torch.is_grad_enabled():
         repeat_in_backward(up)
         became += ", up again in backward"
-    h_NGF, a_NF, *h8_NGB = insert.items(up, len(up_op.default._schema.returns))
+    h_NGF, a_NF, *h8_NGB = insert.items(up, len(up_op._schema.returns))
     if between:
         h_NGF, learned = dropped_activation(insert, match, h_NGF), None
         became = became.replace(" -> ", f" -> dropout({between}) -> ", 1)

@@ -250,3 +250,8 @@ Returns:
     a_NF: as ``expert_up`` gives it, bit for bit.
     h8_NGB: h as ``kernels/eight_bits.py`` has it, int8, not differentiable: ``expert_down`` takes it to keep.
 """
+
+
+def up_that_keeps(keep: str, activation: str) -> torch._ops.OpOverload:
+    """The op that leaves h as ``keep`` says: in 8 bits, but where forward reads it, having no activation."""
+    return expert_up_h8 if keep == "h8" and activation != IDENTITY else expert_up

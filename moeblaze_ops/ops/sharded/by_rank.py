@@ -22,7 +22,7 @@ from moeblaze_ops.cpu import row_parts as cpu
 from moeblaze_ops.kernels.formulas.named import IDENTITY
 from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward
-from moeblaze_ops.ops.expert_up import expert_up, expert_up_backward, expert_up_h8, routing_gradient_like
+from moeblaze_ops.ops.expert_up import expert_up_backward, routing_gradient_like, up_that_keeps
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp
 from moeblaze_ops.ops.register import register_plain_op
 from moeblaze_ops.ops.sharded import peer_copies
@@ -145,8 +145,7 @@ def experts_at_once(
         given = (x_TD, w_up, b_up, w_down, b_down, weights_TK, *routing, activation, weight_on_input)
         return None, call(expert_mlp, *given)
     on_input, on_output = (weights_TK, None) if weight_on_input else (None, weights_TK)
-    up = expert_up_h8 if keep == "h8" and activation != IDENTITY else expert_up
-    h_NGF, a_NF, *h8_NGB = call(up, x_TD, w_up, b_up, on_input, *routing, activation)
+    h_NGF, a_NF, *h8_NGB = call(up_that_keeps(keep, activation), x_TD, w_up, b_up, on_input, *routing, activation)
     out = call(expert_down, h_NGF, a_NF, w_down, b_down, on_output, *routing, activation)
     return (h8_NGB[0] if h8_NGB else h_NGF), out
 

@@ -38,19 +38,23 @@ _Events = list[torch.cuda.Event]
 
 def order_of_fetches(rank: int, ranks: int) -> list[int]:
     """The ranks in the order in which one fetches, itself first: no two fetch from the same one at a time."""
-    if ranks & (ranks - 1):
-        return [(rank + step) % ranks for step in range(ranks)]
-    return [rank ^ step for step in range(ranks)]
+    if _is_power_of_two(ranks):
+        return [rank ^ step for step in range(ranks)]
+    return [(rank + step) % ranks for step in range(ranks)]
 
 
 def arriving_together(rank: int, ranks: int) -> list[range]:
     """Ranks whose rows are taken together, in that order: its own, one, two, four; each alone where they are no power of two."""
     order = order_of_fetches(rank, ranks)
-    if ranks & (ranks - 1):
+    if not _is_power_of_two(ranks):
         return [range(peer, peer + 1) for peer in order]
     ends = [1 << level for level in range(ranks.bit_length())]
     together = [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     return [range(min(peers), max(peers) + 1) for peers in together]
+
+
+def _is_power_of_two(ranks: int) -> bool:
+    return ranks & (ranks - 1) == 0
 
 
 def copies_between(group: str) -> bool:
