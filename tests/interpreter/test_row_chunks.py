@@ -10,7 +10,7 @@ from moeblaze_ops.kernels.experts import expert_down, expert_up_backward
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_mlp import launch_expert_mlp
 from moeblaze_ops.kernels.experts.expert_up_backward import launch_expert_up_backward
-from moeblaze_ops.kernels.rows.combine import combine
+from moeblaze_ops.kernels.rows.combine import combine_into
 from tests.corpus.layers import STORAGES, make_layer
 from tests.tools.kernel_helpers import poison_unused
 
@@ -55,7 +55,7 @@ def in_ranges(monkeypatch):
         monkeypatch.setattr(config, "max_transient_bytes", limit)
         counts = {}
         for module in (expert_down, expert_up_backward):
-            monkeypatch.setattr(module, "combine", counted(counts, module.__name__.rpartition(".")[2]))
+            monkeypatch.setattr(module, "combine_into", counted(counts, module.__name__.rpartition(".")[2]))
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             return launch(), counts
@@ -68,7 +68,7 @@ def in_ranges(monkeypatch):
 def counted(counts, name):
     def run(*args):
         counts[name] = counts.get(name, 0) + 1
-        combine(*args)
+        combine_into(*args)
 
     return run
 
