@@ -39,7 +39,6 @@ class Patch:
     takes: str
     part: str = "attempts"
     in_subclasses: bool = False  # and in each subclass that has one of its own
-    until: str = ""  # the last torch that has it; later ones need no other in its place
 
 
 _JUMPS = "jumps on data are seen where Dynamo traces them, and what an instruction takes"
@@ -87,17 +86,9 @@ PATCHES = {
     ),
     "torch._dynamo.side_effects.SideEffects.mutation": Patch(_WRITES, "self, var"),
     "torch._dynamo.variables.builtin.BuiltinVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
-    "torch._dynamo.variables.functions.PolyfilledFunctionVariable.call_function": Patch(
-        _CALLS, "self, tx, args, kwargs"
-    ),
-    "torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function": Patch(
-        _CALLS, "self, tx, args, kwargs"
-    ),
-    "torch._dynamo.variables.misc.NumpyVariable.call_function": Patch(_CALLS, "self, tx, args, kwargs"),
-    "torch._dynamo.variables.constant.ConstantVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
+    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.call_function": Patch(_CALLS, "self, fn, args, kwargs"),
     "torch._dynamo.variables.tensor.TensorVariable.call_method": Patch(_CALLS, "self, tx, name, args, kwargs"),
     "torch._dynamo.variables.tensor.TensorVariable.get_python_hash|hash_impl": Patch(_IDENTITY, "self, ..."),
-    "torch._dynamo.variables.tensor.TensorVariable.is_python_equal": Patch(_IDENTITY, "self, other", until="2.13"),
     "torch.fx.experimental.symbolic_shapes.ShapeEnv.allow_scalar_outputs": Patch(_NUMBERS, "self"),
 }
 
@@ -145,7 +136,7 @@ def _functions(name: str, patch: Patch) -> Iterator[tuple[Any, str, Callable]]:
     """Where a function is kept, under which attribute, and the function; raises where it is not as it is known."""
     owner, attributes = owner_of(name)
     there = [attribute for attribute in attributes if hasattr(owner, attribute)]
-    if not there and not patch.until:
+    if not there:
         raise AttributeError(f"{name} is missing")
     known = patch.takes.split(", ")
     for attribute, cls in itertools.product(there, _subclasses(owner) if patch.in_subclasses else [owner]):

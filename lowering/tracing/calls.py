@@ -9,18 +9,21 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch._dynamo.variables import BaseListVariable, RangeVariable, TensorVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables import BaseListVariable, FunctoolsPartialVariable, NumpyVariable, RangeVariable, TensorVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from moeblaze_ops.lowering.patches import Replacement
 from moeblaze_ops.lowering.tracing import hit_loops, host_numbers
 from moeblaze_ops.lowering.tracing.hit_loops import Declined, as_key
+from moeblaze_ops.lowering.tracing.same_state import realized
 
 _ASK_NAMES = (locals, vars, dir)
 
 
 def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
-    """What calls of functions, and of methods of tensors and texts, become while there is an ``attempt`` (`Branches`)."""
+    """What calls of functions, and of methods of tensors, become while there is an ``attempt`` (`Branches`)."""
 
     def of_tensors(tensor_method):
         @functools.wraps(tensor_method)
@@ -39,55 +42,63 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
 
         return call_method
 
-    def of_texts(constant_method):
-        @functools.wraps(constant_method)
-        def call_method(self, tx, name, args, kwargs):
-            asked = (*args, *kwargs.values())
-            if (branches := attempt()) is not None and isinstance(self.value, str):
-                known = all(arg.is_python_constant() for arg in asked)
-                if any(map(hit_loops.holds_numbers_of_data, asked)) or (branches.traces and not known):
-                    raise Declined("a text is made of what only the data tell")
-            return constant_method(self, tx, name, args, kwargs)
+    def of_builtins(call_builtin):
+        @functools.wraps(call_builtin)
+        def call_function(self, tx, args, kwargs):
+            if (branches := attempt()) is None:
+                return call_builtin(self, tx, args, kwargs)
+            function = self.fn
+            if not args and branches.age and any(function is asks for asks in _ASK_NAMES):
+                raise Declined("a program asks which names are set, which depends on whether a branch was taken")
+            hit_loops.refuse_text(function, [*args, *kwargs.values()], traces=branches.traces)
+            if not branches.traces:
+                hit_loops.refuse_comparison(function, args)
+                return call_builtin(self, tx, args, kwargs)
+            args = list(map(realized, args))
+            found = _given(branches, tx, function, args, kwargs, is_of_python=True)
+            if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
+                args = [args[0], as_key(args[1])]
+            return call_builtin(self, tx, args, kwargs) if found is None else found
 
-        return call_method
+        return call_function
+
+    def of_instructions(call):
+        @functools.wraps(call)
+        def call_function(self, fn, args, kwargs):
+            found = None
+            if (branches := attempt()) is not None and branches.traces:
+                called, given, named = realized(fn), args, kwargs
+                while isinstance(called, FunctoolsPartialVariable):
+                    called, given, named = called.func, [*called.args, *given], {**called.keywords, **named}
+                if isinstance(called, PolyfilledFunctionVariable):
+                    found = _given(branches, self, called.fn, list(map(realized, given)), named, is_of_python=True)
+                elif isinstance(called, TorchInGraphFunctionVariable | NumpyVariable):
+                    found = _given(branches, self, called.value, given, named)
+            return call(self, fn, args, kwargs) if found is None else self.push(found)
+
+        return call_function
 
     return {
-        "BuiltinVariable.call_function": _function("fn", attempt),
-        "PolyfilledFunctionVariable.call_function": _function("fn", attempt),
-        "TorchInGraphFunctionVariable.call_function": _function("value", attempt),
-        "NumpyVariable.call_function": _function("value", attempt),
-        "ConstantVariable.call_method": of_texts,
+        "BuiltinVariable.call_function": of_builtins,
+        "InstructionTranslatorBase.call_function": of_instructions,
         "TensorVariable.call_method": of_tensors,
     }
 
 
-def _function(attribute: str, attempt: Callable[[], Any]) -> Replacement:
-    """Lets a call of a function, which is an ``attribute`` of Dynamo's variable, give what it gives for numbers."""
-    is_of_python = attribute == "fn"
-
-    def replacement(original):
-        @functools.wraps(original)
-        def call_function(self, tx, args, kwargs):
-            if (branches := attempt()) is None:
-                return original(self, tx, args, kwargs)
-            function = getattr(self, attribute)
-            if not args and branches.age and any(function is asks for asks in _ASK_NAMES):
-                raise Declined("a program asks which names are set, which depends on whether a branch was taken")
-            if not branches.traces:
-                hit_loops.refuse_misread(function, args)
-                return original(self, tx, args, kwargs)
-            if is_of_python and args and not kwargs:
-                args = [arg.realize() if isinstance(arg, LazyVariableTracker) else arg for arg in args]
-                if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:
-                    return found
-                if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
-                    args = [args[0], as_key(args[1])]
-                branches.taken(args)
-                hit_loops.refuse(function, args)
-                branches.merged.refuse(function, args)
-            found = branches.instead(host_numbers.handled, tx, function, args, kwargs)
-            return original(self, tx, args, kwargs) if found is None else found
-
-        return call_function
-
-    return replacement
+def _given(
+    branches: Any,
+    tx: Any,
+    function: Any,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+    *,
+    is_of_python: bool = False,
+) -> VariableTracker | None:
+    """What a function gives for numbers that only the data tell, where it is other than Dynamo's."""
+    if is_of_python and args and not kwargs:
+        if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:
+            return found
+        branches.taken(args)
+        hit_loops.refuse(function, args)
+        branches.merged.refuse(function, args)
+    return branches.instead(host_numbers.handled, tx, function, args, kwargs)

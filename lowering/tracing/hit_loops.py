@@ -27,12 +27,12 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.iter import IteratorVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.obligations.known_elements import experts_among, known_element
 from moeblaze_ops.lowering.obligations.markers import hit_number, is_hit
+from moeblaze_ops.lowering.tracing.same_state import realized
 
 
 class Declined(RuntimeError):
@@ -276,8 +276,7 @@ def as_key(variable: VariableTracker) -> VariableTracker:
         items = [as_key(item) for item in variable.items]
         changed = any(one is not other for one, other in zip(items, variable.items, strict=True))
         return TupleVariable(items) if changed else variable
-    if isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
+    variable = realized(variable)
     if type(variable) is Numbers:
         return variable.tensor
     if type(variable) is not TensorVariable:
@@ -289,7 +288,7 @@ def as_key(variable: VariableTracker) -> VariableTracker:
     return variable if number is None else ConstantVariable.create(number)
 
 
-_MAKE_TEXT = (str, repr, ascii, format)
+_MAKE_TEXT = (str, repr, ascii, format, str.format)
 _ASK_NUMBERS = ("item", "__index__", "__int__")
 _COMPARE = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
@@ -327,8 +326,7 @@ def refuse_search(searched: VariableTracker, number: VariableTracker | None = No
 
 
 def _holds_numbers(variable: VariableTracker) -> bool:
-    if isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
+    variable = realized(variable)
     if isinstance(variable, BaseListVariable | IteratorVariable):
         parts = getattr(variable, "items", None) or vars(variable).values()
         return any(isinstance(part, VariableTracker) and _holds_numbers(part) for part in parts)
@@ -342,11 +340,12 @@ def holds_numbers_of_data(variable: VariableTracker) -> bool:
     return _of_data(variable)
 
 
-def refuse_misread(function: Any, args: list[VariableTracker]) -> None:
-    """Give the attempt up where Dynamo would give another answer for numbers that only the data tell, whatever is traced."""
-    if function in _MAKE_TEXT and any(map(holds_numbers_of_data, args)):
+def refuse_text(function: Any, asked: list[VariableTracker], *, traces: bool) -> None:
+    """Give the attempt up where a text is made of a number that only the data tell; while branches are traced, of any tensor."""
+    if function not in _MAKE_TEXT:
+        return
+    if any(map(holds_numbers_of_data, asked)) or (traces and not all(arg.is_python_constant() for arg in asked)):
         raise Declined(f"{function.__name__} asks what only the data tell")
-    refuse_comparison(function, args)
 
 
 def refuse(function: Any, args: list[VariableTracker]) -> None:
@@ -354,8 +353,7 @@ def refuse(function: Any, args: list[VariableTracker]) -> None:
 
     To read an attribute, as Dynamo 2.11 does by ``getattr`` for each method, asks nothing.
     """
-    asked = function is not getattr and any(isinstance(arg, Numbers) for arg in args)
-    if asked or (function in _MAKE_TEXT and not args[0].is_python_constant()):
+    if function is not getattr and any(isinstance(arg, Numbers) for arg in args):
         raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
     refuse_comparison(function, args)
 

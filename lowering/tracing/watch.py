@@ -59,9 +59,6 @@ def _watched_step(step: Callable) -> Callable:
     return watched_step
 
 
-_asks_identity = _before(lambda branches, tensor, *_: branches.merged.refuse(hash, [tensor]))
-
-
 def install() -> None:
     """Replace the parts of Dynamo that branches need to see; they do what they did where no attempt is made."""
     patches.install(
@@ -72,8 +69,9 @@ def install() -> None:
             "IteratorVariable.next_variable|tp_iternext_impl": _before(lambda branches, iterator, *_: branches.moved(iterator)),
             "SideEffects.mutation": _before(lambda branches, _, variable: branches.mutated(variable)),
             "ShapeEnv.allow_scalar_outputs": _before(lambda branches, *_: branches.takes_number()),
-            "TensorVariable.get_python_hash|hash_impl": _asks_identity,
-            "TensorVariable.is_python_equal": _asks_identity,
+            "TensorVariable.get_python_hash|hash_impl": _before(
+                lambda branches, tensor, *_: branches.merged.refuse(hash, [tensor])
+            ),
             **replaced_calls(_current.get),
         },
     )

@@ -202,8 +202,7 @@ def replaced_functions() -> str:
     names: dict[str, list[str]] = {}
     for name, patch in PATCHES.items():
         owner, attributes = short(name).split(".")
-        said = " or ".join(f"`{owner}.{attribute}`" for attribute in attributes.split("|"))
-        names.setdefault(patch.why, []).append(said + (f" (up to {patch.until})" if patch.until else ""))
+        names.setdefault(patch.why, []).append(" or ".join(f"`{owner}.{attribute}`" for attribute in attributes.split("|")))
     rows = [f"| {', '.join(functions)} | {why} |" for why, functions in names.items()]
     return "\n".join([_HEADER, "|---|---|", *rows, ""])
 

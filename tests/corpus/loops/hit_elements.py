@@ -109,6 +109,10 @@ def text_by_a_method(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, e, 0 if "{}".format(e) == "2" else e)  # noqa: UP032
 
 
+def text_by_a_function(self, out, x, weights, ids, e, seen):
+    _add(self, out, x, weights, ids, e, 0 if "2" in map("{}".format, [e]) or str.format("{e}", e=e) == "2" else e)
+
+
 def text_of_a_tuple(self, out, x, weights, ids, e, seen):
     _add(self, out, x, weights, ids, e, 0 if f"{(e,)}" == "(2,)" else e)
 
@@ -326,9 +330,8 @@ NEAR_MISSES = (
     _looped(as_number, lambda self, ids: sorted(_falling(self, ids).tolist()), "sorted_from_the_last_one"),
     *(_asked(question, name) for name, question in QUESTIONS.items()),
     *map(_looped, (
-        among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_percent, text_by_str,
-        text_of_a_tuple, written,
-        written_through_a_view, remembered, type_of_the_element,
+        among_numbers, key_of_a_dict, same_object, text_of_the_tensor, text_by_a_method, text_by_a_function, text_by_percent,
+        text_by_str, text_of_a_tuple, written, written_through_a_view, remembered, type_of_the_element,
     )),
     _looped(text_of_a_row, _rows_of_hits),
     hits_change_in_the_loop, asked_after_the_loop, last_element_is_read, stops_at_an_element, returns_in_the_loop,
