@@ -376,7 +376,8 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         pairs = [pair for x, label in zip(xs, labels, strict=True) for pair in zip(label, x.shape, strict=True)]
         sizes = {letter: size for letter, size in pairs if same_size(size, 1)}
         sizes |= {letter: size for letter, size in pairs if not same_size(size, 1)}  # axes of size 1 are broadcast
-        weights = [is_weight(x, gathered=self._per_token(label, of)) for x, label in zip(xs, labels, strict=True)]
+        per_token = [any(_moves_with_token(of[letter]) for letter in label if letter in of) for label in labels]
+        weights = [is_weight(x, gathered=gathered) for x, gathered in zip(xs, per_token, strict=True)]
         projects = any(weights)
         inner = depth + projects
 
@@ -416,9 +417,6 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
             return set()
         choices = [e for factor in found for e in subexpressions(factor, _is_choice)]
         return {letter for letter, var in index.items() if any(var in choice.free for choice in choices)}
-
-    def _per_token(self, label: str, of: dict[str, Expr]) -> bool:
-        return any(_moves_with_token(of[letter]) for letter in label if letter in of)
 
     def _with_number(self, e: Expr, features: Indices) -> Expr:
         """The element of a projection's input; a number that it is multiplied by stays a part of it, or of its scale."""

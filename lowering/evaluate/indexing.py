@@ -93,7 +93,7 @@ class IndexingRules:
         keyed = [i for i, t in enumerate(tensors) if t is not None]
         if any(len(tensors[i].shape) != 1 for i in keyed) or keyed != list(range(len(keyed))):
             return self.algebra.leaf(value, indices)
-        if not accumulate and _counts_up(x, tensors, values) and self.partitioned(tensors[0]) is not None:
+        if self._inverts(value, tensors[0], values):
             return self.algebra.inverse(tensors[0], indices[0])
         rows, rest = tensors[0].shape[0], indices[len(keyed) :]
         added = None if accumulate else _added_to_rows(x, tensors, values)
@@ -107,8 +107,17 @@ class IndexingRules:
         runs = self.runs(tensors[0]) if added is None else [(0, rows)]
         return self._stored(value, indices, runs, row_at, at, sizes, depth, adds=added is not None)
 
+    def _inverts(self, value: Value, index: Value, stored: Value) -> bool:
+        """True if ``value`` is a vector in which rows 0, 1, ... are stored at the places of a permutation of all its rows."""
+        counts_up = len(value.shape) == 1 and not value.args[-1] and stored.op == "arange" and stored.args == (0, 1)
+        if not counts_up or not same_size(stored.shape[0], value.shape[0]):
+            return False
+        return same_size(index.shape[0], value.shape[0]) if index.is_permutation else self.partitioned(index) is not None
+
     def _element_scatter(self, value: Value, indices: "Indices", depth: int) -> Expr:
         _, dim, index, source, _ = value.args
+        if self._inverts(value, index, source):
+            return self.algebra.inverse(index, indices[0])
 
         def row_at(row: Expr) -> tuple[list[Expr], Expr]:
             at = (*indices[:dim], row, *indices[dim + 1 :])
@@ -345,10 +354,6 @@ class _Landed:
     def total(self, algebra: Algebra) -> Expr:
         return self._summed(algebra, algebra.mul(self.hits, self.body))
 
-    def _never_with(self, term: Expr) -> bool:
-        """Whether a term is zero wherever the row lands: one number cannot equal two."""
-        return any(differ(f, self.hits) for f in factors_of(term))
-
     def replaces(self, algebra: Algebra, base: Expr) -> Expr | None:
         """The element after rows were stored over ``base``, when at most one row lands; None if it has no sum form."""
         if self.hits is algebra.zero:
@@ -360,8 +365,8 @@ class _Landed:
         if all(term in added for term in below):
             for term in below:
                 added.remove(term)
-        elif self.free or not all(map(self._never_with, below)):
-            return None
+        elif self.free or not all(any(differ(f, self.hits) for f in factors_of(term)) for term in below):
+            return None  # a term may not be zero wherever the row lands: one number cannot equal two
         return _Landed(self.free, self.hits, algebra.add(*added), self.unique, apart=self.apart).adds(algebra, base)
 
     def adds(self, algebra: Algebra, base: Expr) -> Expr | None:
@@ -400,12 +405,6 @@ def _added_to_rows(x: Value, tensors: tuple[Value | None, ...], values: Value) -
     read = [v for v in values.args[1] if v.op == "index" and v.args == (x, tensors, 0)]
     others = [v for v in values.args[1] if v not in read]
     return others[0] if len(read) == len(others) == 1 and others[0].dtype == values.dtype else None
-
-
-def _counts_up(x: Value, tensors: tuple[Value | None, ...], values: Value) -> bool:
-    """Whether rows 0, 1, ... are stored in a vector as long as there are."""
-    vector = len(x.shape) == len(tensors) == 1 and values.op == "arange" and values.args == (0, 1)
-    return vector and same_size(values.shape[0], x.shape[0])
 
 
 def _flattened_coordinates(key: Expr) -> list[Expr] | None:

@@ -186,8 +186,6 @@ def _put(view: GraphView, x: Value, key: Any, values: Any, accumulate: bool) -> 
         values = reshaped(view, expanded(view, tensor(values), (*shape, *width)), (rows, *width))
         indices = [reshaped(view, expanded(view, index, shape), (rows,)) for index in indices]
     indices += [None] * (len(x.shape) - len(indices))
-    if _is_inverse_permutation(x, indices, values, accumulate):
-        return view.make("inverse", indices[0], shape=x.shape, dtype=x.dtype)
     return view.make(
         "put", x, tuple(indices), 0, cast(view, tensor(values), x.dtype), accumulate, shape=x.shape, dtype=x.dtype
     )
@@ -214,19 +212,6 @@ def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Valu
     slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
     slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
     return view.make("stack", tuple(slices), dim, shape=x.shape, dtype=x.dtype)
-
-
-def _is_inverse_permutation(x: Value, indices: list[Value | None], values: Value, accumulate: bool) -> bool:
-    return (
-        not accumulate
-        and len(indices) == 1
-        and indices[0] is not None
-        and indices[0].is_permutation
-        and values.op == "arange"
-        and values.args == (0, 1)
-        and same_size(values.shape[0], x.shape[0])
-        and same_size(indices[0].shape[0], x.shape[0])
-    )
 
 
 @form("index_select")
@@ -285,8 +270,6 @@ def _scatter(view: GraphView, x: Any, dim: int, index: Any, source: Any, accumul
     d = axis(x, dim)
     require(all(same_size(a, b) for a, b in zip(index.shape, source.shape, strict=True)), "a source of the index's shape")
     require(all(same_size(index.shape[i], x.shape[i]) for i in range(len(x.shape)) if i != d), "whole other axes")
-    if _is_inverse_permutation(x, [index] if len(x.shape) == 1 else [], source, accumulate):
-        return view.make("inverse", index, shape=x.shape, dtype=x.dtype)
     return view.make("scatter", x, d, index, source, accumulate, shape=x.shape, dtype=x.dtype)
 
 

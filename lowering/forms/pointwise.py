@@ -78,42 +78,25 @@ def _pointwise_form(name: str, arity: int, *names: str) -> None:
     form(*names)(apply)
 
 
-for _name, _arity, _names in [
-    ("add", 2, ("add", "__add__", "__radd__", "wrapped_add")),
-    ("sub", 2, ("sub", "subtract", "wrapped_sub")),
-    ("rsub", 2, ("rsub", "__rsub__")),
-    ("mul", 2, ("mul", "multiply", "__mul__", "__rmul__")),
-    ("neg", 1, ("neg", "negative")),
-    ("floordiv", 2, ("floordiv", "floor_divide")),
-    ("mod", 2, ("mod", "remainder")),
-    ("relu", 1, ("relu",)),
-    ("silu", 1, ("silu",)),
-    ("tanh", 1, ("tanh",)),
-    ("erf", 1, ("erf", "special_erf")),
-    ("exp", 1, ("exp",)),
-    ("log", 1, ("log",)),
-    ("log1p", 1, ("log1p", "special_log1p")),
-    ("expm1", 1, ("expm1", "special_expm1")),
-    ("sin", 1, ("sin",)),
-    ("cos", 1, ("cos",)),
-    ("square", 1, ("square",)),
-    ("sqrt", 1, ("sqrt",)),
-    ("rsqrt", 1, ("rsqrt",)),
-    ("reciprocal", 1, ("reciprocal",)),
-    ("abs", 1, ("abs", "absolute")),
-    ("maximum", 2, ("maximum",)),
-    ("minimum", 2, ("minimum",)),
-    ("eq", 2, ("eq", "__eq__")),
-    ("ne", 2, ("ne", "__ne__")),
-    ("lt", 2, ("lt", "less")),
-    ("le", 2, ("le", "less_equal")),
-    ("gt", 2, ("gt", "greater")),
-    ("ge", 2, ("ge", "greater_equal")),
-    ("and", 2, ("and_", "logical_and", "bitwise_and", "__and__")),
-    ("or", 2, ("or_", "logical_or", "bitwise_or", "__or__")),
-    ("not", 1, ("logical_not", "bitwise_not", "invert", "inv")),
-]:
-    _pointwise_form(_name, _arity, *_names)
+_OF_ONE = {
+    "neg": ("neg", "negative"), "relu": ("relu",), "silu": ("silu",), "tanh": ("tanh",), "erf": ("erf", "special_erf"),
+    "exp": ("exp",), "log": ("log",), "log1p": ("log1p", "special_log1p"), "expm1": ("expm1", "special_expm1"),
+    "sin": ("sin",), "cos": ("cos",), "square": ("square",), "sqrt": ("sqrt",), "rsqrt": ("rsqrt",),
+    "reciprocal": ("reciprocal",), "abs": ("abs", "absolute"), "not": ("logical_not", "bitwise_not", "invert", "inv"),
+}  # fmt: skip
+_OF_TWO = {
+    "add": ("add", "__add__", "__radd__", "wrapped_add"), "sub": ("sub", "subtract", "wrapped_sub"),
+    "rsub": ("rsub", "__rsub__"), "mul": ("mul", "multiply", "__mul__", "__rmul__"),
+    "floordiv": ("floordiv", "floor_divide"), "mod": ("mod", "remainder"),
+    "maximum": ("maximum",), "minimum": ("minimum",), "eq": ("eq", "__eq__"), "ne": ("ne", "__ne__"),
+    "lt": ("lt", "less"), "le": ("le", "less_equal"), "gt": ("gt", "greater"), "ge": ("ge", "greater_equal"),
+    "and": ("and_", "logical_and", "bitwise_and", "__and__"), "or": ("or_", "logical_or", "bitwise_or", "__or__"),
+}  # fmt: skip
+"""Pointwise functions of one and of two operands, and the operators that compute them."""
+
+for _arity, _functions in enumerate((_OF_ONE, _OF_TWO), start=1):
+    for _name, _names in _functions.items():
+        _pointwise_form(_name, _arity, *_names)
 
 
 def _with_numbers(name: str) -> None:

@@ -7,12 +7,13 @@
 from typing import Any
 
 from moeblaze_ops.lowering.forms.views import form, output_dtype, output_shape, require, tensor
+from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.functional_view import GraphView, Value
 
 
 @form("DTensor.redistribute", "DTensor.to_local")
 def _of_parameter(view: GraphView, x: Value, *args: Any, **kwargs: Any) -> Value:
     require(tensor(x).op == "input", "a parameter")
-    call = view.dtensor_call()
+    call = dtensor_call(view._node)
     require(call is not None, "a method of a DTensor, with arguments by name")
     return view.make("input", x, repr(call), shape=output_shape(view), dtype=output_dtype(view))

@@ -35,11 +35,6 @@ def _item(view: GraphView, x: Any) -> Any:
     return number
 
 
-@form("shared_with_host")
-def _shared_with_host(view: GraphView, x: Any) -> Value:
-    return tensor(x)
-
-
 @form("rows_between")
 def _rows_between(view: GraphView, x: Any, start: Any, stop: Any, size: Any) -> Value:
     """What `markers.rows_between` gives, a slice in a graph that is captured with such numbers."""
@@ -63,7 +58,8 @@ def _cat(view: GraphView, xs: Any, dim: int = 0) -> Value:
     d = axis(tensor(xs[0]), dim)
     lengths = [tensor(x).shape[d] for x in xs]
     alike = len({(x.shape[1:], x.dtype) for x in xs}) == 1
-    if d or not alike or not any(map(_is_of_data, lengths)) or not all(_is_known(view, length) for length in lengths):
+    of_data = set().union(*(free_unbacked_symbols(length) for length in lengths if _is_of_data(length)))
+    if d or not alike or not of_data or not of_data <= view.numbers.keys():
         return concatenated(view, xs, d)
     shape = output_shape(view)
     joined = full(view, 0, shape, xs[0].dtype)
@@ -110,17 +106,8 @@ def _between(view: GraphView, lower: Number, upper: Number, extent: Size) -> Val
     return view.make("between", lower, upper, shape=(extent,), dtype=torch.bool)
 
 
-def _selected(view: GraphView, mask: Value) -> Value:
-    """How many rows a mask selects."""
-    return view.make("sum", mask, (0,), False, shape=(), dtype=torch.int64)
-
-
 def _is_of_data(size: Any) -> bool:
     return isinstance(size, sympy.Expr) and bool(free_unbacked_symbols(size))
-
-
-def _is_known(view: GraphView, size: Size) -> bool:
-    return not _is_of_data(size) or all(symbol in view.numbers for symbol in free_unbacked_symbols(size))
 
 
 def _number(view: GraphView, size: Size) -> Number:
@@ -156,5 +143,5 @@ def _positions(view: GraphView, mask: Value, length: Size) -> Value:
     if length not in lengths:
         lengths.append(length)
     if isinstance(length, sympy.Symbol) and length not in view.numbers:
-        view.numbers[length] = _selected(view, mask)
+        view.numbers[length] = view.make("sum", mask, (0,), False, shape=(), dtype=torch.int64)
     return view.make("nonzero", mask, 0, shape=(length,), dtype=torch.int64)

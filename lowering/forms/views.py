@@ -220,11 +220,6 @@ def _repeat_interleave(view: GraphView, x: Any, repeats: int, dim: int | None = 
     return view.make("spread", tensor(x), axis(x, dim), repeats)
 
 
-@form("stack")
-def _stack(view: GraphView, xs: Any, dim: int = 0) -> Value:
-    return view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1))
-
-
 def concatenated(view: GraphView, xs: Any, d: int) -> Value:
     if d < len(xs[0].shape) - 1 and all(x.shape[d] == 1 for x in xs):  # slots of ids and weights stay one tensor
         return view.make("stack", tuple(selected(view, x, d, 0) for x in xs), d)
@@ -296,7 +291,8 @@ _ZEROS = ("zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "ne
 _CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "long", "int", "bool", "cpu")
 
 short_forms({
-    ("contiguous", "clone"): lambda view, x, *args, **kwargs: tensor(x),
+    ("contiguous", "clone", "shared_with_host"): lambda view, x, *args, **kwargs: tensor(x),
+    ("stack",): lambda view, xs, dim=0: view.make("stack", tuple(map(tensor, xs)), dim % (len(xs[0].shape) + 1)),
     ("permute",): lambda view, x, *dims: permuted(view, tensor(x), dims[0] if isinstance(dims[0], (tuple, list)) else dims),
     ("t", "adjoint", "mT"): lambda view, x: _transpose(view, x) if len(tensor(x).shape) > 1 else x,
     ("numpy_T",): lambda view, x: permuted(view, x, tuple(reversed(range(len(tensor(x).shape))))),

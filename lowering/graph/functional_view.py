@@ -128,7 +128,8 @@ def _has_unknown_writes(node: fx.Node) -> bool:
     """Whether nothing tells what a node writes: kernels and functions of the user, graph bodies that write somewhere."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         bodies = [body for operand in node.all_input_nodes if (body := _body(operand)) is not None]
-        return "mutation" in node.target.name() or not bodies or any(map(_body_writes, bodies))
+        steps = [step for body in bodies for step in body.graph.nodes if step.op != "output"]
+        return "mutation" in node.target.name() or not bodies or any(map(written_nodes, steps))
     calls = node.op in ("call_function", "call_method", "call_module")
     return calls and not operator_name(node) and not overloads_of(node) and not _dtensor_method(node)
 
@@ -146,10 +147,6 @@ def _body(node: fx.Node) -> fx.GraphModule | None:
         return None
     body = getattr(owner, node.target, None)
     return body if isinstance(body, fx.GraphModule) else None
-
-
-def _body_writes(body: fx.GraphModule) -> bool:
-    return any(written_nodes(step) for step in body.graph.nodes if step.op != "output")
 
 
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode")
@@ -240,10 +237,6 @@ class GraphView:
         return self._aliases.get(storage, [node]) if storage is not None else [node]
 
     # What canonical forms use to build values.
-
-    def dtensor_call(self) -> tuple[str, dict[str, Any]] | None:
-        """Which method of a DTensor the current node calls, and its keywords."""
-        return dtensor_call(self._node)
 
     def make(self, op: str, *args: Any, shape: tuple | None = None, dtype: torch.dtype | None = None) -> Value:
         fake = fake_of(self._node)

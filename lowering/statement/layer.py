@@ -103,10 +103,7 @@ class Statement:
         slots = [algebra.const(k) for k in range(match.K)] if form.slots == "listed" else [around]
         for k in slots:
             for number in self._numbers(form):
-                if form.experts == "indexed":
-                    term = self._indexed(form, activation, number, k)
-                else:
-                    term = self._term(form, activation, number, k)
+                term = (self._indexed if form.experts == "indexed" else self._term)(form, activation, number, k)
                 if form.experts == "summed":
                     term = algebra.sum(number, term)
                 yield term if around is None or around is algebra.zero else algebra.sum(around, term)
