@@ -44,10 +44,6 @@ def _check_ids(experts_TK: Tensor, num_experts: int) -> None:
     require(largest < num_experts, "dispatch", "experts_TK", rule, largest)
 
 
-def _dispatch_backward(ctx, *grads):
-    return None, None, None
-
-
 dispatch = register_op(
     "dispatch",
     "(Tensor experts_TK, SymInt num_experts, bool check_ids=False) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -55,7 +51,7 @@ dispatch = register_op(
     cpu=_dispatch_cpu,
     launcher=_dispatch_launcher,
     check=lambda op, experts_TK, num_experts, check_ids=False: check_dispatch(op, experts_TK, num_experts),
-    backward=_dispatch_backward,
+    backward=lambda ctx, *gradients: (None, None, None),
 )
 """Sort the routed slots by expert, stably, without a sort, an atomic or a host sync.
 

@@ -230,10 +230,6 @@ def _route_gradient(ctx, dweights_TK, dexperts_TK):
     return dlogits_TE, None, None, None, None, None, None, None
 
 
-def _route_backward_fake(dweights_TK, logits_TE, weights_TK, experts_TK, scoring, renormalize, scale) -> Tensor:
-    return logits_TE.new_empty(logits_TE.shape)
-
-
 def _route_backward_cpu(dweights_TK, logits_TE, weights_TK, experts_TK, *options) -> Tensor:
     operands = dweights_TK, logits_TE, weights_TK, experts_TK
     if not config.batch_invariant:
@@ -268,7 +264,7 @@ route_backward = register_op(
     "route_backward",
     "(Tensor dweights_TK, Tensor logits_TE, Tensor weights_TK, Tensor experts_TK, str scoring, bool renormalize,"
     " float scale) -> Tensor",
-    fake=_route_backward_fake,
+    fake=lambda dweights_TK, logits_TE, *_: logits_TE.new_empty(logits_TE.shape),
     cpu=_route_backward_cpu,
     kernel="routing.route:launch_route_backward",
     check=check_route_backward,

@@ -32,14 +32,6 @@ def _check(op: str, x_TD: Tensor, name: str, other: Tensor, experts_axis: int, m
     check_like(op, name, other, x_TD)
 
 
-def _check_logits(op: str, x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> None:
-    _check(op, x_TD, "w_ED", w_ED, 0)
-
-
-def _check_weight_grad(op: str, dlogits_TE: Tensor, x_TD: Tensor) -> None:
-    _check(op, x_TD, "dlogits_TE", dlogits_TE, 1, MOST_EXPERTS)
-
-
 def _logits_fake(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tensor:
     return x_TD.new_empty((x_TD.shape[0], w_ED.shape[0]), dtype=sum_dtype(x_TD) if wide else x_TD.dtype)
 
@@ -75,21 +67,13 @@ def _forward_mode(x_TD: Tensor, w_ED: Tensor, wide: bool = False) -> Tensor:
     return carrying(router_logits(x_TD, w_ED, wide), sum(router_logits(*term, wide) for term in terms))
 
 
-def _weight_grad_fake(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    return x_TD.new_empty((dlogits_TE.shape[1], x_TD.shape[1]))
-
-
-def _weight_grad_cpu(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    return dlogits_TE.mT @ x_TD
-
-
 router_weight_grad = register_op(
     "router_weight_grad",
     "(Tensor dlogits_TE, Tensor x_TD) -> Tensor",
-    fake=_weight_grad_fake,
-    cpu=_weight_grad_cpu,
+    fake=lambda dlogits_TE, x_TD: x_TD.new_empty((dlogits_TE.shape[1], x_TD.shape[1])),
+    cpu=lambda dlogits_TE, x_TD: dlogits_TE.mT @ x_TD,
     kernel="routing.router_products:launch_router_weight_grad",
-    check=_check_weight_grad,
+    check=lambda op, dlogits_TE, x_TD: _check(op, x_TD, "dlogits_TE", dlogits_TE, 1, MOST_EXPERTS),
     flops=lambda dlogits_shape, x_shape, **kwargs: 2 * dlogits_shape[1] * x_shape[0] * x_shape[1],
 )
 """``dlogits.T @ x``: the gradient of ``router_logits`` for its weight.
@@ -111,7 +95,7 @@ router_logits = register_op(
     fake=_logits_fake,
     cpu=_logits_cpu,
     kernel="routing.router_products:launch_router_logits",
-    check=_check_logits,
+    check=lambda op, x_TD, w_ED, wide=False: _check(op, x_TD, "w_ED", w_ED, 0),
     backward=_gradient,
     setup_context=_setup_context,
     forward_mode=_forward_mode,

@@ -71,10 +71,6 @@ def _forward_mode(logits_TE, kept_T) -> tuple[Tensor, Tensor]:
     return carrying(sums_E, dsums_E), carrying(squares, dsquares)
 
 
-def _backward_fake(dsums_E, dsquares, logits_TE, kept_T, dlogits_TE=None) -> Tensor:
-    return logits_TE.new_empty(logits_TE.shape)
-
-
 def _backward_cpu(dsums_E, dsquares, logits_TE, kept_T, added_TE=None) -> Tensor:
     wide_TE = logits_TE.to(wide_dtype(logits_TE))
     p_TE = wide_TE.softmax(-1)
@@ -91,24 +87,16 @@ def _backward_cpu(dsums_E, dsquares, logits_TE, kept_T, added_TE=None) -> Tensor
     return dlogits_TE.to(logits_TE.dtype).contiguous()
 
 
-def _counts_fake(experts_TK, num_experts) -> Tensor:
-    return experts_TK.new_empty((num_experts,), dtype=torch.int32)
-
-
 def _counts_cpu(experts_TK, num_experts) -> Tensor:
     ids_N = experts_TK.reshape(-1).long()
     used_N = (ids_N >= 0) & (ids_N < num_experts)
     return torch.bincount(torch.where(used_N, ids_N, num_experts), minlength=num_experts + 1)[:num_experts].int()
 
 
-def _no_gradient(ctx, *grads):
-    return None, None
-
-
 router_sums_backward = register_op(
     "router_sums_backward",
     "(Tensor? dsums_E, Tensor? dsquares, Tensor logits_TE, Tensor? kept_T, Tensor? dlogits_TE=None) -> Tensor",
-    fake=_backward_fake,
+    fake=lambda dsums_E, dsquares, logits_TE, *_: logits_TE.new_empty(logits_TE.shape),
     cpu=_backward_cpu,
     kernel="routing.router_sums:launch_router_sums_backward",
     check=_check_backward,
@@ -146,10 +134,10 @@ Raises:
 expert_counts = register_op(
     "expert_counts",
     "(Tensor experts_TK, SymInt num_experts) -> Tensor",
-    fake=_counts_fake,
+    fake=lambda experts_TK, num_experts: experts_TK.new_empty((num_experts,), dtype=torch.int32),
     cpu=_counts_cpu,
     kernel="routing.dispatch:launch_expert_counts",
     check=check_dispatch,
-    backward=_no_gradient,
+    backward=lambda ctx, dcounts_E: (None, None),
 )
 """How many slots each expert has, int32, shape [E]; arguments and errors are those of ``dispatch``, and so are its counts."""

@@ -19,17 +19,9 @@ from moeblaze_ops.ops.direct import call
 from moeblaze_ops.ops.register import register_op, register_plain_op
 
 
-def _expert_weight_grad_fake(gathered_TD, grouped_NGF, like, weights_TK, slots_N, offsets_E1, top_k) -> list[Tensor]:
-    return [torch.empty_like(w, device=gathered_TD.device) for w in like]
-
-
 def _weight_grad_flops(gathered_shape, grouped_shape, *args, **kwargs) -> int:
     N, G, F = grouped_shape
     return 2 * N * G * F * gathered_shape[1]
-
-
-def _expert_bias_grad_fake(rows_NC, weights_TK, slots_N, offsets_E1, top_k, gathered) -> Tensor:
-    return rows_NC.new_empty((offsets_E1.shape[0] - 1, rows_NC.shape[1]))
 
 
 def _nothing(*args) -> None:
@@ -40,7 +32,7 @@ expert_weight_grad = register_op(
     "expert_weight_grad",
     "(Tensor gathered_TD, Tensor grouped_NGF, Tensor[] like, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1,"
     " SymInt top_k) -> Tensor[]",
-    fake=_expert_weight_grad_fake,
+    fake=lambda gathered_TD, grouped_NGF, like, *_: [torch.empty_like(w, device=gathered_TD.device) for w in like],
     cpu=cpu_gradients.expert_weight_grad,
     kernel="experts.weight_grad:launch_expert_weight_grad",
     check=check_weight_grad_like,
@@ -87,7 +79,7 @@ tokens keeps what it has. Every element has one writer: two runs agree bit for b
 expert_bias_grad = register_op(
     "expert_bias_grad",
     "(Tensor rows_NC, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1, SymInt top_k, bool gathered) -> Tensor",
-    fake=_expert_bias_grad_fake,
+    fake=lambda rows_NC, weights_TK, slots_N, offsets_E1, *_: rows_NC.new_empty((offsets_E1.shape[0] - 1, rows_NC.shape[1])),
     cpu=cpu_gradients.expert_bias_grad,
     kernel="experts.bias_grad:launch_expert_bias_grad",
     check=check_bias_grad,

@@ -4,31 +4,21 @@ A low-rank addition to a weight, ``W + B A``, is computed beside it: u = x A^T i
 sum of the product with W.
 """
 
-from torch import Tensor
+from math import prod
 
 from moeblaze_ops.arguments.validation import check_expert_rows
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.ops.register import register_op
 
-
-def _expert_rows_fake(rows_NGF, w_EGFC, offsets_E1, blocks_B2) -> Tensor:
-    return rows_NGF.new_empty((rows_NGF.shape[0], w_EGFC.shape[3]))
-
-
-def _expert_rows_flops(rows_shape, w_shape, *args, **kwargs) -> int:
-    N, G, F = rows_shape
-    return 2 * N * G * F * w_shape[3]
-
-
 expert_rows = register_op(
     "expert_rows",
     "(Tensor rows_NGF, Tensor w_EGFC, Tensor offsets_E1, Tensor blocks_B2) -> Tensor",
-    fake=_expert_rows_fake,
+    fake=lambda rows_NGF, w_EGFC, *_: rows_NGF.new_empty((rows_NGF.shape[0], w_EGFC.shape[3])),
     cpu=cpu.expert_rows,
     kernel="experts.expert_up_backward:launch_expert_rows",
     check=check_expert_rows,
     autocast=(0, 1),
-    flops=_expert_rows_flops,
+    flops=lambda rows_shape, w_shape, *_, **kwargs: 2 * prod(rows_shape) * w_shape[3],
 )
 """The product of each row with its expert's matrix: ``y[r] = sum_gf rows[r, g, f] * w[e, g, f, :]``, in expert order.
 

@@ -2,30 +2,19 @@
 
 import math
 
-from torch import Tensor
-
 from moeblaze_ops.arguments.validation_gradients import check_low_rank_backward
 from moeblaze_ops.cpu import experts as cpu
 from moeblaze_ops.ops.register import register_op
-
-
-def _low_rank_backward_fake(dy, u_NR, b, *rest) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(u_NR.shape), b.new_empty(b.shape)
-
-
-def _low_rank_backward_flops(dy_shape, u_shape, b_shape, *args, **kwargs) -> int:
-    return 2 * 2 * u_shape[0] * math.prod(b_shape[1:])
-
 
 low_rank_backward = register_op(
     "low_rank_backward",
     "(Tensor dy, Tensor u_NR, Tensor b, Tensor? weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK,"
     " Tensor blocks_B2) -> (Tensor, Tensor)",
-    fake=_low_rank_backward_fake,
+    fake=lambda dy, u_NR, b, *_: (dy.new_empty(u_NR.shape), b.new_empty(b.shape)),
     cpu=cpu.low_rank_backward,
     kernel="experts.low_rank_backward:launch_low_rank_backward",
     check=check_low_rank_backward,
-    flops=_low_rank_backward_flops,
+    flops=lambda dy_shape, u_shape, b_shape, *_, **kwargs: 2 * 2 * u_shape[0] * math.prod(b_shape[1:]),
 )
 """Both gradients of ``y[r] = s[r] * u[r] @ B[e]^T``, what a low-rank addition adds to a projection, in one pass over dy.
 

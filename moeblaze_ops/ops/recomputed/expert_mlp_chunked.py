@@ -4,7 +4,8 @@ Each range is dispatched on its own, so that no tensor but x, the output and the
 allocates is free again before the next one. Ranges are counted when the op runs, and one compiled graph serves every T.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,26 +65,37 @@ def _gradient(ctx, dout_TD):
         return None, *([None] * count for count in ctx.counts), None, *none_for_the_rest
     x_TD, weights_TK, experts_TK, *parameters = ctx.saved_tensors
     groups = split_groups(parameters, ctx.counts)
-    needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
-    needs = [needs_x, *(any(group) for group in needs_groups)]
-    num_experts = ctx.settings[0]
-    buffers = gradient_buffers(groups, needs[1:], num_experts)
-    if any(buffers):
+    routed = (weights_TK, experts_TK, *ctx.settings)
+
+    def take(needs: list[bool], buffers: list[list[Tensor] | None]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        if not any(buffers):
+            return expert_mlp_chunked_backward(dout_TD, x_TD, *groups, *routed, needs)
         sums = GradientSums(groups, needs[1:], buffers)
-        routed = (dout_TD, x_TD, groups, weights_TK, experts_TK, *ctx.settings)
-        dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)  # type: ignore[call-arg]
-        gradients = sums.rounded()
-    else:
-        dx_TD, dweights_TK, gradients = expert_mlp_chunked_backward(
-            dout_TD, x_TD, *groups, weights_TK, experts_TK, *ctx.settings, needs
-        )
-    wanted = [need and buffer is None for need, buffer in zip(needs[1:], buffers, strict=True)]
-    dx_TD = dx_TD if needs_x else None
-    dweights_TK = None if weights_TK is None else dweights_TK
-    return dx_TD, *as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
+        return *_backward_in_chunks(sums, dout_TD, x_TD, groups, *routed, needs[0]), sums.rounded()
+
+    return *gradients_of(ctx, groups, ctx.settings[0], take), *none_for_the_rest
 
 
-def gradient_buffers(groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list[Tensor] | None]:
+def gradients_of(
+    ctx: Any,
+    groups: list[list[Tensor]],
+    num_experts: int,
+    take: Callable[[list[bool], list[list[Tensor] | None]], tuple[Tensor, Tensor, list[Tensor]]],
+) -> tuple:
+    """The gradients of x, of the groups of parameters and of the routing weights, each None where it is not needed.
+
+    ``take(needs, buffers)`` computes them: of x and the groups those in ``needs``, of the groups those that are in no buffer.
+    """
+    needs_x, *needs_groups, needs_weights = ctx.needs_input_grad[:6]
+    needs = list(map(any, needs_groups))
+    buffers = _gradient_buffers(groups, needs, num_experts)
+    dx_TD, dweights_TK, gradients = take([needs_x, *needs], buffers)
+    wanted = [need and buffer is None for need, buffer in zip(needs, buffers, strict=True)]
+    of_parameters = _as_given(gradients, groups, wanted, num_experts)
+    return dx_TD if needs_x else None, *of_parameters, dweights_TK if needs_weights else None
+
+
+def _gradient_buffers(groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list[Tensor] | None]:
     """What the gradients of w_up and w_down are added to, if ``accumulate_grad`` says so and no experts are stored apart."""
     if any(are_apart(group, num_experts) for group in groups):
         return [None] * len(groups)
@@ -91,7 +103,7 @@ def gradient_buffers(groups: list[list[Tensor]], needs: list[bool], num_experts:
     return [w_up, None, w_down, None]
 
 
-def as_given(gradients: list[Tensor], groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list]:
+def _as_given(gradients: list[Tensor], groups: list[list[Tensor]], needs: list[bool], num_experts: int) -> list[list]:
     """The gradients of each group of parameters, None for those that need none."""
     result, start = [], 0
     for group, need in zip(groups, needs, strict=True):
@@ -137,16 +149,7 @@ class GradientSums:
 
 
 def _add_chunk(
-    sums: GradientSums,
-    dout_TD: Tensor,
-    x_TD: Tensor,
-    parameters: Sequence[list[Tensor]],
-    weights_TK: Tensor | None,
-    experts_TK: Tensor,
-    num_experts: int,
-    activation: str,
-    weight_on_input: bool,
-    needs_x: bool,
+    sums: GradientSums, dout_TD, x_TD, parameters, weights_TK, experts_TK, num_experts, activation, weight_on_input, needs_x
 ) -> tuple[Tensor | None, Tensor]:
     """Backward of some tokens: their dx_TD if it is computed, and dweights_TK; the parameters' gradients go to ``sums``."""
     w_up = parameters[0]
@@ -172,28 +175,17 @@ def _add_chunk(
     return dx_TD, dscale_TK if weight_on_input else dweights_TK
 
 
-def backward_in_chunks(
-    sums: GradientSums,
-    dout_TD: Tensor,
-    x_TD: Tensor,
-    parameters: Sequence[list[Tensor]],
-    weights_TK: Tensor | None,
-    experts_TK: Tensor,
-    num_experts: int,
-    chunk_tokens: int,
-    activation: str,
-    weight_on_input: bool,
-    needs_x: bool,
+def _backward_in_chunks(
+    sums: GradientSums, dout_TD, x_TD, parameters, weights_TK, experts_TK, num_experts, chunk_tokens, *layer
 ) -> tuple[Tensor, Tensor]:
     """dx_TD ([0, D] unless it is needed) and dweights_TK ([0, K] without weights); the other gradients go to ``sums``."""
+    *_, needs_x = layer
     dx_TD = x_TD.new_empty((x_TD.shape[0] if needs_x else 0, x_TD.shape[1]))
     dweights_TK = routing_gradient_like(weights_TK, experts_TK)
-    layer = (num_experts, activation, weight_on_input, needs_x)
     for tokens in token_ranges(x_TD.shape[0], chunk_tokens):
         # In a function, so that what one range allocates is gone when the next one allocates.
-        dx_chunk, dweights_chunk = _add_chunk(
-            sums, dout_TD[tokens].contiguous(), x_TD[tokens], parameters, _of(weights_TK, tokens), experts_TK[tokens], *layer
-        )
+        routed = (_of(weights_TK, tokens), experts_TK[tokens], num_experts)
+        dx_chunk, dweights_chunk = _add_chunk(sums, dout_TD[tokens].contiguous(), x_TD[tokens], parameters, *routed, *layer)
         if needs_x:
             dx_TD[tokens] = dx_chunk
         if weights_TK is not None:
@@ -229,8 +221,7 @@ def _expert_mlp_chunked_backward(dout_TD, x_TD, *rest) -> tuple[Tensor, Tensor, 
     needs_x, *needs_groups = needs
     sums = GradientSums(parameters, needs_groups)
     routed = (dout_TD, x_TD, parameters, weights_TK, experts_TK, *settings)
-    dx_TD, dweights_TK = backward_in_chunks(sums, *routed, needs_x)  # type: ignore[call-arg]
-    return dx_TD, dweights_TK, sums.rounded()
+    return *_backward_in_chunks(sums, *routed, needs_x), sums.rounded()
 
 
 expert_mlp_chunked_backward = register_op(

@@ -26,7 +26,7 @@ from moeblaze_ops.ops.recomputed.expert_mlp import (
     setup_context,
     split_groups,
 )
-from moeblaze_ops.ops.recomputed.expert_mlp_chunked import as_given, gradient_buffers
+from moeblaze_ops.ops.recomputed.expert_mlp_chunked import gradients_of
 from moeblaze_ops.ops.recomputed.ranged_backward import Backward, Device, cpu_device, gpu_device, gradients_in_ranges
 from moeblaze_ops.ops.register import register_op
 
@@ -78,26 +78,24 @@ def _gradient(ctx, dout_TD):
     x_TD, weights_TK, *routing = ctx.saved_tensors[:6]
     parameters = ctx.saved_tensors[6:]
     groups = split_groups(parameters, ctx.counts)
-    needs_x, *needs_groups, _ = ctx.needs_input_grad[:6]
-    needs = [needs_x, *(any(group) for group in needs_groups)]
     num_experts = routing[1].shape[0] - 1
-    column_bytes = _traced_column_bytes(groups[0], x_TD, routing[0].shape[0], num_experts, needs, ctx.max_bytes)
+    needs_w = any(ctx.needs_input_grad[1]), any(ctx.needs_input_grad[3])
+    column_bytes = _traced_column_bytes(groups[0], x_TD, routing[0].shape[0], num_experts, needs_w, ctx.max_bytes)
     if column_bytes is not None:
         return *expert_mlp_gradient(ctx, dout_TD, column_bytes), None
-    buffers = gradient_buffers(groups, needs[1:], num_experts)
-    arguments = (dout_TD, x_TD, *groups, weights_TK, *routing, ctx.activation, ctx.weight_on_input, ctx.max_bytes, needs)
-    if any(buffers):
-        dx_TD, dweights_TK, gradients = expert_mlp_ranged_backward_add(*arguments, buffers[0] or [], buffers[2] or [])
-    else:
-        dx_TD, dweights_TK, gradients = expert_mlp_ranged_backward(*arguments)
-    wanted = [need and buffer is None for need, buffer in zip(needs[1:], buffers, strict=True)]
-    dx_TD = dx_TD if needs_x else None
-    dweights_TK = None if weights_TK is None else dweights_TK
-    return dx_TD, *as_given(gradients, groups, wanted, num_experts), dweights_TK, *none_for_the_rest
+    layer = (weights_TK, *routing, ctx.activation, ctx.weight_on_input, ctx.max_bytes)
+
+    def take(needs: list[bool], buffers: list[list[Tensor] | None]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        arguments = (dout_TD, x_TD, *groups, *layer, needs)
+        if any(buffers):
+            return expert_mlp_ranged_backward_add(*arguments, buffers[0] or [], buffers[2] or [])
+        return expert_mlp_ranged_backward(*arguments)
+
+    return *gradients_of(ctx, groups, num_experts, take), *none_for_the_rest
 
 
 def _traced_column_bytes(
-    w_up: list[Tensor], x_TD: Tensor, num_rows: int, num_experts: int, needs: Sequence[bool], max_bytes: int
+    w_up: list[Tensor], x_TD: Tensor, num_rows: int, num_experts: int, needs_w: tuple[bool, bool], max_bytes: int
 ) -> int | None:
     """What the rows of dx may take in a graph where the ops of ``expert_mlp`` hold the limit, else None.
 
@@ -107,7 +105,7 @@ def _traced_column_bytes(
         return None
     _, G, F, D = w_up[0].shape
     gated = G == 2 or num_joined(w_up, num_experts) == 2
-    sizes = range_sizes(D, F, num_experts, x_TD.dtype, gated, needs[1], needs[3])
+    sizes = range_sizes(D, F, num_experts, x_TD.dtype, gated, *needs_w)
     left = sizes.whole_column_bytes(max_bytes - routing_bytes(num_rows, num_experts), num_rows)
     return None if left is None else capped(left)
 

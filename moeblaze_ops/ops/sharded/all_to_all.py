@@ -102,10 +102,6 @@ def _row_numbers(leaving_R2: Tensor, shard: Tensor, group: str, layer: str) -> l
     return [leaving_R2.new_empty(number, 0) for number in (*leaving, *arriving, sum(slots))]
 
 
-def _row_numbers_fake(leaving_R2: Tensor, shard: Tensor, group: str, layer: str) -> list[Tensor]:
-    return [leaving_R2.new_empty(number_of_data(), 0) for _ in range(2 * leaving_R2.shape[0] + 1)]
-
-
 def _sum_rows_cpu(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
     sums_TD = rows_SD.new_zeros(positions_TR.shape[0], rows_SD.shape[1], dtype=sum_dtype(rows_SD))
     for positions_T in positions_TR.unbind(1):
@@ -130,7 +126,10 @@ def _sum_rows_fake(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
 
 
 row_numbers = register_plain_op(
-    "row_numbers", "(Tensor leaving_R2, Tensor shard, str group, str layer) -> Tensor[]", _row_numbers, _row_numbers_fake
+    "row_numbers",
+    "(Tensor leaving_R2, Tensor shard, str group, str layer) -> Tensor[]",
+    _row_numbers,
+    lambda leaving_R2, *_: [leaving_R2.new_empty(number_of_data(), 0) for _ in range(2 * leaving_R2.shape[0] + 1)],
 )
 """Tensors [n, 0], no data: n is how many rows leave for each rank, how many arrive from each, and how many slots arrive in all.
 

@@ -93,14 +93,6 @@ def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str, routing
     return peer_copies.gather(local, rows, group, routing)
 
 
-def _gather_rows_fake(local: list[Tensor], rows: Size, ranks: int, group: str, routing: bool) -> list[Tensor]:
-    return [tensor.new_empty(ranks * rows, *tensor.shape[1:], 0) for tensor in local]
-
-
-def _sum_parts_fake(whole: list[Tensor], ranks: int, group: str, by_columns: bool = False) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:], 0) for tensor in whole]
-
-
 def first_rows(tensor: Tensor, rows: Size) -> Tensor:
     """Without the rows that ``start_gathers`` put behind those of this rank."""
     if _is_same(tensor.shape[0], rows):
@@ -130,10 +122,6 @@ def _first_of_rank(x: Tensor, num_local: int, group: str, members: list[int]) ->
     return x.new_full((), process_group(group).rank() * num_local, dtype=torch.int32)
 
 
-def _first_of_rank_fake(x: Tensor, num_local: int, group: str, members: list[int]) -> Tensor:
-    return x.new_empty((), dtype=torch.int32)
-
-
 def _most_tokens(x_TD: Tensor, shard: Tensor | None, group: str, layer: str) -> Tensor:
     return x_TD.new_empty(max(1, largest_number(x_TD.shape[0], group, layer, path_of(shard))), 0)
 
@@ -160,15 +148,11 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
     return padded
 
 
-def _with_rows_fake(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.new_empty(rows, *tensor.shape[1:])
-
-
 gather_rows = register_plain_op(
     "gather_rows",
     "(Tensor[] local, SymInt rows, int ranks, str group, bool routing) -> Tensor[]",
     _gather_rows,
-    _gather_rows_fake,
+    lambda local, rows, ranks, *_: [tensor.new_empty(ranks * rows, *tensor.shape[1:], 0) for tensor in local],
 )
 """Starts to gather so many rows of each rank by copy engines, of several tensors; it has read them when it returns.
 
@@ -179,7 +163,7 @@ sum_parts = register_plain_op(
     "sum_parts",
     "(Tensor[] whole, int ranks, str group, bool by_columns=False) -> Tensor[]",
     lambda whole, ranks, group, by_columns=False: peer_copies.sum_parts(whole, group, by_columns),
-    _sum_parts_fake,
+    lambda whole, ranks, *_: [tensor.new_empty(tensor.shape[0] // ranks, *tensor.shape[1:], 0) for tensor in whole],
 )
 """Starts to sum tensors over the ranks by copy engines: each gets its rows. It has read them when it returns, for ``arrived``."""
 
@@ -195,7 +179,7 @@ first_of_rank = register_plain_op(
     "first_of_rank",
     "(Tensor x, int num_local, str group, int[] members) -> Tensor",
     _first_of_rank,
-    _first_of_rank_fake,
+    lambda x, *_: x.new_empty((), dtype=torch.int32),
 )
 """[], int32, where x is: the number of the first expert on this rank, each having so many. Code of one rank is that of another.
 
@@ -218,7 +202,12 @@ meet = register_plain_op(
 )
 """[0], no data, where x is. The hosts of the group wait for each other: all of them have to come to this layer, in words."""
 
-with_rows = register_plain_op("with_rows", "(Tensor tensor, SymInt rows) -> Tensor", _with_rows, _with_rows_fake)
+with_rows = register_plain_op(
+    "with_rows",
+    "(Tensor tensor, SymInt rows) -> Tensor",
+    _with_rows,
+    lambda tensor, rows: tensor.new_empty(rows, *tensor.shape[1:]),
+)
 """A copy with so many rows, the last ones filled with -1: no expert's id.
 
 Raises:
