@@ -1,5 +1,8 @@
 """Formulas of activations: their text, their canonical form, their derivative, and what is refused."""
 
+import functools
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,6 +249,66 @@ def test_a_number_that_a_function_reads_may_change():
             torch.testing.assert_close(run(x, doubled), layer(x, f"silu(h) * {number}"))
             torch.testing.assert_close(run(x, scaled), layer(x, f"relu(h) ** {number}"))
     torch.testing.assert_close(layer(x, Slotted()), layer(x, "gelu"))
+
+
+SLOPE = 1.0
+
+
+def _of_a_global(h):
+    return h * torch.sigmoid(SLOPE * h)
+
+
+class _Reader(nn.Module):
+    """Its activations read a number in other places than their own cells."""
+
+    def __init__(self):
+        super().__init__()
+        self.number, self.numbers, self.inner = 1.0, [1.0], nn.CELU()
+
+    @property
+    def half(self):
+        return self.number / 2
+
+    def scaled(self, h):
+        return F.silu(h) * self.number
+
+    def activation(self, name):
+        def of_a_default(h, number=self.number):
+            return F.silu(h) * number
+
+        return {
+            "attribute": lambda h: F.silu(h) * self.number,
+            "element": lambda h: F.silu(h) * self.numbers[0],
+            "module": lambda h: self.inner(h),
+            "property": lambda h: F.silu(h) * self.half,
+            "another function": lambda h: self.scaled(h),
+            "default": of_a_default,
+            "method": self.scaled,
+            "partial": functools.partial(torch.mul, other=self.number),
+        }[name]
+
+    def forward(self, x, name, *operands):
+        return moe(x, *operands, activation=_of_a_global if name == "global" else self.activation(name))
+
+
+@pytest.mark.parametrize(
+    "name", ["attribute", "element", "module", "property", "another function", "default", "method", "partial", "global"]
+)
+def test_a_number_that_is_read_elsewhere_may_change(name, monkeypatch):
+    """Where Dynamo cannot guard it, the graph breaks at the call."""
+    x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
+    w_up, w_down = torch.randn(2, 3, 4, 4)
+    reader = _Reader()
+    torch._dynamo.reset()
+    compiled = torch.compile(reader, backend="eager", fullgraph=name == "global")
+    for number in (1.0, 0.5, 2.0):
+        reader.number = reader.numbers[0] = reader.inner.alpha = number
+        monkeypatch.setattr(sys.modules[__name__], "SLOPE", number)
+        function = _of_a_global if name == "global" else reader.activation(name)
+        rows = torch.einsum("td,tkfd->tkf", x, w_up[experts])
+        expected = torch.einsum("tk,tkf,tkdf->td", weights, function(rows), w_down[experts])
+        for run in (reader, compiled):
+            torch.testing.assert_close(run(x, name, weights, experts, w_up, w_down), expected, rtol=1e-4, atol=1e-4)
 
 
 class _AllEqual:
