@@ -95,9 +95,11 @@ def compiled_by_attempts(
     if why_no_attempts() is not None:
         return None, None
     path, resumes = torch_internals.path_to(frame.code), torch_internals.is_resumed(frame.code)
+    numbers = [line for *_, line in frame.code.co_lines() if line is not None]
+    lines = range(min(numbers), max(numbers) + 1)
     tries: list[_Tried] = []
     for follows_branches in (True, False):
-        attempt = given_up.Attempt(path, torch_internals.compiled_module(), resumes, follows_branches)
+        attempt = given_up.Attempt(path, lines, torch_internals.compiled_module(), resumes, follows_branches)
         if given_up.is_one_too_many():
             break
         if (cause := given_up.known(attempt)) is not None:

@@ -30,6 +30,7 @@ class Attempt:
     """An attempt at a frame, which is called by ``path``; what remains of a function after a graph break is a frame, too."""
 
     path: CallPath
+    lines: range  # of the function
     module: nn.Module | None
     resumes: bool
     follows_branches: bool
@@ -42,7 +43,7 @@ class Attempt:
             return False
         at_file, at_line, at_name = cause.path.calls[depth]
         is_inside = at_line > line if self.resumes else depth >= len(cause.attempt.path.calls)
-        is_same = (at_file, at_name) == (file, name) and tuple(callers) == cause.path.calls[:depth]
+        is_same = (at_file, at_name) == (file, name) and at_line in self.lines and tuple(callers) == cause.path.calls[:depth]
         known = cause.path.modules | self.path.modules
         return is_inside and is_same and (self.module is None or id(self.module) in known)
 

@@ -1,5 +1,7 @@
 """How often a frame is traced: what an attempt did as the next one would is not done again."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -307,6 +309,26 @@ def test_what_a_frame_was_given_up_for_is_not_tried_again_inside(attempts):
 def test_the_same_line_of_another_module_is_tried(attempts):
     assert rewritten_layers(Model(Block(Norm()), Block(nn.SiLU()))) == 1
     assert followed(attempts) == ["forward"] * 2
+
+
+class Few(nn.Module):
+    """Its condition is left."""
+
+    def forward(layer, x):  # noqa: N805
+        rows = torch.where(x[:, 0] > 0)[0]
+        return x if len(rows) < 3 else x.index_add(0, rows, x[rows])
+
+
+class Named(Routed):
+    """It is no `self` to its forward."""
+
+    _code = Routed.forward.__code__
+    forward = types.FunctionType(_code.replace(co_varnames=("layer", *_code.co_varnames[1:])), globals())
+
+
+def test_another_function_of_the_same_name_is_tried(attempts):
+    """Where it is not known of which module it is, too."""
+    assert rewritten_layers(Model(Few(), Named(nn.SiLU()))) == 1
 
 
 def test_a_branch_that_is_left_is_not_tried_again_around_it(attempts):
