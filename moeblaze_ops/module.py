@@ -137,6 +137,8 @@ class MoE(nn.Module):
         )
 
     def _active(self) -> list[LoRAFactors]:
+        if not isinstance(self.active_adapters, list | tuple):
+            refuse_type("MoE", "active_adapters", "be a list of names of adapters", kind_of(self.active_adapters))
         if unknown := [name for name in self.active_adapters if name not in self.adapters]:
             refuse(
                 "MoE",

@@ -459,6 +459,9 @@ def test_adapters_of_a_module():
     layer.active_adapters = ["first", "typo"]
     with pytest.raises(ValueError, match=r"MoE: active_adapters must be names of adapters \(first, second\), got 'typo'"):
         layer(x)
+    layer.active_adapters = "first"
+    with pytest.raises(TypeError, match="MoE: active_adapters must be a list of names of adapters, got 'first'"):
+        layer(x)
     layer.active_adapters = ["first", "second"]
     both = layer(x)
     assert not torch.allclose(both, only_second)
