@@ -4,7 +4,8 @@
     def quick(h): return h * torch.sigmoid(SLOPE * h)  a global number
     lambda h, s=2.0: self.act(h) * s                   a default, and a function of self
 
-Of objects those attributes are looked at that have a name which the code of the functions on the way to them holds.
+Of objects those attributes are looked at that have a name, or a text, which the code of the functions on the way to them holds;
+of lists of modules all. What a function counts, and what it asks the world outside, is not known.
 """
 
 import functools
@@ -20,14 +21,18 @@ _NUMBERS = (bool, int, float, str)
 
 
 def values_read_by(function: Callable) -> tuple[str | CodeType, ...]:
-    """What ``function`` may read now: numbers and functions of objects as their text, and the code of the functions it may call."""
+    """What ``function`` may read now: numbers and functions of objects as text, and the code of functions that it may call."""
     return tuple(_read(function, frozenset(), _DEPTH))
 
 
 def _read(value: Any, names: frozenset[str], depth: int, of_object: bool = False) -> Iterator[str | CodeType]:
     if value is None or isinstance(value, _NUMBERS):
         yield repr(value)
-    elif not isinstance(value, Tensor):
+    elif isinstance(value, Tensor):
+        yield f"tensor {id(value)}, written to {0 if value.is_inference() else value._version} times"
+    elif hasattr(value, "tobytes"):  # of NumPy
+        yield repr(value.tobytes())
+    else:
         code = _code_of(value)
         if code is not None:
             yield repr(code) if of_object else code
@@ -56,6 +61,8 @@ def _held_by(value: Any, names: frozenset[str]) -> tuple[Iterable[Any], bool]:
             return value, True
         case dict():
             return value.values(), True
+        case nn.Sequential() | nn.ModuleList() | nn.ModuleDict():
+            return (*value.children(), *_attributes_of(value, names)), True
         case _:
             return _attributes_of(value, names), True
 
@@ -86,9 +93,10 @@ def _code_of(value: Any) -> CodeType | None:
 
 @functools.cache
 def names_in(code: CodeType) -> frozenset[str]:
-    """The names of globals and attributes in code, and in that of functions inside of it."""
+    """The names of globals and attributes in code, and in that of functions inside of it; ``getattr`` takes them as texts."""
+    texts = (const for const in code.co_consts if isinstance(const, str))
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(code.co_names).union(*map(names_in, inner))
+    return frozenset(code.co_names).union(texts, *map(names_in, inner))
 
 
 def _is_of_torch(value: Any) -> bool:

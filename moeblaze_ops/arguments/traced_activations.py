@@ -151,10 +151,15 @@ def _depends_on_sizes(traced: fx.GraphModule) -> bool:
     return bool(traced.shape_env.guards) or any(user.target is not _aten.full.default or user.args[1] in sizes for user in others)
 
 
+_ASKS_FOR_GRADIENTS = (Tensor.data.__get__, Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
+
+
 class _WithGradients(TorchFunctionMode):
     """Refuses what is computed where no gradient flows: a formula has one everywhere."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _ASKS_FOR_GRADIENTS:
+            raise ValueError("it depends on whether gradients flow")
         result = func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point():
             raise ValueError("it computes without gradients")

@@ -314,7 +314,7 @@ def test_the_same_line_of_another_module_is_tried(attempts):
 class Few(nn.Module):
     """Its condition is left."""
 
-    def forward(layer, x):  # noqa: N805
+    def forward(layer, x):
         rows = torch.where(x[:, 0] > 0)[0]
         return x if len(rows) < 3 else x.index_add(0, rows, x[rows])
 

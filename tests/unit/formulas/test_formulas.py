@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -264,6 +265,7 @@ class _Reader(nn.Module):
     def __init__(self):
         super().__init__()
         self.number, self.numbers, self.inner = 1.0, [1.0], nn.CELU()
+        self.layers, self.tensor, self.array = nn.Sequential(self.inner), torch.ones(()), np.ones(1)
 
     @property
     def half(self):
@@ -280,6 +282,10 @@ class _Reader(nn.Module):
             "attribute": lambda h: F.silu(h) * self.number,
             "element": lambda h: F.silu(h) * self.numbers[0],
             "module": lambda h: self.inner(h),
+            "layers": self.layers,
+            "text": lambda h: F.silu(h) * getattr(self, "number"),  # noqa: B009
+            "tensor": lambda h: F.silu(h) * self.tensor.item(),
+            "array": lambda h: F.silu(h) * float(self.array[0]),
             "property": lambda h: F.silu(h) * self.half,
             "another function": lambda h: self.scaled(h),
             "default": of_a_default,
@@ -292,8 +298,10 @@ class _Reader(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", ["attribute", "element", "module", "property", "another function", "default", "method", "partial", "global"]
-)
+    "name",
+    ["attribute", "element", "module", "layers", "text", "tensor", "array", "property", "another function", "default", "method",
+     "partial", "global"],
+)  # fmt: skip
 def test_a_number_that_is_read_elsewhere_may_change(name, monkeypatch):
     """Where Dynamo cannot guard it, the graph breaks at the call."""
     x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
@@ -302,7 +310,8 @@ def test_a_number_that_is_read_elsewhere_may_change(name, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(reader, backend="eager", fullgraph=name == "global")
     for number in (1.0, 0.5, 2.0):
-        reader.number = reader.numbers[0] = reader.inner.alpha = number
+        reader.number = reader.numbers[0] = reader.array[0] = reader.inner.alpha = number
+        reader.tensor.fill_(number)
         monkeypatch.setattr(sys.modules[__name__], "SLOPE", number)
         function = _of_a_global if name == "global" else reader.activation(name)
         rows = torch.einsum("td,tkfd->tkf", x, w_up[experts])
@@ -333,6 +342,18 @@ def _straight_through(h):
     with torch.no_grad():
         rest = F.relu(h) - h
     return h + rest
+
+
+def _hooked(h):
+    if h.requires_grad:
+        h.register_hook(torch.neg)
+    return F.silu(h)
+
+
+@pytest.mark.parametrize("function", [lambda h: h * F.silu(h).data, _hooked])
+def test_what_asks_for_gradients_is_refused(function):
+    with pytest.raises(ValueError, match="depends on whether gradients flow"):
+        trace_activation(function)
 
 
 @pytest.mark.parametrize("function", [_straight_through, torch.no_grad()(F.silu), torch.inference_mode()(F.relu)])
