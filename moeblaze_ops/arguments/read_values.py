@@ -21,11 +21,11 @@ _NUMBERS = (bool, int, float, str)
 
 
 def values_read_by(function: Callable) -> tuple[str | CodeType, ...]:
-    """What ``function`` may read now: numbers and functions of objects as text, and the code of functions that it may call."""
+    """What ``function`` may read now: numbers as text, and the code of functions that it may call."""
     return tuple(_read(function, frozenset(), _DEPTH))
 
 
-def _read(value: Any, names: frozenset[str], depth: int, of_object: bool = False) -> Iterator[str | CodeType]:
+def _read(value: Any, names: frozenset[str], depth: int) -> Iterator[str | CodeType]:
     if value is None or isinstance(value, _NUMBERS):
         yield repr(value)
     elif isinstance(value, Tensor):
@@ -35,36 +35,34 @@ def _read(value: Any, names: frozenset[str], depth: int, of_object: bool = False
     else:
         code = _code_of(value)
         if code is not None:
-            yield repr(code) if of_object else code
-            names |= names_in(code)
+            yield code
+            names |= _names_in(code)
         if depth and not _is_of_torch(value):
-            held, of_object = _held_by(value, names)
-            for part in held:
-                yield from _read(part, names, depth - 1, of_object)
+            for held in _held_by(value, names):
+                yield from _read(held, names, depth - 1)
 
 
-def _held_by(value: Any, names: frozenset[str]) -> tuple[Iterable[Any], bool]:
-    """What ``value`` holds, and whether that may be another function soon: it is an attribute or an element."""
+def _held_by(value: Any, names: frozenset[str]) -> Iterable[Any]:
     match value:
         case MethodType():
-            return (value.__func__, value.__self__), False
+            return (value.__func__, value.__self__)
         case FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             found = names & value.__globals__.keys()
-            return (*cells, *defaults, *(value.__globals__[name] for name in sorted(found))), False
+            return (*cells, *defaults, *(value.__globals__[name] for name in sorted(found)))
         case functools.partial():
-            return (value.func, *value.args, *value.keywords.values()), False
+            return (value.func, *value.args, *value.keywords.values())
         case ModuleType():
-            return [vars(value)[name] for name in sorted(names & vars(value).keys())], False
+            return [vars(value)[name] for name in sorted(names & vars(value).keys())]
         case list() | tuple():
-            return value, True
+            return value
         case dict():
-            return value.values(), True
+            return value.values()
         case nn.Sequential() | nn.ModuleList() | nn.ModuleDict():
-            return (*value.children(), *_attributes_of(value, names)), True
+            return (*value.children(), *_attributes_of(value, names))
         case _:
-            return _attributes_of(value, names), True
+            return _attributes_of(value, names)
 
 
 def _attributes_of(value: Any, names: frozenset[str]) -> Iterator[Any]:
@@ -77,7 +75,7 @@ def _attributes_of(value: Any, names: frozenset[str]) -> Iterator[Any]:
             held = value._modules.get(name)
         method = getattr(held, "fget", None) or getattr(held, "__func__", held)
         if isinstance(method, FunctionType):
-            new = names_in(method.__code__) - seen
+            new = _names_in(method.__code__) - seen
             todo, seen = [*todo, *sorted(new)], seen | new
         if held is not None:
             yield getattr(value, name) if inspect.ismemberdescriptor(held) else method
@@ -92,11 +90,11 @@ def _code_of(value: Any) -> CodeType | None:
 
 
 @functools.cache
-def names_in(code: CodeType) -> frozenset[str]:
+def _names_in(code: CodeType) -> frozenset[str]:
     """The names of globals and attributes in code, and in that of functions inside of it; ``getattr`` takes them as texts."""
     texts = (const for const in code.co_consts if isinstance(const, str))
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(code.co_names).union(texts, *map(names_in, inner))
+    return frozenset(code.co_names).union(texts, *map(_names_in, inner))
 
 
 def _is_of_torch(value: Any) -> bool:

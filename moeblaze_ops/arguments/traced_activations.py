@@ -8,9 +8,7 @@ or how large these are, is no formula.
 import inspect
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moeblaze_ops.arguments.read_values import names_in, values_read_by
+from moeblaze_ops.arguments.read_values import values_read_by
 from moeblaze_ops.arguments.validation_values import refuse
 from moeblaze_ops.kernels.formulas import composites
 from moeblaze_ops.kernels.formulas.expression import (
@@ -65,59 +63,36 @@ def resolved_activation(op: str, activation: Any, num_parameters: int, dtype: to
     """
     if isinstance(activation, str | type) or not callable(activation):
         return activation
-    double = dtype == torch.float64
-    if not torch.compiler.is_compiling():
-        return _resolved(op, activation, num_parameters, double)
-    if _reads_more(activation, _numbers(activation)):
-        resolve = torch.compiler.disable(_resolved, reason="an activation reads what only a call knows, such as a number of self")
-        return resolve(op, activation, num_parameters, double)
-    return _resolved_once(op, activation, num_parameters, double)
+    return _resolved(op, activation, num_parameters, _numbers(activation), dtype == torch.float64)
 
 
 def _numbers(function: Callable) -> tuple:
-    """The numbers that a function closes over, those of the object that it is, and globals: what Dynamo can guard."""
+    """The numbers that a function closes over, and those of the object that it is or is a method of."""
     found = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    found += [getattr(function, name) for name in _names_of_numbers(function)]
-    found += [function.__globals__[name] for name in _names_of_globals(function)]
+    owner = getattr(function, "__self__", function)
+    found += [getattr(owner, name) for name in _names_of_numbers(owner)]
     # Dynamo guards a key by its value, where it would take a number that has changed for any.
     return tuple([key for value in found if isinstance(value, bool | int | float | str) for key in {value: None}])
 
 
-def _names_of_numbers(function: Callable) -> tuple[str, ...]:
-    return tuple(name for name, value in getattr(function, "__dict__", {}).items() if isinstance(value, bool | int | float | str))
+def _names_of_numbers(owner: Any) -> tuple[str, ...]:
+    return tuple(name for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, bool | int | float | str))
 
 
-def _names_of_globals(function: Callable) -> tuple[str, ...]:
-    """Names of numbers; of a function inside of another one Dynamo knows no globals."""
-    if not isinstance(function, FunctionType) or "<locals>" in function.__qualname__:
-        return ()
-    numbers = {name for name, value in function.__globals__.items() if isinstance(value, bool | int | float | str)}
-    return tuple(sorted(names_in(function.__code__) & numbers))
+# Dynamo before torch 2.14 cannot trace all of these.
+_names_of_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _reads_more(function: Callable, numbers: tuple) -> bool:
-    """True if another formula may come of ``function`` while these numbers are the same.
-
-    lambda h: self.act(h) * self.factor      but not  lambda h: act(h) * factor
-    """
-    texts = Counter(value for value in values_read_by(function) if isinstance(value, str))
-    return bool(texts - Counter(map(repr, numbers)))
-
-
-def _resolved(op: str, activation: Callable, num_parameters: int, double: bool) -> str:
+def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple, double: bool) -> str:
     try:
         return trace_activation(activation, num_parameters, double=double)
     except ValueError as error:
         refuse(op, "activation", "be a pointwise function of (gate, up), or of h alone", error)
 
 
-def _resolved_once(op: str, activation: Callable, num_parameters: int, double: bool) -> str:
-    return _resolved(op, activation, num_parameters, double)
+_resolved._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Dynamo cannot trace all of these.
-for _of_now in (_names_of_numbers, _names_of_globals, _reads_more, _resolved_once):
-    _of_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _trace(function: Callable, num_parameters: int, double: bool) -> str:
     names = GATED_SYMBOLS if _num_arguments(function) - num_parameters == 2 else UNGATED_SYMBOLS
     given = [torch.linspace(-1, 1, 6).reshape(2, 3) for _ in names] + [torch.tensor(0.5) for _ in range(num_parameters)]
