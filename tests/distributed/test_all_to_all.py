@@ -159,20 +159,20 @@ def check_one_axis() -> None:
     assert "experts_over_ranks" in names and "start_gather_of_tokens" not in names, names
 
 
-def check_checkpointed(within_graph: bool) -> None:
+def check_checkpointed(within_graph: bool, K: int = 1) -> None:
     """A layer that is run again in backward, by the compiled graph or from outside, on ranks without tokens as well."""
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    model = layer("stacked_loop", 1)
+    model = layer("stacked_loop", K)
     shard_experts(model, harness.axis())
     run, graphs, reports = compiled(Checkpointed(model) if within_graph else model)
     run = run if within_graph else Checkpointed(run)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for number, counts in enumerate(COUNTS[world][:2]):
             inputs = [harness.tokens_of(10 * number + r, zoo.D, count) for r, count in enumerate(counts)]
-            wanted = harness.in_one_process(layer("stacked_loop", 1), inputs)[rank]
+            wanted = harness.in_one_process(layer("stacked_loop", K), inputs)[rank]
             harness.assert_close(*map(without_router, (harness.train(model, run, inputs[rank]), wanted)))
     everywhere = [inner.graph for graph in graphs for inner in graph.owning_module.modules() if isinstance(inner, fx.GraphModule)]
     names = names_in(everywhere)
