@@ -248,7 +248,8 @@ def hosts_table() -> str:
         between = [f"{legs * crossing / 2**30:.2f} GiB" for crossing, _ in ways.values()]
         times = [f"{legs * (crossing / NIC + within / NVLINK) * 1e3:.1f} ms" for crossing, within in ways.values()]
         lines.append([f"{hosts} ({ranks})", *between, *times])
-    header = ["hosts (GPUs)", "between hosts: all-gather", "all-to-all", "once a host", "time: all-gather", "all-to-all", "once a host"]
+    labels = ["all-gather", "all-to-all", "once a host"]
+    header = ["hosts (GPUs)", *(f"between hosts, {label}" for label in labels), *(f"time, {label}" for label in labels)]
     return markdown(header, lines) + f"\n\nThe experts alone take {local:.1f} ms, measured on one GPU."
 
 

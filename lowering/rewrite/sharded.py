@@ -158,8 +158,8 @@ def insert_moved_tokens(
     )
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
-    together = exchange.members, exchange.group, exchange.copies, exchange.exact, exchange.keep if learns else "input", exchange.hosts
-    settings = (match.activation, match.weights_on_input, *together)
+    together = exchange.members, exchange.group, exchange.copies, exchange.exact
+    settings = (match.activation, match.weights_on_input, *together, exchange.keep if learns else "input", exchange.hosts)
     parameters = (w_up, b_up, w_down, b_down)
     operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
     with x.fake_mode:

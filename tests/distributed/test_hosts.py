@@ -163,7 +163,8 @@ def test_on_ranks(outcomes, name):
 
 def test_ranks_per_host():
     """Blocks of ranks, as many on each host; all ranks are as of one host otherwise."""
-    for of_ranks, count in (([7, 7, 3, 3], 2), ([1] * 4, 4), ([1, 2], 1), ([1, 1, 2], 3), ([1, 2, 1, 2], 4), ([1, 1, 2, 2, 1, 1], 6)):
+    found = {(7, 7, 3, 3): 2, (1, 1, 1): 3, (1, 2): 1, (1, 1, 2): 3, (1, 2, 1, 2): 4, (1, 1, 2, 2, 1, 1): 6}
+    for of_ranks, count in found.items():
         assert hosts.ranks_per_host(of_ranks) == count
 
 
