@@ -127,7 +127,8 @@ def check_ours_ran(folder: str) -> None:
 def check_slots_of_no_expert(folder: str) -> None:
     """Ids below 0 or from E on are unused slots, whatever their weights; ids and weights are not changed."""
     torch.set_default_dtype(torch.float32)
-    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, f"{folder}/qwen3_moe", experts_implementation="eager")
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+    load = functools.partial(from_pretrained, f"{folder}/qwen3_moe", experts_implementation="eager")
     layout = DistributedConfig(**OF_TWO["own tokens"], ep_implementation="moeblaze")
     experts, whole = (model.model.layers[0].mlp.experts for model in (load(distributed_config=layout), load()))
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -176,7 +176,7 @@ class Finder:
         return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
 
     def _of_tokens(self, columns: Indices, width: Size) -> Ways:
-        """``[*tokens, width]``, or ``[*tokens]`` where the width is 1, over any axes of the tokens; or all of it in other axes."""
+        """``[*tokens, width]``, or ``[*tokens]`` where the width is 1, over any axes of the tokens; or all in other axes."""
 
         def ways(shape: tuple[Size, ...]) -> Iterator[Sequence[Indices]]:
             last = [shape[:-1]] if shape and same_size(shape[-1], width) else []

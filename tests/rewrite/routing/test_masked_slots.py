@@ -1,4 +1,4 @@
-"""Weights that are zero where a mask says so: no expert takes these slots, as where those of other ranks have an id of none here."""
+"""Weights that are zero where a mask says so: no expert takes these slots, such as those of experts of other ranks."""
 
 import random
 
