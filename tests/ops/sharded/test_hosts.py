@@ -16,8 +16,8 @@ from moeblaze_ops import config
 from moeblaze_ops.ops.sharded import hosts
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks
 from tests.distributed import test_all_to_all as one_host
+from tests.ops.sharded.two_hosts import fork_ranks, run_on_two_hosts, two_hosts_are_possible
 from tests.tools.ranks import assert_passed, run_checks
-from tests.tools.two_hosts import fork_ranks, run_on_two_hosts, two_hosts_are_possible
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -128,7 +128,7 @@ def run_host(folder: str, *told_hosts: bool) -> None:
 
 
 def program(folder: str, *told_hosts: bool) -> list[str]:
-    return [sys.executable, "-c", f"from tests.distributed import test_hosts; test_hosts.run_host({folder!r}, *{told_hosts})"]
+    return [sys.executable, "-c", f"from tests.ops.sharded import test_hosts; test_hosts.run_host({folder!r}, *{told_hosts})"]
 
 
 @pytest.mark.skipif(not two_hosts_are_possible(), reason="needs namespaces of users and networks")
