@@ -70,7 +70,7 @@ def check_says() -> None:
 CHECKS = {
     **{name: functools.partial(on_two_hosts, one_host.check_function, *given) for name, given in FUNCTION.items()},
     **{name: functools.partial(on_two_hosts, one_host.check_layer, *given) for name, given in LAYERS.items()},
-    "checkpointed in the graph": functools.partial(on_two_hosts, one_host.check_checkpointed, True, 2),
+    "checkpointed in the graph": functools.partial(on_two_hosts, one_host.check_checkpointed, True, 4),
     "says": functools.partial(on_two_hosts, check_says),
 }
 
