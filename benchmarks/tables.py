@@ -1,4 +1,4 @@
-"""Print the tables of README.md, docs/numbers.md, docs/which_one_when.md and docs/models.md from the files in benchmarks/results.
+"""Print the tables of README.md and of pages in docs/ from the files in benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -6,6 +6,7 @@ A test holds the pages to what this prints.
 """
 
 import json
+import math
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -218,6 +219,40 @@ def experts_over_four_table() -> str:
     return markdown(["tokens a GPU", *labels.values()], lines)
 
 
+NVLINK, NIC = 360e9, 50e9
+"""Bytes a second of a GPU: measured of copies between two GPUs, see NOTES.md; assumed of a network of 400 Gbit/s for each GPU."""
+
+
+def hosts_table() -> str:
+    """Predicted: Qwen3's layer with 512 experts, 8192 tokens a GPU, on hosts of 8 GPUs; nothing is hidden behind products."""
+    local = min(
+        row["step_ms"]
+        for row in json.loads((RESULTS / "many_ep4_h100.json").read_text())
+        if (row.get("T"), row.get("side")) == (8192, "local")
+    )
+    tokens, width, experts, top_k, per_host, legs = 8192, 2048, 512, 8, 8, 5
+    row = 2 * width * tokens
+    lines = []
+    for hosts in (2, 4, 8, 16, 32, 64):
+        ranks = hosts * per_host
+
+        def reached(places: int) -> float:
+            return 1 - math.comb(experts - experts // places, top_k) / math.comb(experts, top_k)
+
+        # Bytes that a GPU gets for each leg from other hosts, and from others of its own host.
+        ways = {
+            "gather": ((hosts - 1) * row, (ranks - 1) * row),
+            "all to all": ((ranks - per_host) * reached(ranks) * row, (per_host - 1) * reached(ranks) * row),
+            "hosts": ((hosts - 1) * reached(hosts) * row, ranks * reached(ranks) * row * (per_host - 1) / per_host),
+        }
+        between = [f"{legs * crossing / 2**30:.2f} GiB" for crossing, _ in ways.values()]
+        times = [f"{legs * (crossing / NIC + within / NVLINK) * 1e3:.1f} ms" for crossing, within in ways.values()]
+        lines.append([f"{hosts} ({ranks})", *between, *times])
+    labels = ["all-gather", "all-to-all", "once a host"]
+    header = ["hosts (GPUs)", *(f"between hosts, {label}" for label in labels), *(f"time, {label}" for label in labels)]
+    return markdown(header, lines) + f"\n\nThe experts alone take {local:.1f} ms, measured on one GPU."
+
+
 def skew_table() -> str:
     """The same at 32768 tokens where one rank gets several times the rows of another: the slowest time, the highest peak."""
     rows = json.loads((RESULTS / "many_ep4_skew_h200.json").read_text())
@@ -361,6 +396,7 @@ def families_sentence() -> str:
 
 
 TABLES = {
+    "docs/howto/many_gpus.md": (hosts_table,),
     "docs/models.md": (families_table, families_sentence),
     "README.md": (short_table,),
     "docs/which_one_when.md": (peers_table, peaks_table),

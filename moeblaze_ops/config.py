@@ -29,9 +29,10 @@ move by NCCL: as many as it takes (``NCCL_MAX_CTAS``). None: not one; programs o
 
 exchange: Literal["auto", "all_gather", "all_to_all"] = "auto"
 """How tokens reach the experts of other ranks and come back: ``all_gather`` brings each to every rank, and a reduce-scatter sums;
-``all_to_all`` brings each once to every rank that has an expert of it, after a host read of how many go where. ``auto``: the
-all-to-all where there are more ranks than experts per token, which is fewer bytes then, unless ``arrived_rows`` is ``bound``,
-which promises no host read, or copy engines move tokens (``transport``). The same on every rank."""
+``all_to_all`` brings each once to every rank that has an expert of it, after a host read of how many go where. ``auto``: once to
+each host that has one, and on from there, where ranks are of several hosts; else the all-to-all where there are more ranks than
+experts per token, which is fewer bytes then. ``auto`` keeps the all-gather where ``arrived_rows`` is ``bound``, which promises no
+host read, or copy engines move tokens (``transport``). The same on every rank."""
 
 experts_move: Literal["auto", "tokens", "weights"] = "auto"
 """What moves between ranks that share the experts of a proven layer (``shard_experts``): its tokens, its weights, or of the two

@@ -2,7 +2,7 @@
 
 import operator
 
-from moeblaze_ops.lowering.index_notation.expr import Expr
+from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
@@ -21,7 +21,14 @@ def threshold(algebra: Algebra, name: str, args: list[Expr]) -> Expr | None:
         of_zero, of_one = compare(0, number), compare(1, number)
         if of_zero == of_one:
             return algebra.const(int(of_zero))
-        return e if of_one else algebra.add(algebra.one, algebra.mul(algebra.const(-1), e))
+        return e if of_one else opposite(algebra, e)
     if e.kind == "sum" and is_indicator(e.args[1]) and (name, number) in (("gt", 0), ("ne", 0), ("ge", 1)):
         return algebra.any(*algebra.open(e))
     return None
+
+
+def opposite(algebra: Algebra, mask: Expr) -> Expr:
+    """1 where a mask is 0, and 0 where it is 1."""
+    if mask.kind == "add":
+        return algebra.mul(*(f for f in factors_of(mask.args[1]) if f.kind != "const"))
+    return algebra.add(algebra.one, algebra.mul(algebra.const(-1), mask))

@@ -37,9 +37,17 @@ _MARKS = frozenset((CHOSEN, "lt", "le", "gt", "ge"))
 
 
 def is_indicator(e: Expr) -> bool:
+    """True if ``e`` is 0 or 1, as a comparison is, or 1 - comparison."""
     marks = e.kind in ("eq", "any") or (e.kind == "call" and e.args[0] in _MARKS)
     marks = marks or (e.kind == "leaf" and e.args[0].dtype == torch.bool) or (e.kind == "cast" and e.args[0] == torch.bool)
-    return marks or (e.kind == "mul" and all(map(is_indicator, e.args))) or (e.kind == "sum" and _has_one_term(*e.args))
+    marks = marks or (e.kind == "mul" and all(map(is_indicator, e.args))) or (e.kind == "sum" and _has_one_term(*e.args))
+    return marks or (e.kind == "add" and _is_complement(*e.args))
+
+
+def _is_complement(first: Expr, *others: Expr) -> bool:
+    minus = [f for other in others for f in factors_of(other)]
+    numbers = [f.args[0] for f in (first, *minus) if f.kind == "const"]
+    return len(others) == 1 and first.kind == "const" and numbers == [1, -1] and all(map(is_indicator, minus[1:]))
 
 
 def _has_one_term(var: Expr, body: Expr) -> bool:

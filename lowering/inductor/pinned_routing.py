@@ -59,10 +59,15 @@ def pin_returned(node: fx.Node) -> None:
     left = [node] if torch_internals.may_be_repeated(node) else []
     while left:
         step = left.pop()
-        later = [user for user in step.users if user.target in (*_GOES_BACK, *_IS_BACK) or _gives(step, user)]
+        later = [user for user in step.users if user.target in (*_GOES_BACK, *_IS_BACK) or _gives(step, user) or _goes_on(user)]
         left += later
         if not later and step.target in _IS_BACK:
             torch_internals.keep_for_backward(step)
+
+
+def _goes_on(rows: fx.Node) -> bool:
+    """Whether rows of what has come back to a host go on to another one."""
+    return rows.target is torch.ops.aten.slice.Tensor and any(user.target in _GOES_BACK for user in rows.users)
 
 
 def _deciding(values: list[fx.Node]) -> Iterator[fx.Node]:

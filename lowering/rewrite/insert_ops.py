@@ -51,7 +51,7 @@ def insert_layer_ops(insert: Inserter, match: MoEMatch, router: RouterMatch | No
             scale_TK = _scale(insert, match, scale, ids_TK)
             weights_TK = scale_TK if weights_TK is None else insert.call(torch.mul, weights_TK, scale_TK)
     for mask in (scale for scale in match.scales if scale.is_mask):
-        masked = insert.call(torch.eq, insert.rows(mask.operand, mask.width), 0)
+        masked = insert.call(torch.ne if mask.is_negated else torch.eq, insert.rows(mask.operand, mask.width), 0)
         ids_TK = insert.call("masked_fill", ids_TK, masked, -1)
     if match.kept is not None:
         ids_TK = _without_dropped(insert, match, ids_TK)

@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
-from moeblaze_ops.ops.sharded.exchange import choose_exchange, goes_all_to_all
+from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.groups import members_of
 
@@ -43,14 +43,6 @@ class ShardedWeights:
     @property
     def ranks(self) -> int:
         return len(self.members)
-
-    def token_bytes(self, T: int | torch.SymInt, D: int, itemsize: int) -> int | torch.SymInt:
-        """Bytes that a rank receives in forward and backward where tokens move to every rank."""
-        return _TOKEN_LEGS * (self.ranks - 1) * T * D * itemsize
-
-    def share_reached(self, E: int, K: int) -> Fraction:
-        """Of the other ranks, those that have one of a token's K experts, if any K of E are as likely as others."""
-        return 1 - Fraction(math.comb(E - E // self.ranks, K), math.comb(E, K))
 
     @property
     def moved_weight_bytes(self) -> int:
@@ -74,6 +66,11 @@ def sharded_weights(match: MoEMatch) -> ShardedWeights | None:
     sizes = [math.prod(fake_of(source).shape) * fake_of(source).element_size() for source in stored.values()]
     group = mesh.get_group().group_name
     return ShardedWeights(stored, group, members_of(group), sum(sizes))
+
+
+def share_reached(places: int, E: int, K: int) -> Fraction:
+    """Of the other ranks, or hosts, those that have one of a token's K experts, if any K of E are as likely as others."""
+    return 1 - Fraction(math.comb(E - E // places, K), math.comb(E, K))
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,12 @@ class Moving:
     def all_to_all(self) -> bool:
         return goes_all_to_all(self.sharded.group, self.sharded.ranks, self.K, self.x.is_cuda)
 
+    @property
+    def num_hosts(self) -> int:
+        """The hosts that tokens cross to once, 1 where they do not."""
+        hosts = crossed_hosts(self.sharded.group, self.x.is_cuda)
+        return len(members_of(hosts[0])) if hosts else 1
+
     def describe(self) -> str:
         most = config.tokens_per_rank
         T = self.x.shape[0] if most is None else most
@@ -113,19 +116,22 @@ class Moving:
         return f"{text}; {self._describe_exchange(T)}" if self.tokens else text
 
     def _describe_exchange(self, T: int | torch.SymInt) -> str:
-        gathered = f"{_size(self._bytes_of(T, all_to_all=False))} by all-gather"
-        sent = f"{_size(self._bytes_of(T, all_to_all=True))} by all-to-all"
+        gathered = f"{_size(self._bytes_of(T, self.sharded.ranks, everywhere=True))} by all-gather"
+        sent = f"{_size(self._bytes_of(T, self.sharded.ranks))} by all-to-all"
+        if self.num_hosts > 1:
+            return f"{_size(self._token_bytes(T))} between {self.num_hosts} hosts, not {gathered} or {sent}"
         taken, other = (sent, gathered) if self.all_to_all else (gathered, sent)
         return f"{taken}, not {other}"
 
     def _token_bytes(self, T: int | torch.SymInt) -> int | torch.SymInt:
-        return self._bytes_of(T, self.all_to_all)
+        if self.num_hosts > 1:
+            return self._bytes_of(T, self.num_hosts)
+        return self._bytes_of(T, self.sharded.ranks, everywhere=not self.all_to_all)
 
-    def _bytes_of(self, T: int | torch.SymInt, all_to_all: bool) -> int | torch.SymInt:
-        whole = self.sharded.token_bytes(T, self.x.shape[1], self.x.element_size())
-        if not all_to_all:
-            return whole
-        share = self.sharded.share_reached(self.E, self.K).limit_denominator(1000)
+    def _bytes_of(self, T: int | torch.SymInt, places: int, everywhere: bool = False) -> int | torch.SymInt:
+        """What a rank receives in forward and backward where tokens go once to each of the places, or those of their experts."""
+        whole = _TOKEN_LEGS * (places - 1) * T * self.x.shape[1] * self.x.element_size()
+        share = Fraction(1) if everywhere else share_reached(places, self.E, self.K).limit_denominator(1000)
         return whole * share.numerator // share.denominator
 
 
@@ -152,8 +158,8 @@ def insert_moved_tokens(
     )
     differentiable = [x_TD, weights_TK, *w_up, *b_up, *w_down, *b_down]
     learns = torch.is_grad_enabled() and any(fake_of(node).requires_grad for node in differentiable if node is not None)
-    together = exchange.members, exchange.group, exchange.copies, exchange.exact, exchange.keep if learns else "input"
-    settings = (match.activation, match.weights_on_input, *together)
+    together = exchange.members, exchange.group, exchange.copies, exchange.exact
+    settings = (match.activation, match.weights_on_input, *together, exchange.keep if learns else "input", exchange.hosts)
     parameters = (w_up, b_up, w_down, b_down)
     operands = (x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
     with x.fake_mode:

@@ -19,6 +19,7 @@ import torch
 from moeblaze_ops.kernels.formulas.named import is_gated, is_zero_at_zero
 from moeblaze_ops.lowering.evaluate.evaluator import MAX_PROJECTIONS, Unroll
 from moeblaze_ops.lowering.facts.unique_ids import are_distinct
+from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.match.match_result import MoEMatch
@@ -184,7 +185,8 @@ class Statement:
             return self._elements.of_expert(scale.operand, number, self._match.E)
         column = self._algebra.zero if scale.width == 1 else number if k is None else k
         e = self._elements.of_token(scale.operand, column, scale.width, depth=depth)
-        return e if not scale.is_mask or is_indicator(e) else self._algebra.cast(torch.bool, e)
+        e = e if not scale.is_mask or is_indicator(e) else self._algebra.cast(torch.bool, e)
+        return opposite(self._algebra, e) if scale.is_negated else e
 
     def _scored(self, number: Expr) -> Expr:
         """The share of a layer whose tokens may go to every expert."""

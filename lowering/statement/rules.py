@@ -97,7 +97,7 @@ class LayerForm:
         """
         algebra = self._algebra
         flat = Counter(part for factor in factors for part in factors_of(factor))
-        flat -= Counter({part: number - 1 for part, number in flat.items() if self._is_mask(part)})
+        flat -= Counter({part: number - 1 for part, number in flat.items() if self._is_mask(part) or is_indicator(part)})
         whole = algebra.mul(*(f for f in flat.elements() if not any(self._absorbs(f, g) for g in flat)))
         if whole.kind != "mul":
             return whole

@@ -24,7 +24,7 @@ from moeblaze_ops.distributed.whole_weights import (
     read_whole,
     run_in_layer,
 )
-from moeblaze_ops.ops.sharded.host_numbers import prepare
+from moeblaze_ops.ops.sharded.hosts import prepare
 
 log = logging.getLogger(__name__)
 

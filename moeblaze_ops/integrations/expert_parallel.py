@@ -22,7 +22,7 @@ from moeblaze_ops.arguments import weight_storage as storage
 from moeblaze_ops.integrations.transformers import NAME, Operands, as_operands, experts_forward, operands_of, warn
 from moeblaze_ops.kernels.formulas.named import is_gated
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, moe_over_ranks, refuse_to_move_tokens
-from moeblaze_ops.ops.sharded.host_numbers import prepare
+from moeblaze_ops.ops.sharded.hosts import prepare
 
 
 class MoeblazeEP(AllToAllEP):

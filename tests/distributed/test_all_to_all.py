@@ -51,6 +51,7 @@ def check_function(
 ) -> None:
     """The function itself, eager: output, gradients, and both once more. Of rows of width D it keeps x alone."""
     from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
+    from moeblaze_ops.ops.sharded.hosts import hosts_of
     from tests.tools import sharded_layers as harness
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -72,7 +73,7 @@ def check_function(
             return {"output": out.detach(), **dict(zip(names, found, strict=True))}
 
         def ours(x, weights, w_up, b_up, w_down, b_down, ids=ids):
-            settings = ("silu", on_input, list(range(world)), group, False, exact, keep)
+            settings = ("silu", on_input, list(range(world)), group, False, exact, keep, hosts_of(group))
             return experts_over_ranks(x, None, weights, ids, [w_up], [b_up], [w_down], [b_down], *settings)
 
         wanted = gradients(lambda x, weights, *parameters, ids=ids: as_written(x, weights, ids, *parameters, on_input), whole)
@@ -97,7 +98,7 @@ def check_route(K: int) -> None:
     for counts in COUNTS[world]:
         ids = [routing_of(r, count, K, "any") for r, count in enumerate(counts)]
         to = [[((of >= r * num_local) & (of < (r + 1) * num_local)) for r in range(world)] for of in ids]
-        route = route_to_ranks(ids[rank], torch.empty(num_local, 1), world, dist.group.WORLD.group_name)
+        route = route_to_ranks(ids[rank], torch.empty(num_local, 1), dist.group.WORLD.group_name)
         assert route.tokens_S.tolist() == [
             token for r in range(world) for token in to[rank][r].any(1).nonzero().flatten().tolist()
         ]
@@ -158,20 +159,20 @@ def check_one_axis() -> None:
     assert "experts_over_ranks" in names and "start_gather_of_tokens" not in names, names
 
 
-def check_checkpointed(within_graph: bool) -> None:
+def check_checkpointed(within_graph: bool, K: int = 1) -> None:
     """A layer that is run again in backward, by the compiled graph or from outside, on ranks without tokens as well."""
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    model = layer("stacked_loop", 1)
+    model = layer("stacked_loop", K)
     shard_experts(model, harness.axis())
     run, graphs, reports = compiled(Checkpointed(model) if within_graph else model)
     run = run if within_graph else Checkpointed(run)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for number, counts in enumerate(COUNTS[world][:2]):
             inputs = [harness.tokens_of(10 * number + r, zoo.D, count) for r, count in enumerate(counts)]
-            wanted = harness.in_one_process(layer("stacked_loop", 1), inputs)[rank]
+            wanted = harness.in_one_process(layer("stacked_loop", K), inputs)[rank]
             harness.assert_close(*map(without_router, (harness.train(model, run, inputs[rank]), wanted)))
     everywhere = [inner.graph for graph in graphs for inner in graph.owning_module.modules() if isinstance(inner, fx.GraphModule)]
     names = names_in(everywhere)
@@ -239,13 +240,12 @@ def check_calls() -> None:
 
 def test_share_reached():
     """As many other ranks as all choices of K experts reach on average."""
-    from moeblaze_ops.lowering.rewrite.sharded import ShardedWeights
+    from moeblaze_ops.lowering.rewrite.sharded import share_reached
 
     for ranks, experts, K in ((2, 4, 1), (2, 4, 2), (4, 8, 2), (4, 8, 3), (3, 6, 5)):
         chosen = list(itertools.combinations(range(experts), K))
         reached = sum(len({e // (experts // ranks) for e in each} - {0}) for each in chosen)
-        share = ShardedWeights({}, "", list(range(ranks)), 0).share_reached(experts, K)
-        assert share == Fraction(reached, len(chosen) * (ranks - 1))
+        assert share_reached(ranks, experts, K) == Fraction(reached, len(chosen) * (ranks - 1))
 
 
 def test_sum_of_rows():

@@ -126,6 +126,33 @@ def check_eager() -> None:
     assert_close(train(model, model, inputs[dist.get_rank()]), expected)
 
 
+def check_batch_invariant() -> None:
+    """What a token gets beside those of this rank alone has the bits that it gets on one GPU beside those of all ranks."""
+    from moeblaze_ops import config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "batch_invariant", True)
+        rank = dist.get_rank()
+        counts = [64 + 200 * other for other in range(dist.get_world_size())]
+        inputs = [tokens(other, count) for other, count in enumerate(counts)]
+        alone, model = layer(), layer()
+        expected = train(alone, compiled(alone), torch.cat(inputs))
+        found = train(model, compiled(sharded(model)), inputs[rank])
+        first = sum(counts[:rank])
+        for name in ("output", "gradient of x"):
+            assert torch.equal(found[name], expected[name][first : first + counts[rank]]), name
+
+
+def check_two_hosts() -> None:
+    """Tokens cross once to each of two hosts, for which halves of four ranks are taken."""
+    from moeblaze_ops.ops.sharded import hosts
+
+    if (ranks := dist.get_world_size()) == 4:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hosts, "_this_host", lambda: dist.get_rank() // (ranks // 2))
+            check_numbers(exchange="auto")
+
+
 def check_uneven_tokens(transport: str = "nccl", exchange: str = "all_gather") -> None:
     """Tokens or weights move for any number of tokens on a rank, none included."""
     from moeblaze_ops import config
@@ -296,6 +323,8 @@ CHECKS = {
     "keeps the input, by all-to-all": functools.partial(check_numbers, keep="input", exchange="all_to_all"),
     "all tokens to one rank, by all-to-all": functools.partial(check_numbers, 16.0, E // 4, exchange="all_to_all"),
     "uneven tokens, by all-to-all": functools.partial(check_uneven_tokens, exchange="all_to_all"),
+    "batch invariant": check_batch_invariant,
+    "two hosts": check_two_hosts,
 }
 
 

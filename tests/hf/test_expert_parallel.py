@@ -124,6 +124,23 @@ def check_ours_ran(folder: str) -> None:
         check("qwen3_moe", folder, OF_TWO["own tokens"])
 
 
+def check_slots_of_no_expert(folder: str) -> None:
+    """Ids below 0 or from E on are unused slots, whatever their weights; ids and weights are not changed."""
+    torch.set_default_dtype(torch.float32)
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+    load = functools.partial(from_pretrained, f"{folder}/qwen3_moe", experts_implementation="eager")
+    layout = DistributedConfig(**OF_TWO["own tokens"], ep_implementation="moeblaze")
+    experts, whole = (model.model.layers[0].mlp.experts for model in (load(distributed_config=layout), load()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(9, WIDTHS["hidden_size"], generator=generator)
+    ids, weights = torch.randint(-1, 9, (9, 2), generator=generator), torch.rand(9, 2, generator=generator)
+    before = ids.clone(), weights.clone()
+    out = experts(x, ids, weights)
+    wanted = whole(x, ids.clamp(0, 7), weights * ((ids >= 0) & (ids < 8)))
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=0)
+    assert torch.equal(ids, before[0]) and torch.equal(weights, before[1]) and (ids < 0).any() and (ids > 7).any()
+
+
 def check_generate(folder: str) -> None:
     """Greedy tokens of a model in pieces are those of a whole one, on ranks that share their prompts and on those that do not."""
     torch.set_default_dtype(torch.float32)
@@ -153,6 +170,7 @@ def checks(folder: str, layouts: dict[str, dict[str, int]]) -> dict[str, functoo
         found["all-to-all"] = functools.partial(check_all_to_all, folder)
         found["unknown experts"] = functools.partial(check_unknown_experts, folder)
         found["generate"] = functools.partial(check_generate, folder)
+        found["slots of no expert"] = functools.partial(check_slots_of_no_expert, folder)
         found["saved"] = functools.partial(check_saved, folder)
         found["ours ran"] = functools.partial(check_ours_ran, folder)
         for backend in ("aot_eager", "moeblaze", "inductor"):

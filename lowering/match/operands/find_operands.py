@@ -176,7 +176,7 @@ class Finder:
         return (numbers[0], self._evaluator.algebra.mul(*(f for f in e.args if f.kind != "const"))) if numbers else (None, None)
 
     def _of_tokens(self, columns: Indices, width: Size) -> Ways:
-        """``[*tokens, width]``, or ``[*tokens]`` where the width is 1, over any axes of the tokens."""
+        """``[*tokens, width]``, or ``[*tokens]`` where the width is 1, over any axes of the tokens; or all in other axes."""
 
         def ways(shape: tuple[Size, ...]) -> Iterator[Sequence[Indices]]:
             last = [shape[:-1]] if shape and same_size(shape[-1], width) else []
@@ -186,6 +186,9 @@ class Finder:
                 elif sizes and same_size(math.prod(sizes), self.num_tokens):
                     token = self._evaluator.reshape_indices(self._sizes, sizes, self._tokens)
                     yield [(*token, column)[: len(shape)] for column in columns]
+            if not last and shape and width != 1 and same_size(math.prod(shape), self.num_tokens * width):
+                whole = (self.num_tokens, width)
+                yield [self._evaluator.reshape_indices(whole, shape, (self.token, column)) for column in columns]
 
         return ways
 

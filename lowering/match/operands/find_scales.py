@@ -17,6 +17,7 @@ import torch
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import at_least_fp32
+from moeblaze_ops.lowering.index_notation.comparisons import opposite
 from moeblaze_ops.lowering.index_notation.expr import Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -31,11 +32,15 @@ _NUMBER = -6
 
 @dataclass(frozen=True)
 class Scale:
-    """A factor of routing weights: ``width`` numbers of each token, 1 or K; or a number of each expert, where it is None."""
+    """A factor of routing weights: ``width`` numbers of each token, 1 or K; or a number of each expert, where it is None.
+
+    A mask that is negated holds ones where no expert takes the token.
+    """
 
     operand: Operand
     width: int | None = None
     is_mask: bool = False
+    is_negated: bool = False
 
 
 Factors = tuple[Expr, ...]
@@ -47,10 +52,14 @@ def find_scaled_routing(
     """As ``find_routing``, and what the weights are multiplied by: no more than has to be beside them, but for masks."""
     shared = reduce(and_, (Counter(_factors(routing)) for routing in routings))
     declined = None
-    for own, scales in _ways(algebra, finder, routings, shared, depth):
+    marks = [] if depth else filter(is_indicator, shared)
+    masks = {mark: scale for mark in marks if (scale := _mask(algebra, finder, routings[0], mark)) is not None}
+    for own, scales in _ways(algebra, finder, routings, shared, depth, masks):
         try:
             plain = [_without(algebra, routing, (*scales, *of)) for routing, of in zip(routings, own.of, strict=True)]
-            return *find_routing(algebra, finder, plain, depth), (*scales.values(), *own.scales)
+            # A mask that is one factor of the weights that the graph holds, too, says which slots are unused.
+            beside = [mask for factor, mask in masks.items() if factor not in scales]
+            return *find_routing(algebra, finder, plain, depth), (*scales.values(), *own.scales, *beside)
         except Declined as error:
             declined = declined or error
     raise declined
@@ -65,15 +74,18 @@ class _Own:
 
 
 def _ways(
-    algebra: Algebra, finder: Finder, routings: Sequence[Routing], shared: Iterable[Expr], depth: int
+    algebra: Algebra,
+    finder: Finder,
+    routings: Sequence[Routing],
+    shared: Iterable[Expr],
+    depth: int,
+    masks: dict[Expr, Scale],
 ) -> Iterator[tuple[_Own, dict[Expr, Scale]]]:
     """What may be taken out of the weights, each factor as what holds it: masks, nothing, and then more and more.
 
     A mask of the experts' input (of weights inside projections) is none of the experts: they may make something of zeros.
     """
     none = _Own([()] * len(routings))
-    marks = [] if depth else filter(is_indicator, shared)
-    masks = {mark: scale for mark in marks if (scale := _mask(algebra, finder, routings[0], mark)) is not None}
     if masks:
         yield none, masks
     yield none, {}
@@ -93,15 +105,15 @@ def _factors(routing: Routing) -> Factors:
 
 
 def _mask(algebra: Algebra, finder: Finder, routing: Routing, factor: Expr) -> Scale | None:
-    """A tensor that is not zero where ``factor`` is 1."""
+    """A tensor that is not zero where ``factor`` is 1, or where it is 0."""
     if factor.kind == "cast":
         factor = factor.args[1]
-    operand = finder.find((factor,), (algebra.zero,), 1)
-    if operand is not None:
-        return Scale(operand, 1, is_mask=True)
     slot = routing.slot
-    operand = finder.find((factor,), (slot,), slot.args[1]) if slot is not None else None
-    return Scale(operand, slot.args[1], is_mask=True) if operand is not None else None
+    for target in (factor, opposite(algebra, factor)):
+        for column, width in ((algebra.zero, 1), *([(slot, slot.args[1])] if slot is not None else [])):
+            if (operand := finder.find((target,), (column,), width)) is not None:
+                return Scale(operand, width, is_mask=True, is_negated=target is not factor)
+    return None
 
 
 def _of_experts(algebra: Algebra, finder: Finder, routings: Sequence[Routing]) -> _Own | None:

@@ -136,7 +136,7 @@ def _chooses(weight: Expr, binders: set[Expr]) -> bool:
     for leaf in subexpressions(weight, lambda s: s.kind == "leaf"):
         for index in leaf.args[1]:
             atoms = [atom for _, atom in index.args[1]] if index.kind == "linear" else [index]
-            if any(atom.kind in ("leaf", "group") or atom in binders for atom in atoms):
+            if any(atom.kind in ("leaf", "group", "call") or atom in binders for atom in atoms):
                 return True
     return False
 

@@ -19,7 +19,7 @@ from moeblaze_ops.cpu.rows import sum_dtype
 from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.register import number_of_data, register_op, register_plain_op
 from moeblaze_ops.ops.sharded.collectives import Size, first_rows
-from moeblaze_ops.ops.sharded.groups import process_group
+from moeblaze_ops.ops.sharded.groups import members_of, process_group
 from moeblaze_ops.ops.sharded.host_numbers import largest_number
 from moeblaze_ops.ops.sharded.stored_layers import path_of
 
@@ -66,6 +66,10 @@ class Route(NamedTuple):
         return first_rows(slots_N, self.numbers[-1].shape[0])
 
     @property
+    def num_arriving(self) -> Size:
+        return sum(self._arriving)
+
+    @property
     def _leaving(self) -> list[Size]:
         return [number.shape[0] for number in self.numbers[: self.positions_TR.shape[1]]]
 
@@ -74,16 +78,20 @@ class Route(NamedTuple):
         return [number.shape[0] for number in self.numbers[self.positions_TR.shape[1] : -1]]
 
 
-def route_to_ranks(experts_TK: Tensor, shard: Tensor, ranks: int, group: str) -> Route:
-    """The way of tokens to ``ranks`` ranks that store as many experts as this one in ``shard``; all of them have to ask.
+def route_to_ranks(
+    experts_TK: Tensor, shard: Tensor, group: str, per_member: int = 1, first_rank: Tensor | None = None
+) -> Route:
+    """The way of tokens to the ranks of a group, all of which have to ask.
 
     Args:
         experts_TK: expert ids over all ranks, -1 for an unused slot: a token without any goes nowhere. T may be 0.
-        shard: a weight of the layer, whose path it tells.
+        shard: a weight of the layer, whose path it tells; each rank stores as many experts as this one.
+        per_member: so many ranks behind one another are one to the group, and ``first_rank`` (0) is its first one.
     """
-    num_local = shard.shape[0]
+    num_local, ranks = shard.shape[0] * per_member, len(members_of(group))
     numbers_R = torch.arange(ranks, dtype=torch.int32, device=experts_TK.device)
     owners_TK = torch.div(experts_TK.to(torch.int32), num_local, rounding_mode="floor")
+    owners_TK = owners_TK if first_rank is None else owners_TK - first_rank
     is_owner_TKR = owners_TK.unsqueeze(2) == numbers_R
     slots_N, offsets_R1, positions_TR, _ = dispatch(torch.where(is_owner_TKR.any(1), numbers_R, -1), ranks)
     rows_R, slots_R = offsets_R1[1:] - offsets_R1[:-1], is_owner_TKR.sum((0, 1))

@@ -86,6 +86,10 @@ class Gathering(NamedTuple):
         """The slots of ``dispatch`` that are used."""
         return used_slots(slots_N, offsets_E1)
 
+    def tensors(self) -> list[Tensor]:
+        """What backward finds, to go the same way."""
+        return []
+
 
 def _gather_rows(local: list[Tensor], rows: int, ranks: int, group: str, routing: bool) -> list[Tensor]:
     if local[0].shape[0] > rows:

@@ -13,13 +13,14 @@ from moeblaze_ops import config
 from moeblaze_ops.ops.sharded.collectives import most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from moeblaze_ops.ops.sharded.groups import members_of
+from moeblaze_ops.ops.sharded.hosts import hosts_of
 from moeblaze_ops.ops.sharded.peer_copies import copies_between
 
 
 class Exchange(NamedTuple):
     """What moves the tokens of a layer, the same on every rank: it follows from settings, the group and K.
 
-    ``rows``: tokens that a rank has at most, if that was promised. ``exact``, ``keep``: see ``Ranks``.
+    ``rows``: tokens that a rank has at most, if that was promised. ``exact``, ``keep``, ``hosts``: see ``Ranks``.
     """
 
     members: list[int]
@@ -29,26 +30,37 @@ class Exchange(NamedTuple):
     rows: int | None
     exact: bool
     keep: str
+    hosts: list[str]
 
 
 def choose_exchange(group: str, K: int, on_gpu: bool) -> Exchange:
     """Choose by ``config.exchange`` and ``config.transport``, for K experts of a token."""
     members = members_of(group)
-    all_to_all = goes_all_to_all(group, len(members), K, on_gpu)
+    hosts = crossed_hosts(group, on_gpu)
+    all_to_all = bool(hosts) or goes_all_to_all(group, len(members), K, on_gpu)
     copies = on_gpu and not all_to_all and copies_between(group)
     exact = config.arrived_rows == "exact"
     keep = config.keep if config.keep in ("preactivation", "h8") else "input"
-    return Exchange(members, group, all_to_all, copies, config.tokens_per_rank, exact, keep)
+    return Exchange(members, group, all_to_all, copies, config.tokens_per_rank, exact, keep, hosts)
 
 
 def goes_all_to_all(group: str, ranks: int, K: int, on_gpu: bool) -> bool:
     """True if tokens go to the ranks of their experts alone, see ``config.exchange``."""
-    if config.exchange != "auto":
-        return config.exchange == "all_to_all"
-    if config.arrived_rows == "bound" or config.transport == "copies":
-        return False
-    # Copy engines are at the wire with whole tokens and take no multiprocessor: no other way was measured faster.
-    return ranks > K and not (on_gpu and copies_between(group))
+    return config.exchange == "all_to_all" or (ranks > K and _may_choose(group, on_gpu))
+
+
+def crossed_hosts(group: str, on_gpu: bool) -> list[str]:
+    """The ``hosts_of`` a group, if tokens cross once to each of them that has an expert of theirs."""
+    return hosts_of(group) if _may_choose(group, on_gpu) else []
+
+
+def _may_choose(group: str, on_gpu: bool) -> bool:
+    """True if the host may read how many rows go where, and copy engines do not move tokens.
+
+    These are at the wire with whole tokens and take no multiprocessor: no other way was measured faster.
+    """
+    asks = config.exchange == "auto" and config.arrived_rows != "bound" and config.transport != "copies"
+    return asks and not (on_gpu and copies_between(group))
 
 
 def moe_over_ranks(
@@ -67,6 +79,7 @@ def moe_over_ranks(
     rows: int | None,
     exact: bool,
     keep: str,
+    hosts: list[str],
 ) -> Tensor:
     """``moe`` of the tokens of this rank over the experts of all ranks of a group; all of them call it.
 
@@ -75,7 +88,7 @@ def moe_over_ranks(
         weights_TK, experts_TK: routing weights and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation: a name or a formula.
-        members, group, all_to_all, copies, rows, exact, keep: an ``Exchange``.
+        members, group, all_to_all, copies, rows, exact, keep, hosts: an ``Exchange``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks.
@@ -88,7 +101,7 @@ def moe_over_ranks(
             gathered = start_gather_of_tokens(x_TD, most, len(members), group, copies)
         keep = keep if torch.is_grad_enabled() else "input"
         parameters = (w_up, b_up, w_down, b_down)
-        settings = (activation, False, members, group, copies, exact, keep)
+        settings = (activation, False, members, group, copies, exact, keep, hosts)
         return experts_over_ranks(x_TD, gathered, weights_TK, experts_TK, *parameters, *settings)
 
 

@@ -10,6 +10,7 @@ product that comes first; the reduction of ``dx`` runs beside the weight gradien
 of all ranks and h.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from moeblaze_ops.ops.dispatch import dispatch
 from moeblaze_ops.ops.expert_down import expert_down_backward
 from moeblaze_ops.ops.expert_up import expert_up_backward
 from moeblaze_ops.ops.recomputed.expert_mlp import expert_mlp_backward, split_groups
-from moeblaze_ops.ops.sharded.all_to_all import Route, route_to_ranks
 from moeblaze_ops.ops.sharded.by_rank import (
     expert_down_backward_by_rank,
     expert_mlp_by_rank,
@@ -29,7 +29,8 @@ from moeblaze_ops.ops.sharded.by_rank import (
     goes_by_rank,
     is_long,
 )
-from moeblaze_ops.ops.sharded.collectives import Gathering, first_of_rank
+from moeblaze_ops.ops.sharded.collectives import first_of_rank
+from moeblaze_ops.ops.sharded.ways import same_way, way_of
 from moeblaze_ops.ops.weight_grad import expert_bias_grad, expert_weight_grad, up_bias_gradients
 
 
@@ -38,7 +39,8 @@ class Ranks(NamedTuple):
 
     ``members`` are the ranks of the process group ``group``. ``copies``: copy engines move what they exchange.
     ``exact``: the host reads how many rows arrived, and h is as long;
-    otherwise it has room for all slots. ``keep``: what backward finds, "preactivation", "h8" or "input".
+    otherwise it has room for all slots. ``keep``: what backward finds, "preactivation", "h8" or "input". ``hosts``: the names of
+    ``hosts_of``, where tokens cross once to a host.
     """
 
     members: list[int]
@@ -46,6 +48,7 @@ class Ranks(NamedTuple):
     copies: bool
     exact: bool
     keep: str
+    hosts: list[str]
 
     @property
     def size(self) -> int:
@@ -68,6 +71,7 @@ def experts_over_ranks(
     copies: bool,
     exact: bool,
     keep: str,
+    hosts: Sequence[str] = (),
 ) -> Tensor:
     """``moe`` of the tokens of this rank, with experts ``[r * E_local, (r + 1) * E_local)`` given on rank r.
 
@@ -77,13 +81,13 @@ def experts_over_ranks(
         weights_TK, experts_TK: routing weights (or None) and expert ids over all ranks, -1 for an unused slot.
         w_up, b_up, w_down, b_down: of this rank's experts, as ``expert_up`` and ``expert_down`` take them.
         activation, weight_on_input: as for ``expert_mlp``.
-        members, group, copies, exact, keep: see ``Ranks``.
+        members, group, copies, exact, keep, hosts: see ``Ranks``.
 
     Returns:
         [T, D]. Gradients of the weights are sums over the tokens of all ranks. Two runs agree bit for bit if the reductions of
         the process group do.
     """
-    ranks = Ranks(members, group, copies, exact, keep)
+    ranks = Ranks(members, group, copies, exact, keep, list(hosts))
     counts = [len(tensors) for tensors in (w_up, b_up, w_down, b_down)]
     parameters = (*w_up, *b_up, *w_down, *b_down)
     return _Experts.apply(ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters)
@@ -94,8 +98,9 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, ranks, counts, activation, weight_on_input, experts_TK, gathered_x, x_TD, weights_TK, *parameters):
         w_up, b_up, w_down, b_down = split_groups(list(parameters), counts)
         num_local = w_down[0].shape[0]
-        moving = _moving(ranks, experts_TK, gathered_x, x_TD, w_down[0])
-        ids, all_weights_TK = _routing_of_all(experts_TK, weights_TK, moving)
+        moving, ids, all_weights_TK = way_of(
+            experts_TK, weights_TK, gathered_x, x_TD, w_down[0], ranks.size, ranks.group, ranks.hosts, ranks.copies
+        )
         if gathered_x is None:
             (gathered_x,) = moving.start_out([x_TD])
         local = ids - first_of_rank(ids, num_local, ranks.group, ranks.members)
@@ -113,7 +118,7 @@ class _Experts(torch.autograd.Function):
             h_NGF, out = experts_at_once(ranks.keep, moving.arrived(gathered_x), *given)
             (sums,) = moving.start_back([out], by_columns)
         ctx.ranks, ctx.counts, ctx.settings, ctx.by_rank = ranks, counts, (activation, weight_on_input), by_rank
-        route = moving.tensors() if isinstance(moving, Route) else []
+        route = moving.tensors()
         ctx.num_route = len(route)
         ctx.save_for_backward(x_TD, h_NGF, all_weights_TK, *routing, *route, *parameters)
         # No view of a longer tensor, though it is in its memory: others may write to the result.
@@ -129,36 +134,13 @@ class _Experts(torch.autograd.Function):
         groups = split_groups(parameters, ctx.counts)
         gradients = experts_over_ranks_backward(
             dout_TD.contiguous(), x_TD, h_NGF, *groups, all_weights_TK, *routing, *ctx.settings, ctx.ranks.size,
-            ctx.ranks.group, ctx.ranks.copies, ctx.by_rank, route, needs,
+            ctx.ranks.group, ctx.ranks.hosts, ctx.ranks.copies, ctx.by_rank, route, needs,
         )  # fmt: skip
         dx_TD, dweights_TK, *of_parameters = gradients
         filled: list[Tensor | None] = []
         for need, tensors in zip(needs[2:], groups, strict=True):
             filled += [of_parameters.pop(0) if need else None for _ in tensors]
         return (None,) * 6 + (dx_TD if needs[0] else None, dweights_TK if needs[1] else None, *filled)
-
-
-def _moving(ranks: Ranks, experts_TK: Tensor, gathered_x: Tensor | None, x_TD: Tensor, shard: Tensor) -> Gathering | Route:
-    if gathered_x is None:
-        return route_to_ranks(experts_TK, shard, ranks.size, ranks.group)
-    return Gathering(gathered_x.shape[0] // ranks.size, x_TD.shape[0], ranks.size, ranks.group, ranks.copies)
-
-
-def _routing_of_all(experts_TK: Tensor, weights_TK: Tensor | None, moving: Gathering | Route) -> tuple[Tensor, Tensor | None]:
-    """Expert ids and routing weights of what arrives, -1 for ids of rows behind a rank's own.
-
-    They travel together: as they are by copies, else in one collective, for which fp32 and fp64 hold ids and narrower weights
-    exactly.
-    """
-    ids = experts_TK.to(torch.int32)
-    if weights_TK is None or moving.copies:
-        sent = [ids] if weights_TK is None else [ids, weights_TK]
-        arrived = [moving.arrived(each) for each in moving.start_out(sent, routing=True)]
-        return arrived[0], arrived[1] if len(arrived) == 2 else None
-    wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    (both,) = moving.start_out([torch.cat([ids.to(wide), weights_TK.to(wide)], 1)])
-    ids, weights = moving.arrived(both).chunk(2, dim=1)
-    return ids.to(torch.int32), weights.to(weights_TK.dtype).contiguous()
 
 
 def gradients_over_ranks(*args: Any) -> list[Tensor]:
@@ -171,14 +153,13 @@ def gradients_over_ranks(*args: Any) -> list[Tensor]:
 
 def _gradients(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, ranks, group, copies, by_rank, route, needs,
+    weight_on_input, ranks, group, hosts, copies, by_rank, route, needs,
 ):  # fmt: skip
     needs_x, needs_weights, needs_w_up, needs_b_up, needs_w_down, needs_b_down = needs
     on_input, on_output = (all_weights_TK, None) if weight_on_input else (None, all_weights_TK)
     routing = (slots_N, offsets_E1, positions_TK, blocks_B2)
     top_k = positions_TK.shape[1]
-    gathering = Gathering(positions_TK.shape[0] // ranks, x_TD.shape[0], ranks, group, copies)
-    moving = Route.of(route, group) if route else gathering
+    moving = same_way(list(route), positions_TK.shape[0], x_TD.shape[0], ranks, group, hosts, copies)
     needs_all_x = needs_w_up or h_NGF is None or on_input is not None
     dout, *gathered = moving.start_out([dout_TD, x_TD] if needs_all_x else [dout_TD])
     all_x = moving.arrived(gathered[0]) if h_NGF is None or on_input is not None else None
@@ -223,7 +204,7 @@ def _gradients(
 
 def _backward_fake(
     dout_TD, x_TD, h_NGF, w_up, b_up, w_down, b_down, all_weights_TK, slots_N, offsets_E1, positions_TK, blocks_B2, activation,
-    weight_on_input, ranks, group, copies, by_rank, route, needs,
+    weight_on_input, ranks, group, hosts, copies, by_rank, route, needs,
 ):  # fmt: skip
     needs_x, needs_weights, *needs_parameters = needs
     tokens, top_k = x_TD.shape[0], positions_TK.shape[1]
@@ -239,7 +220,7 @@ _library = torch.library.Library("moeblaze", "FRAGMENT")
 _library.define(
     "experts_over_ranks_backward(Tensor dout_TD, Tensor x_TD, Tensor? h_NGF, Tensor[] w_up, Tensor[] b_up, Tensor[] w_down,"
     " Tensor[] b_down, Tensor? all_weights_TK, Tensor slots_N, Tensor offsets_E1, Tensor positions_TK, Tensor blocks_B2,"
-    " str activation, bool weight_on_input, int ranks, str group, bool copies, bool by_rank, Tensor[] route,"
+    " str activation, bool weight_on_input, int ranks, str group, str[] hosts, bool copies, bool by_rank, Tensor[] route,"
     " bool[] needs) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
 )

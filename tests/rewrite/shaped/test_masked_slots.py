@@ -1,0 +1,119 @@
+"""Weights that are zero where a mask says so: no expert takes these slots, such as those of experts of other ranks."""
+
+import random
+
+import pytest
+import torch
+from torch import fx, nn
+
+from tests.tools.rewrite_harness import check_against_eager
+
+T, D, HIDDEN, E, K, WORLD = 11, 6, 5, 3, 3, 9
+
+
+class Layer(nn.Module):
+    """Experts of one rank, batched by slot, after ``mask(ids, weights)`` of choices among the experts of all ranks."""
+
+    def __init__(self, mask, clamps=True):
+        super().__init__()
+        self.router = nn.Linear(D, WORLD, bias=False)
+        self.up = nn.Parameter(torch.randn(E, 2 * HIDDEN, D))
+        self.down = nn.Parameter(torch.randn(E, D, HIDDEN))
+        self.mask, self.clamps = mask, clamps
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        ids, weights = self.mask(ids, weights)
+        ids, weights = ids.reshape(-1), weights.reshape(-1)
+        if self.clamps:
+            weights, ids = weights.masked_fill(ids >= E, 0.0), ids.clamp(0, E - 1)
+        gate, up = torch.bmm(self.up[ids], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        y = torch.bmm(self.down[ids], (nn.functional.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (y * weights.unsqueeze(-1)).view(*x.shape[:1], K, D).sum(1)
+
+    def own(self, x):
+        """How many slots have a weight that no mask has made zero."""
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        ids, weights = self.mask(ids, weights)
+        return int(((weights != 0) & ((ids < E) | (not self.clamps))).sum())
+
+
+def owner_differs(ids, weights):
+    foreign = (ids // E) != 1
+    return torch.where(foreign, E, ids % E), weights.masked_fill(foreign, 0.0)
+
+
+def range_of_ids(ids, weights):
+    here = (ids >= 2) & (ids < 5)
+    return torch.where(here, ids - 2, E), weights * here
+
+
+def filled_where_foreign(ids, weights):
+    foreign = ~((ids >= 2) & (ids < 5))
+    return (ids - 2).masked_fill(foreign, E), weights.masked_fill(foreign, 0.0)
+
+
+MASKS = (owner_differs, range_of_ids, filled_where_foreign)
+
+
+class _Slots(fx.Interpreter):
+    used = 0
+
+    def call_function(self, target, args, kwargs):
+        if target is torch.ops.moeblaze.dispatch.default:
+            self.used += int((args[0] >= 0).sum())
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.mark.parametrize("clamps", [True, False])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda f: f.__name__)
+def test_slots_of_other_ranks(fp64, mask, clamps):
+    """They are computed by nobody, and gradients are those of eager mode."""
+
+    def within(ids, weights):
+        ids, weights = mask(ids, weights)
+        return (ids, weights) if clamps else (ids.clamp(0, E - 1), weights)
+
+    layer, x = Layer(within, clamps), torch.randn(T, D)
+    backend = check_against_eager(layer, x)
+    assert len(backend.rewritten) == 1 and not backend.reasons
+    slots = _Slots(backend.modules[0])
+    named = {"x": x, "router": layer.router.weight, "up": layer.up, "down": layer.down}
+    names = [node.name for node in slots.module.graph.find_nodes(op="placeholder")]
+    slots.run(*(next(value for key, value in named.items() if f"_{key}_" in name) for name in names))
+    assert slots.used == layer.own(x) < T * K
+
+
+def drawn(seed):
+    """A mask and ids of any kind: of this slot, of another one, of numbers; written in one way or another, or several."""
+    choice = random.Random(seed)
+    kinds = choice.choices(("owner", "range", "large", "next slot", "weights"), k=choice.choice([1, 1, 2]))
+    ways = choice.choices(("fill", "times", "where"), k=2)
+    of_ids = choice.choice(("modulo", "clamp", "where"))
+
+    def mask(ids, weights):
+        for kind, way in zip(kinds, ways, strict=False):
+            if kind == "owner":
+                off = (ids // E) != 1
+            elif kind == "range":
+                off = (ids < 2) | (ids >= 6)
+            elif kind == "next slot":
+                off = ids.roll(1, -1) >= E
+            else:
+                off = ids > 4 if kind == "large" else weights < 0.1
+            if way == "where":
+                weights = torch.where(off, 0.0, weights)
+            else:
+                weights = weights.masked_fill(off, 0.0) if way == "fill" else weights * ~off
+        if of_ids == "where":
+            return torch.where(ids < E, ids, 0), weights
+        return (ids % E if of_ids == "modulo" else ids.clamp(0, E - 1)), weights
+
+    return mask
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_mask_is_right(fp64, seed):
+    """Whatever is masked by whatever, results and gradients are those of eager mode."""
+    torch.manual_seed(seed)
+    check_against_eager(Layer(drawn(seed), clamps=bool(seed % 2)), torch.randn(T, D))
