@@ -205,14 +205,19 @@ def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
-    """``x[:, i] = values``: the slices of ``x`` along that axis, one of them another."""
+    """``x[:, i] = values``, ``x[i, mask] = values``: the slices of ``x`` along that axis, one of them another."""
     dim = next(d for d, item in enumerate(items) if type(item) is int)
     number, others = items[dim], (*items[:dim], *items[dim + 1 :])
-    require(all(item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others)), "one whole slice")
+    of_tensors = bool(others) and all(isinstance(item, Value) for item in others)
+    whole = all(isinstance(item, slice) and item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others))
+    require(of_tensors or whole, "one whole slice, or one of it")
     extent = x.shape[dim]
     require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
     slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
-    slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
+    if of_tensors:
+        slices[number] = _put(view, slices[number], others, values, False)
+    else:
+        slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
     return view.make("stack", tuple(slices), dim, shape=x.shape, dtype=x.dtype)
 
 
