@@ -245,8 +245,8 @@ class _Proof:
             element = self._element(self.view.value_at(condition, self.fork))
             if element is not None and element.kind == "eq":  # of two running sums
                 less, more = sorted((Counter(self.evaluator.written_out(side)) for side in element.args), key=Counter.total)
-                rest = list((more - less).elements())
-                element = self.evaluator.algebra.eq(*rest, self.evaluator.algebra.zero) if less <= more and len(rest) == 1 else element
+                if less <= more and (more - less).total() == 1:
+                    element = self.evaluator.algebra.eq(*(more - less), self.evaluator.algebra.zero)
             zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
             if zero is None:
                 return False

@@ -391,7 +391,7 @@ class Branches:
             for without, with_ in zip(branch.stack, tx.stack, strict=True):
                 compare("a value", without, with_)
             for name in sorted(self._flow(tx).live_at(branch.join)):
-                without, with_ = (realized(names[name]) if name in names else None for names in (branch.names, tx.symbolic_locals))
+                without, with_ = branch.names.get(name), tx.symbolic_locals.get(name)
                 if (total := total_of(without, with_)) is None:
                     compare(repr(name), without, with_)
                     continue
