@@ -374,11 +374,13 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         x, (dim,), _ = value.args
         var = self.algebra.fresh(indices, x.shape[dim])
         body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
+        if var.kind != "var":
+            return body
         constant, terms = body.args if body.kind == "linear" else (0, ((1, body),))
         factors = factors_of(terms[0][1])
         ids = [side for f in factors if f.kind == "eq" for side, other in (f.args, f.args[::-1]) if var not in other.free]
         once = next((side for side in ids if side is var or are_distinct(self.algebra, side, var)), None)
-        if var.kind != "var" or len(terms) > 1 or terms[0][0] != 1 or once is None or not all(map(never_negative, factors)):
+        if len(terms) > 1 or terms[0][0] != 1 or once is None or not all(map(never_negative, factors)):
             return self.algebra.leaf(value, indices)
         mark = self.algebra.one if once is var else self.algebra.distinct(once, var)
         return self.algebra.linear(constant, [(1, self.algebra.sum(var, self.algebra.mul(mark, *factors)))])

@@ -217,14 +217,15 @@ def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
         (one_hot.cumsum(0) * one_hot - 1).view(K, T, E).max(dim=0).values        # ids of a topk differ: one slot at most
     """
     ((times, total),) = number.args[1] if len(number.args[1]) == 1 else ((0, number),)
-    if times != 1 or total.kind != "sum":
+    if times != 1 or total.kind not in ("sum", "mul"):
         return None
-    slot, body = algebra.open(total)
-    parts = {f.kind: f for f in factors_of(body)}
-    if len(factors_of(body)) != 3 or set(parts) != {"distinct", "eq", "prefix"}:
+    slot, body = algebra.open(total) if total.kind == "sum" else (None, total)
+    parts = {f.kind: f for f in factors_of(body) if f.kind != "distinct"}
+    if set(parts) != {"eq", "prefix"} or len(factors_of(body)) != (2 if slot is None else 3):
         return None
-    ids, count, hit = parts["distinct"].args[0], parts["prefix"], parts["eq"]
-    if ids not in hit.args or not are_distinct(algebra, ids, slot) or not is_indicator(count.args[1]):
+    count, hit = parts["prefix"], parts["eq"]
+    once = slot is None or any(are_distinct(algebra, ids, slot) for ids in hit.args if slot in ids.free)
+    if not once or not is_indicator(count.args[1]):
         return None
     return _Position(number, count, frozenset(), algebra.sum(*algebra.open(count)), slot, hit)
 
