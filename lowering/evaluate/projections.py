@@ -29,9 +29,9 @@ def projects(value: Value) -> bool:
 
 
 def is_mask(value: Value) -> bool:
-    """Truth values, as numbers of some type, and products of such."""
+    """Truth values, as numbers of some type, products of such and choices between them."""
     while value.dtype != torch.bool and value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
         value = value.args[0]
-    if value.op == "contract" or (value.op == "pointwise" and value.args[0] == "mul"):
+    if value.op == "contract" or (value.op == "pointwise" and value.args[0] in ("mul", "where")):
         return all(map(is_mask, value.args[0] if value.op == "contract" else value.args[1]))
-    return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")
+    return value.dtype == torch.bool or (value.op == "full" and value.args[0] in (0, 1)) or (value.op == "pointwise" and value.args[0] == "eq")
