@@ -57,7 +57,7 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
 )
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
 
-_DETACHED = "`.detach()` stands between scores and experts, which is a layer where no gradient is asked for, as under torch.no_grad()"
+_DETACHED = "`.detach()` stands between scores and experts, which is a layer under torch.no_grad() alone"
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
 
