@@ -40,7 +40,7 @@ class IndexingRules:
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
-        for mask in {i.args[0] for i in own if i.kind == "nonzero"}:  # which is 1 at its own true elements
+        for mask in dict.fromkeys(i.args[0] for i in own if i.kind == "nonzero"):  # which is 1 at its own true elements
             at = {i.args[1]: i for i in own if i.kind == "nonzero" and i.args[0] is mask}
             hit = self.element(mask, tuple(map(at.get, range(len(at))))) if len(at) == len(mask.shape) else self.algebra.one
             e = self.algebra.substitute(e, {hit: self.algebra.one}) if is_indicator(hit) else e
