@@ -15,6 +15,8 @@ from moeblaze_ops.lowering.evaluate.indexing import IndexingRules
 from moeblaze_ops.lowering.evaluate.nesting import Nesting
 from moeblaze_ops.lowering.evaluate.projections import is_mask, is_no_projection, is_weight
 from moeblaze_ops.lowering.evaluate.runs import RunRules
+from moeblaze_ops.lowering.facts.non_negative import never_negative
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import chosen
 from moeblaze_ops.lowering.graph.computed_weights import is_computed_weight
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -363,6 +365,25 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         for var in reversed([var for var in bound if var.kind == "var"]):
             body = self.algebra.any(var, body)
         return body
+
+    def _element_largest(self, value: Value, indices: Indices, depth: int) -> Expr:
+        """A number and the sum of what comparisons bracket, of which one holds at most, if that is not negative.
+
+            max over k of [ids[t, k] = e] * count[t, k] - 1         of ids that differ
+        """
+        x, (dim,), _ = value.args
+        var = self.algebra.fresh(indices, x.shape[dim])
+        body = self.element(x, self._reduced_indices(value, indices, (var,)), depth)
+        if var.kind != "var":
+            return body
+        constant, terms = body.args if body.kind == "linear" else (0, ((1, body),))
+        factors = factors_of(terms[0][1])
+        ids = [side for f in factors if f.kind == "eq" for side, other in (f.args, f.args[::-1]) if var not in other.free]
+        once = next((side for side in ids if side is var or are_distinct(self.algebra, side, var)), None)
+        if len(terms) > 1 or terms[0][0] != 1 or once is None or not all(map(never_negative, factors)):
+            return self.algebra.leaf(value, indices)
+        mark = self.algebra.one if once is var else self.algebra.distinct(once, var)
+        return self.algebra.linear(constant, [(1, self.algebra.sum(var, self.algebra.mul(mark, *factors)))])
 
     def _element_prefix(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dim = value.args

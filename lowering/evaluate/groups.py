@@ -105,6 +105,8 @@ class GroupRules:
         """The terms of a sum, those of running sums one by one."""
         if e.kind == "add":
             return [term for inner in e.args for term in self.written_out(inner)]
+        if e.kind == "linear" and e.args[0] == 0 and all(type(times) is int and times > 0 for times, _ in e.args[1]):
+            return [term for times, inner in e.args[1] for term in self.written_out(inner) * times]
         if e.kind == "prefix" and e.args[2].kind == "const":
             var, body = self.algebra.open(e)
             return [self.algebra.substitute(body, {var: self.algebra.const(i)}) for i in range(e.args[2].args[0] + 1)]

@@ -13,6 +13,7 @@ from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.graph.functional_view import Value
 from moeblaze_ops.lowering.graph.sizes import Size, same_size
 from moeblaze_ops.lowering.index_notation.expr import Expr, Indices, differ, factors_of, subexpressions
+from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra, may_be_negative
 
 
@@ -38,7 +39,12 @@ class IndexingRules:
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
-        return self.reordered(x, own, depth) or self.element(x, own, depth)
+        e = self.reordered(x, own, depth) or self.element(x, own, depth)
+        for mask in dict.fromkeys(i.args[0] for i in own if i.kind == "nonzero"):  # which is 1 at its own true elements
+            at = {i.args[1]: i for i in own if i.kind == "nonzero" and i.args[0] is mask}
+            hit = self.element(mask, tuple(map(at.get, range(len(at))))) if len(at) == len(mask.shape) else self.algebra.one
+            e = self.algebra.substitute(e, {hit: self.algebra.one}) if is_indicator(hit) else e
+        return e
 
     def _may_count_from_end(self, index: Expr) -> bool:
         """Whether a subscript that is computed may be negative, of which a tensor takes the element that far from its end.
@@ -361,6 +367,8 @@ class _Landed:
         if not self.free and self.hits is algebra.one:
             return self.body
         below = [] if base is algebra.zero else list(base.args if base.kind == "add" else (base,))
+        if not self.free and all(self.hits in factors_of(term) for term in below):
+            return algebra.mul(self.hits, self.body)  # nothing of the base is elsewhere
         added = list(self.body.args if self.body.kind == "add" else (self.body,))
         if all(term in added for term in below):
             for term in below:

@@ -29,9 +29,12 @@ def projects(value: Value) -> bool:
 
 
 def is_mask(value: Value) -> bool:
-    """Truth values, as numbers of some type, and products of such."""
+    """Truth values, as numbers of some type, products of such and choices between them and a number."""
     while value.dtype != torch.bool and value.op in ("reshape", "permute", "slice", "select", "cast", "expand"):
         value = value.args[0]
-    if value.op == "contract" or (value.op == "pointwise" and value.args[0] == "mul"):
-        return all(map(is_mask, value.args[0] if value.op == "contract" else value.args[1]))
-    return value.dtype == torch.bool or (value.op == "pointwise" and value.args[0] == "eq")
+    if value.op == "contract":
+        return all(map(is_mask, value.args[0]))
+    name, parts = value.args[:2] if value.op == "pointwise" else ("", ())
+    if name in ("mul", "where"):
+        return all(is_mask(x) or (name == "where" and x.op == "full" and x.args[0] in (0, 1)) for x in parts)
+    return value.dtype == torch.bool or name == "eq"

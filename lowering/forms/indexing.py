@@ -203,14 +203,19 @@ def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
-    """``x[:, i] = values``: the slices of ``x`` along that axis, one of them another."""
+    """``x[:, i] = values``, ``x[i, mask] = values``: the slices of ``x`` along that axis, one of them another."""
     dim = next(d for d, item in enumerate(items) if type(item) is int)
     number, others = items[dim], (*items[:dim], *items[dim + 1 :])
-    require(all(item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others)), "one whole slice")
+    of_tensors = bool(others) and all(isinstance(item, Value) for item in others)
+    whole = of_tensors or all(item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others))
+    require(whole, "one whole slice, or rows of one")
     extent = x.shape[dim]
     require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
     slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]
-    slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
+    if of_tensors:
+        slices[number] = _put(view, slices[number], others, values, False)
+    else:
+        slices[number] = cast(view, expanded(view, tensor(values), (*x.shape[:dim], *x.shape[dim + 1 :])), x.dtype)
     return view.make("stack", tuple(slices), dim, shape=x.shape, dtype=x.dtype)
 
 
@@ -405,8 +410,18 @@ def _largest(view: GraphView, x: Any, *args: Any, **kwargs: Any) -> Any:
     dim = args[at] if len(args) > at else kwargs.get("dim", -1)
     values, indices = view.opaque(view._node)
     indices.bound = tensor(x).shape[axis(x, dim)]
+    if at == 0 and target_name(view._node) == "max" and not values.dtype.is_floating_point:
+        values = _largest_along(view, x, dim, args[1] if len(args) > 1 else kwargs.get("keepdim", False))
     values.fades = is_fading(x)
     return values, indices
+
+
+@form("amax")
+def _largest_along(view: GraphView, x: Any, dim: Any, keepdim: bool = False) -> Value:
+    require(isinstance(dim, int) and not tensor(x).dtype.is_floating_point, "the largest integer along an axis")
+    d = axis(x, dim)
+    shape = (*x.shape[:d], *[1][: int(keepdim)], *x.shape[d + 1 :])
+    return view.make("largest", x, (d,), keepdim, shape=shape, dtype=x.dtype)
 
 
 @form("min")

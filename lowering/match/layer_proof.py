@@ -57,6 +57,7 @@ from moeblaze_ops.lowering.match.terms.routing_term import (
 )
 from moeblaze_ops.lowering.match.zero_computation import ZeroComputation, ZeroComputationTerm, find_zero_computation, products_of
 
+_DETACHED = "`.detach()` stands between scores and experts, which is a layer under torch.no_grad() alone"
 NO_COUNTS = "not proven to end at counts of the sorted ids, as those of torch.bincount(ids, minlength=E).cumsum(0) do"
 
 
@@ -268,7 +269,13 @@ class _Proof:
         scored = [self._scored_routing(expert) for expert in experts]
         if all(scored):
             experts, given = [expert for expert, _ in scored], [routing for _, routing in scored]
-            routings, found = find_scored(self.algebra, self.finder, given)
+            try:
+                routings, found = find_scored(self.algebra, self.finder, given)
+            except Declined:
+                x = experts[0].x
+                detached = x.kind == "leaf" and target_name(x.args[0].node) == "detach"
+                prove(not detached, Reason.ROUTING, _DETACHED, x.args[0].node if detached else None)
+                raise
             order, numbers = expert_order(routings)
             top_k = routings[0].ids.args[1]
             return _Routed(

@@ -243,6 +243,10 @@ class _Proof:
         fake = fake_of(condition)
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
+            if element is not None and element.kind == "eq":  # of two running sums
+                less, more = sorted((Counter(self.evaluator.written_out(side)) for side in element.args), key=Counter.total)
+                if less <= more and (more - less).total() == 1:
+                    element = self.evaluator.algebra.eq(*(more - less), self.evaluator.algebra.zero)
             zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
             if zero is None:
                 return False
@@ -399,7 +403,7 @@ class _Proof:
         algebra = self.evaluator.algebra
         indices = self.evaluator.variables(before)
         made_beside = self.view.position.get(before.node, -1) > self.fork
-        for base in accumulators(before) if made_beside else [before]:
+        for base in (accumulators(before) if made_beside else [before]) if before.dtype.is_floating_point else ():
             self.evaluator._memo[base, indices, 0] = algebra.leaf(base, indices)  # its inside is of no interest
         one, other = (self.evaluator.try_element(value, indices) for value in (before, after))
         return one is not None and other is not None and self.zeros.without(one) is self.zeros.without(other)

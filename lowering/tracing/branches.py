@@ -56,6 +56,7 @@ from moeblaze_ops.lowering.tracing.hit_loops import (
     known_number,
     refuse_comparison,
     refuse_search,
+    total_of,
 )
 from moeblaze_ops.lowering.tracing.longer_lists import LongerLists, moves
 from moeblaze_ops.lowering.tracing.merged_tensors import MergedTensors
@@ -390,7 +391,13 @@ class Branches:
             for without, with_ in zip(branch.stack, tx.stack, strict=True):
                 compare("a value", without, with_)
             for name in sorted(self._flow(tx).live_at(branch.join)):
-                compare(repr(name), branch.names.get(name), tx.symbolic_locals.get(name))
+                without, with_ = branch.names.get(name), tx.symbolic_locals.get(name)
+                if (total := total_of(without, with_)) is None:
+                    compare(repr(name), without, with_)
+                    continue
+                is_number = isinstance(without, ConstantVariable)
+                pairs.append((without, total.tensor.call_method(tx, "item", [], {}) if is_number else total))
+                tx.symbolic_locals[name] = total
         for item, name, without, with_ in self._stored(branch):
             compare("a variable of a function around" if isinstance(item, CellVariable) else repr(name), without, with_)
         added = []

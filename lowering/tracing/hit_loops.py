@@ -54,6 +54,34 @@ class Numbers(VariableTracker):
         return self.tensor.call_method(tx, "size", [ConstantVariable.create(0)], {})
 
 
+class Total(Numbers):
+    """A running total at the join of a branch: a number of Python's without the work, or a tensor without axes that holds it.
+
+        start = 0
+        for e, count in enumerate(counts):
+            if count == 0: continue
+            end = start + count             a tensor, whatever `start` is
+            parts.append(rows[start:end])   the same rows
+            start = end
+    """
+
+    def as_proxy(self) -> Any:
+        return self.tensor.as_proxy()
+
+    def length(self, tx: Any) -> VariableTracker:
+        return self.tensor
+
+
+def total_of(without: VariableTracker | None, with_: VariableTracker | None) -> Total | None:
+    """What a name holds at a join; None where it is a tensor either way, or a number."""
+    held = with_.tensor if isinstance(with_, Total) else with_
+    number = isinstance(without, Total) or (isinstance(without, ConstantVariable) and type(without.value) is int)
+    if not number or type(held) is not TensorVariable:
+        return None
+    fake = fake_of(held.as_proxy().node)
+    return Total(held) if fake.dim() == 0 and fake.dtype in _INDICES else None
+
+
 class Hits(Numbers):
     """A list or a set of the numbers of those of ``experts`` that have tokens; ``tensor`` holds them, in their order."""
 
@@ -254,6 +282,8 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
         return Hits(args[0].tensor, args[0].experts, is_set=is_set)
     if isinstance(args[0], Counts) and function is operator.getitem:
         return args[0].item(args[1])
+    if function is operator.add and isinstance(args[0], Total) and type(args[1]) is TensorVariable:
+        return args[1].call_method(tx, "add", [args[0].tensor], {})
     if function is enumerate and isinstance(args[0], Numbers | TensorVariable):
         return iterator_over(tx, args[0], numbered=True) if len(args) == 1 else None
     if function is len and isinstance(args[0], Numbers):
@@ -353,7 +383,11 @@ def refuse(function: Any, args: list[VariableTracker]) -> None:
 
     To read an attribute, as Dynamo 2.11 does by ``getattr`` for each method, asks nothing.
     """
-    if function is not getattr and any(isinstance(arg, Numbers) for arg in args):
+    asked = function is not getattr and any(isinstance(arg, Numbers) for arg in args)
+    for counts in args if asked else ():
+        if isinstance(counts, Counts):
+            counts.length(None)
+    if asked:
         raise Declined(f"{getattr(function, '__name__', 'a function')} asks what only the data tell")
     refuse_comparison(function, args)
 

@@ -36,7 +36,7 @@ from moeblaze_ops.lowering.obligations.ids_in_range import ids_below
 from moeblaze_ops.lowering.obligations.known_elements import is_written
 from moeblaze_ops.lowering.obligations.known_sizes import known_sizes_of
 from moeblaze_ops.lowering.obligations.markers import counts_below, rows_between, rows_joined, shared_with_host
-from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, is_along_first, running_sums
+from moeblaze_ops.lowering.tracing.hit_loops import Counts, Declined, Total, is_along_first, running_sums
 
 _RUNNING_SUMS = () if np is None else (np.cumsum,)
 
@@ -248,6 +248,7 @@ def _bounds_of_data(tx: Any, key: VariableTracker) -> list[VariableTracker] | No
 
 def _number(tx: Any, bound: VariableTracker) -> VariableTracker:
     """A bound of a slice as a number, where it is a tensor that holds one."""
+    bound = bound.tensor if isinstance(bound, Total) else bound
     if type(bound) is not TensorVariable or fake_value(bound).dtype.is_floating_point or fake_value(bound).numel() != 1:
         return bound
     return bound.call_method(tx, "item", [], {})

@@ -70,6 +70,7 @@ TWINS = {
     "nonzero_loop": ("> 0", "> 0.4"),
     "nonzero_mask": ("scores[:, e].bool()", "scores[:, e - 1].bool()"),
     "nonzero_where": ("scores != 0", "scores != 0.5"),
+    "nonzero_stored": ("x, chosen.to(x.dtype))", "x, chosen.flip(1).to(x.dtype))"),
     "nonzero_joined": ("torch.nonzero(scores[:, e])", "torch.nonzero(scores[:, e].round())"),
     "einsum_masked_tokens": ("F.one_hot(ids, self.E)", "F.one_hot(ids.flip(0), self.E)"),
     "einsum_dispatched": ("F.one_hot(ids, self.E)", "F.one_hot(ids.flip(0), self.E)"),

@@ -15,6 +15,9 @@ CALLS = """
 torch.max(m, m2)    m.max(m2)    m.max()    m.int().max()    ids.max(1)    scores.argmax(1)
 torch.logical_and(ids, ids.flip(0))    torch.logical_and(x, y)    torch.logical_not(ids)    x.logical_not().logical_not()
 torch.logical_or(ids, m)    ~m    m & m2    m | m2    m * m2    m == m2    m != m2    m == 1    m < m2    m > 0    1 - m.int()
+(F.one_hot(chosen, E) * F.one_hot(chosen, E).cumsum(0) - 1).max(1).values    (F.one_hot(ids, E) * F.one_hot(ids, E)).amax(1)
+(F.one_hot(chosen, E) * ids[..., None]).amax(1)    (F.one_hot(ids, E) * ids[..., None]).max(2, keepdim=True)[0]    ids.amax(0)
+(-F.one_hot(chosen, E)).amax(1)    (F.one_hot(chosen, E) * (ids[..., None] - 2)).amax(1)    (2 * F.one_hot(chosen, E)).amax(1)
 m.sum(dtype=torch.bool)    m.sum(-1, dtype=torch.bool)    m.sum((0, 1))    m.sum(0, True)    x.sum(axis=0)    x.sum(())
 m.any(dim=(0, 1))    m.all(0, keepdim=True)    ids.any()    torch.count_nonzero(ids, dim=1)    m.cumsum(0)    x.cumsum(1)
 torch.zeros(T, E, dtype=torch.bool).scatter_add(1, ids, torch.ones_like(m))
@@ -78,6 +81,8 @@ out = x.clone(); rows = out[1:3]; rows += 1; out[0] = y[0]; return out, rows
 out = x.clone(); out.T[2].mul_(3); out[:, 1].zero_(); return out.view(-1), out
 out = torch.zeros_like(x); out[:, 2] = x[:, 2]; out[2:4] += y[2:4]; return out * 2
 out = x.clone(); flat = out.view(-1); flat[3:9] = 2; out.unsqueeze(0).add_(y); return flat, out
+m = ids[:, 0] == 1; out = torch.stack([x, y]); out[1, m] = x[m]; out[ids[:2, 0] // 9, 0] = 1; return out, out[1, m]
+m = ids[:, 0] == 1; out = torch.stack([x, y]) * m[:, None]; rows = out[0, m]; out[0, m] = y[m]; return out, rows
 flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; return flags, hits
 """
 

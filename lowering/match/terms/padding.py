@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moeblaze_ops.lowering.facts.unique_ids import are_distinct
 from moeblaze_ops.lowering.facts.zero_stops_gradient import fades
 from moeblaze_ops.lowering.graph.sizes import same_size
 from moeblaze_ops.lowering.index_notation.expr import CHOSEN, Expr, factors_of
@@ -140,6 +141,8 @@ class _Position:
     count: Expr
     behind: frozenset[Expr]
     total: Expr  # what the running count ends at
+    slot: Expr | None = None  # the count is that of the one slot that a comparison is true of, or zero
+    hit: Expr | None = None
 
     def is_apart(self, other: "_Position | None") -> bool:
         """Whether the slots that another one counts have other places."""
@@ -152,8 +155,12 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
     marks = {f if f is chosen else algebra.substitute(f, known) for f in placed.all_factors if is_indicator(f)}
     number = algebra.substitute(next(side for side in placed.hit.args if side is not place), known)
     number = _under(algebra, number, marks)
-    position = _running_count(algebra, number)
-    if position is None or not _is_own(algebra, position.count, marks, placed, token):
+    position, slot = _running_count(algebra, number), placed.slot
+    if position is not None and position.hit is not None:  # it is no less than zero where a slot of the token has the expert
+        if slot is not None or algebra.call("ge", (number, algebra.zero)) not in marks:
+            return None
+        slot, marks = position.slot, marks | {position.hit}
+    if position is None or not _is_own(algebra, position.count, marks, slot, token):
         return None
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
@@ -192,6 +199,8 @@ def _is_below(mark: Expr, number: Expr, bound: object) -> bool:
 
 def _running_count(algebra: Algebra, number: Expr) -> _Position | None:
     """A running count of ones, and counts of all ones of other sorts, less one."""
+    if number.kind == "linear" and number.args[0] == -1 and (of_slots := _of_slots(algebra, number)) is not None:
+        return of_slots
     if number.kind != "linear" or number.args[0] != -1 or any(coefficient != 1 for coefficient, _ in number.args[1]):
         return None
     counts = [atom for _, atom in number.args[1] if atom.kind == "prefix"]
@@ -202,15 +211,34 @@ def _running_count(algebra: Algebra, number: Expr) -> _Position | None:
     return _Position(number, counts[0], frozenset(behind), algebra.sum(*algebra.open(counts[0])))
 
 
-def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], placed: _Placed, token: Expr) -> bool:
+def _of_slots(algebra: Algebra, number: Expr) -> _Position | None:
+    """The running count of the slot of a token that has an expert, less one: -1 where none has it.
+
+        (one_hot.cumsum(0) * one_hot - 1).view(K, T, E).max(dim=0).values        # ids of a topk differ: one slot at most
+    """
+    ((times, total),) = number.args[1] if len(number.args[1]) == 1 else ((0, number),)
+    if times != 1 or total.kind not in ("sum", "mul"):
+        return None
+    slot, body = algebra.open(total) if total.kind == "sum" else (None, total)
+    parts = {f.kind: f for f in factors_of(body) if f.kind != "distinct"}
+    if set(parts) != {"eq", "prefix"} or len(factors_of(body)) != (2 if slot is None else 3):
+        return None
+    count, hit = parts["prefix"], parts["eq"]
+    once = slot is None or any(are_distinct(algebra, ids, slot) for ids in hit.args if slot in ids.free)
+    if not once or not is_indicator(count.args[1]):
+        return None
+    return _Position(number, count, frozenset(), algebra.sum(*algebra.open(count)), slot, hit)
+
+
+def _is_own(algebra: Algebra, count: Expr, marks: set[Expr], slot: Expr | None, token: Expr) -> bool:
     """Whether a running count, up to the slot itself, is of slots that have the marks, and no two slots end it at the same."""
     upto = count.args[2]
     row, body = algebra.open(count)
     here = algebra.substitute(body, {row: upto})
     if not set(factors_of(here)) <= marks:
         return False
-    if placed.slot is None:
+    if slot is None:
         return upto is token
-    T, K = token.args[1], placed.slot.args[1]
-    orders = (((1, token), (T, placed.slot)), ((K, token), (1, placed.slot)))
+    T, K = token.args[1], slot.args[1]
+    orders = (((1, token), (T, slot)), ((K, token), (1, slot)))
     return any(upto is algebra.linear(0, order) for order in orders) and same_size(row.args[1], T * K)

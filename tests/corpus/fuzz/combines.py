@@ -33,7 +33,7 @@ def _share(layer: Layer, rng: random.Random) -> tuple[list[str], str]:
 
 def _fresh(layer: Layer, rng: random.Random) -> str:
     """What the sum starts from: zeros, or the output of something else."""
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and layer.out == "D":
         layer.parameters.append(("w_base", "D, D"))
         return "out = " + rng.choice(("F.silu(x @ self.w_base)", "x @ self.w_base", "F.linear(x, self.w_base)"))
     return "out = " + rng.choice(("torch.zeros_like(x)", "x.new_zeros(x.shape)", "torch.zeros(T, D, dtype=x.dtype)"))
@@ -224,7 +224,36 @@ def _dense(layer: Layer, rng: random.Random) -> list[str]:
     return [*lines, *mlp(layer, rng, "rows", product), f"out = {total}"]
 
 
+def _stored_over(layer: Layer, rng: random.Random) -> list[str]:
+    """The tokens of each expert and zeros between them, over which it stores what it makes of them."""
+    expert_method(layer, rng)
+    mask = rng.choice((
+        "torch.zeros(T, E, dtype=torch.bool).scatter(1, ids, True)", "(ids.unsqueeze(-1) == torch.arange(E)).any(1)",
+    ))  # fmt: skip
+    rows = rng.choice(("torch.einsum('td,te->etd', x, mask.to(x.dtype))", "x * mask.t().unsqueeze(-1)"))
+    s = rng.choice(("scores[at, e, None]", "scores[at][:, e].unsqueeze(-1)", "scores[:, e][at, None]"))
+    return [
+        *_scores(layer, rng), f"mask = {mask}", f"rows = {rows}", "for e in range(E):", "    at = mask[:, e]",
+        f"    s = {s}", "    y = self.expert(e, rows[e, at])", "    rows[e, at] = y * s", "out = rows.sum(dim=0)",
+    ]  # fmt: skip
+
+
+def _placed(layer: Layer, rng: random.Random) -> list[str]:
+    """Places ``[E, C]`` that running counts give, and one-hot products: some tokens may have none."""
+    expert_method(layer, rng)
+    C = rng.choice((2, 3, 5))
+    return [
+        *_scores(layer, rng), "flat = ids.t().reshape(-1)", "chosen = F.one_hot(flat, E)",
+        f"place = (chosen.cumsum(0) * chosen - 1).view(K, T, E){rng.choice(('.amax(0)', '.max(dim=0).values', '.max(0)[0]'))}",
+        f"kept = (place >= 0) & (place < {C})",
+        f"places = F.one_hot({rng.choice(('place.masked_fill(~kept, 0)', 'place * kept', 'torch.where(kept, place, 0)'))}, {C})",
+        "hot = " + rng.choice(("places * kept.unsqueeze(-1)", "places.masked_fill(~kept.unsqueeze(-1), 0)")),
+        "rows = torch.einsum('tec,td->ecd', hot.to(x.dtype), x)", "y = torch.stack([self.expert(e, rows[e]) for e in range(E)])",
+        "out = torch.einsum('te,tec,ecd->td', scores.to(x.dtype), hot.to(x.dtype), y)",
+    ]  # fmt: skip
+
+
 FAMILIES = {
     "masked": _masked, "stack": _stack, "slots": _slots, "select": _select, "sorted": _sorted, "gathered": _gathered,
-    "dense": _dense, "stored": _stored, "guarded": guarded, "split": split,
+    "dense": _dense, "stored": _stored, "stored_over": _stored_over, "placed": _placed, "guarded": guarded, "split": split,
 }  # fmt: skip

@@ -4,6 +4,7 @@ Every draw is a program that the rewrite supports.
 """
 
 import random
+import re
 
 from tests.corpus.fuzz.combines import FAMILIES
 from tests.corpus.fuzz.layer import GATED, UNGATED, Layer
@@ -25,7 +26,7 @@ def draw(rng: random.Random) -> Layer:
     gated = storage in ("packed", "interleaved") or rng.random() < 0.7
     biases = ((False, False),) * 3 + ((True, True), (True, False), (False, True))
     bias = (False, False) if storage == "flat" else rng.choice(biases)
-    shapes = [shape for shape in SHAPES if family != "split" or shape != (1,)]  # one row is no sorted rows
+    shapes = [shape for shape in SHAPES if family not in ("split", "placed") or shape != (1,)]  # one row is not sorted
     layer = Layer(
         family, storage, rng.choice(DTYPES), rng.choice(shapes), E, rng.randint(1, min(3, E)), rng.choice((8, 16)),
         rng.choice((8, 24)), gated, rng.choice(sorted(GATED if gated else UNGATED)), bias,
@@ -33,16 +34,20 @@ def draw(rng: random.Random) -> Layer:
     )  # fmt: skip
     if storage in ("list", "flat"):
         layer.linear = (True, storage == "list")
+    widened = storage != "flat" and rng.random() < 0.15
+    layer.out = "O" if widened and family in ("masked", "select", "stack", "slots", "guarded", "placed") else "D"
     _declare(layer, rng)
     before, after = _surroundings(layer, rng)
     layer.body = [*before, *_router(layer, rng), *FAMILIES[family](layer, rng), *after]
+    if layer.out == "O":
+        layer.body = [_of_width(line) for line in layer.body]
     if rng.random() < 0.25:
         take_parts(layer, rng)
     return layer
 
 
 def _declare(layer: Layer, rng: random.Random) -> None:
-    up, down = ("H, D" if layer.linear[0] else "D, H"), ("D, H" if layer.linear[1] else "H, D")
+    up, down = ("H, D" if layer.linear[0] else "D, H"), (f"{layer.out}, H" if layer.linear[1] else f"H, {layer.out}")
     names = ["up", *(["gate"] if layer.gated else [])]
     add = layer.parameters.append
     add(("w_router", "E, D"))
@@ -60,23 +65,31 @@ def _declare(layer: Layer, rng: random.Random) -> None:
             add(("b_up", "E, 2 * H"))
         add(("w_down", f"E, {down}"))
     if layer.bias[1]:
-        add(("b_down", "E, D"))
+        add(("b_down", f"E, {layer.out}"))
+
+
+def _of_width(line: str) -> str:
+    """A line with the sum of the experts' outputs as wide as they are."""
+    sums = r"torch\.zeros_like\(x\)|x\.new_zeros\(x\.shape\)|torch\.zeros\(T, D, dtype=x\.dtype\)"
+    line = re.sub(rf"(?<=out = )({sums})", "x.new_zeros(T, O)", line)
+    return line.replace("expand(-1, -1, D)", "expand(-1, -1, O)").replace("[:, None].expand(-1, D)", "[:, None].expand(-1, O)")
 
 
 def _surroundings(layer: Layer, rng: random.Random) -> tuple[list[str], list[str]]:
     before, after = [], []
-    residual = rng.random()
+    residual = rng.random() if layer.out == "D" else 1
     if residual < 0.25:
         before += ["residual = x", "x = F.layer_norm(x, (D,))"]
     elif residual < 0.4:
         before += ["x = x * 1.25"]
     if len(layer.shape) == 2:
         before += ["shape = x.shape", rng.choice(("x = x.view(-1, D)", "x = x.reshape(-1, D)", "x = x.flatten(0, 1)"))]
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and layer.out == "D":
         layer.parameters.append(("w_shared", "D, D"))
         after += ["out = out + F.silu(x @ self.w_shared)"]
     if len(layer.shape) == 2:
-        after += [rng.choice(("out = out.view(shape)", "out = out.reshape(shape)"))]
+        shape = "shape" if layer.out == "D" else "*shape[:-1], O"
+        after += [rng.choice((f"out = out.view({shape})", f"out = out.reshape({shape})"))]
     if residual < 0.25:
         after += [rng.choice(("out = residual + out", "out = out + residual"))]
     return before, [*after, "return out"]

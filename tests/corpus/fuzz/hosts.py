@@ -40,7 +40,7 @@ def split(layer: Layer, rng: random.Random) -> list[str]:
         "torch.bincount(flat, minlength=E)", "F.one_hot(flat, E).sum(0)", "ids.new_zeros((T, E)).scatter_(1, ids, 1).sum(0)",
         "torch.histc(flat.float(), bins=E, min=0, max=E - 1).int()",
     ))  # fmt: skip
-    lines = ["flat = ids.reshape(-1)", f"order = {order}", "token = order // K", "rows = x[token]", f"counts = {counts}.tolist()"]
+    lines = ["flat = ids.reshape(-1)", f"order = {order}", "token = order // K", "rows = x[token]", f"counts = {counts}"]
     loop = rng.choice((
         ["parts = [self.expert(e, part) for e, part in enumerate(torch.split(rows, counts))]"],
         ["parts = []", "for e, part in enumerate(rows.split(counts, dim=0)):", "    parts.append(self.expert(e, part))"],
@@ -49,6 +49,7 @@ def split(layer: Layer, rng: random.Random) -> list[str]:
         ["parts, start = [], 0", "for e, count in enumerate(counts):", "    end = start + count", "    if count == 0:",
          "        continue", "    parts.append(self.expert(e, rows[start:end]))", "    start = end"],
     ))  # fmt: skip
+    lines[-1] += ".tolist()" if "split" in "".join(loop) or rng.random() < 0.5 else ""
     lines += [*loop, "y = torch.cat(parts, dim=0)", "s = weights.reshape(-1)[order].unsqueeze(-1)"]
     return lines + rng.choice((
         ["out = torch.zeros_like(x).index_add(0, token, y * s)"],

@@ -58,6 +58,7 @@ class Layer:
     activation: str
     bias: tuple[bool, bool]
     linear: tuple[bool, bool]  # stored as nn.Linear does, [out, in]
+    out: str = "D"  # as wide as an expert's output is
     parameters: list[tuple[str, str]] = field(default_factory=list)
     expert: list[str] = field(default_factory=list)  # body of ``expert(self, e, x)``
     body: list[str] = field(default_factory=list)
@@ -78,7 +79,7 @@ class Layer:
         made = [f"self.{name} = nn.Parameter(torch.randn({shape}) * 0.4)" for name, shape in self.parameters]
         if self.storage == "list":
             up, down = (", bias=True" if b else ", bias=False" for b in self.bias)
-            kinds = [("up", f"D, H{up}"), ("down", f"H, D{down}"), *([("gate", f"D, H{up}")] if self.gated else [])]
+            kinds = [("up", f"D, H{up}"), ("down", f"H, {self.out}{down}"), *([("gate", f"D, H{up}")] if self.gated else [])]
             parts = ", ".join(f"{name}=nn.Linear({sizes})" for name, sizes in kinds)
             made.append(f"self.experts = nn.ModuleList(nn.ModuleDict(dict({parts})) for _ in range(E))")
         made += ["self.seen, self.log = 0, []", "self.register_buffer('loads', torch.zeros(E))", *self.made]
@@ -87,7 +88,7 @@ class Layer:
             "import collections", "import functools", "import itertools", "", "import torch", "import torch.nn.functional as F",
             "from torch import nn", "",
             "from tests.corpus.zoo.catalogue import grouped_mm_fallback", "",
-            f"T, E, K, D, H = {_product(self.shape)}, {self.E}, {self.K}, {self.D}, {self.H}", "", "",
+            f"T, E, K, D, H, O = {_product(self.shape)}, {self.E}, {self.K}, {self.D}, {self.H}, {self.D + 3}", "", "",
             *(_PRODUCTS if self.family == "sorted" else ()),
             *self.definitions, "class MoE(nn.Module):", f"    calls = {self.calls}", "",
             "    def __init__(self):", "        super().__init__()", *indented(made, 2), *method, "",
@@ -163,3 +164,6 @@ def expert_method(layer: Layer, rng: random.Random) -> None:
         return text + bias(layer, name, "[e]")
 
     layer.expert = [*mlp(layer, rng, "x", product), "return y"]
+    dropped = rng.choice(("a", "y", "", "", "", "", "", ""))
+    if dropped:  # so rarely that nothing is dropped
+        layer.expert.insert(-1 if dropped == "y" else -2, f"{dropped} = F.dropout({dropped}, 1e-9, self.training)")

@@ -32,6 +32,35 @@ def deepseek_infer(self, x, weights, ids):
     return new_x.view(*ids.shape, -1).type(weights.dtype).mul_(weights.unsqueeze(dim=-1)).sum(dim=1).type(new_x.dtype)
 
 
+def counts_in_a_tensor(self, x, weights, ids):
+    """The start is a number until an expert has tokens, and a tensor from there on, as are the counts."""
+    counts = ids.new_zeros((ids.shape[0], len(self.experts))).scatter_(1, ids, 1).sum(dim=0)
+    order = ids.view(-1).argsort()
+    rows, parts, start = x[order // ids.shape[1]], [], 0
+    for e, count in enumerate(counts):
+        if count == 0:
+            continue
+        end = start + count
+        parts.append(self.experts[e + self.calls](rows[start:end]))
+        start = end
+    joined = torch.cat(parts, dim=0) if parts else rows.new_empty(0)
+    y = torch.empty_like(joined)
+    y[order] = joined
+    return y.view(*ids.shape, -1).mul_(weights.unsqueeze(dim=-1)).sum(dim=1)
+
+
+def ends_in_a_tensor(self, x, weights, ids):
+    order, token, scale = sorted_by_expert(self, x, weights, ids)
+    rows, out = x[token], torch.zeros_like(x)
+    ends = torch.bincount(ids.view(-1), minlength=len(self.experts)).cumsum(0)
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if start == end:
+            continue
+        out.index_add_(0, token[start:end], self.experts[e](rows[start:end]) * scale[start:end])
+    return out
+
+
 def scattered(self, x, weights, ids):
     """DeepSeekMoE's and minimind's moe_infer: ends of groups, and a sum by scatter_reduce_, which has no backward here."""
     flat_weights = weights.view(-1, 1)
@@ -265,7 +294,7 @@ SCATTERED = (scattered, scattered_by_counts)
 """By counts of which there are as many as the highest id says."""
 SPLIT = (
     deepseek_infer, split_list, split_scaled, routing_map, llama_moe, running_sum, zipped, offsets_list, counts_by_index,
-    next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
+    counts_in_a_tensor, ends_in_a_tensor, next_expert, by_function, by_function_of_numbers, sliced_by_cumsum,
 )  # fmt: skip
 SPLIT_ELSEWHERE = (torchtitan,)
 """In a function that the layer calls."""

@@ -30,6 +30,47 @@ def one_row_too_many(self, x, weights, ids):
     return out
 
 
+def _counts_in_a_tensor(change):
+    """Groups by counts that are elements of a tensor, with ``change(start, last, count)`` where each begins and ends."""
+
+    def combine(self, x, weights, ids):
+        order, token, scale = sorted_by_expert(self, x, weights, ids)
+        rows, out, start, last, seen = x[token], torch.zeros_like(x), 0, 0, 0
+        for e, count in enumerate(torch.bincount(ids.flatten(), minlength=len(self.experts))):
+            if count == 0:
+                continue
+            (first, end), before = change(start, last, count), last
+            out.index_add_(0, token[first:end], self.experts[e](rows[first:end]) * scale[first:end])
+            last, start = start, start + count
+            seen = seen + (before if change is written_under_two_names else 0)
+        return out * (1 + start if change is read_at_the_end else 1 + seen)
+
+    combine.__name__ = change.__name__
+    return combine
+
+
+def one_row_behind(start, last, count):
+    return start, start + count + 1
+
+
+def from_the_last_start(start, last, count):
+    return last, start + count
+
+
+def asked_what_it_is(start, last, count):
+    return (start, start + count) if isinstance(start, int) else (start, start + count - 1)
+
+
+def read_at_the_end(start, last, count):
+    return start, start + count
+
+
+def written_under_two_names(start, last, count):
+    end = start + count
+    start += 0
+    return start, end
+
+
 def scores_not_sorted(self, x, weights, ids):
     """The scores on what the experts take are those of other tokens."""
     order, token, _ = sorted_by_expert(self, x, weights, ids)
@@ -390,6 +431,7 @@ NEAR_MISSES = (
     starts_at_one, not_sorted, joined_in_reverse, counts_results, mean_of_each_group, writes_to_a_slice,
     negative_sizes, reads_the_counts_later, last_start, more_experts_than_counts_at_least,
     sorted_on_the_same_line, fewer_rows_are_joined,
+    *map(_counts_in_a_tensor, (one_row_behind, from_the_last_start, asked_what_it_is, read_at_the_end, written_under_two_names)),
     *map(_by_highest_id, (how_many_counts, count_of_the_highest)),
 )  # fmt: skip
 BY_HIGHEST_ID = (_by_highest_id(counts_of_no_experts),)

@@ -60,7 +60,7 @@ from tests.corpus.zoo.masked import (
     masked_sum,
 )
 from tests.corpus.zoo.modules import FF, D, E, GluMLP, K, ModuleListMoE, PlainMLP, Router, StackedMoE
-from tests.corpus.zoo.nonzero import nonzero_joined, nonzero_loop, nonzero_mask, nonzero_where
+from tests.corpus.zoo.nonzero import nonzero_joined, nonzero_loop, nonzero_mask, nonzero_stored, nonzero_where
 from tests.corpus.zoo.sorted import (
     grouped_mm_fallback,
     sorted_index_add,
@@ -102,7 +102,7 @@ LOOPS = (
     loop_joined_slots,
 )
 JOINED = (joined_index_add, joined_weights, joined_hits, joined_slots, joined_unsort, joined_inverse)
-NONZERO = (nonzero_loop, nonzero_mask, nonzero_where, nonzero_joined)
+NONZERO = (nonzero_loop, nonzero_mask, nonzero_where, nonzero_joined, nonzero_stored)
 BATCHED = (dense_modules, dense_then_gather, dense_then_index, dense_buffer, dense_cat)
 SEPARATE = (*MASKED, *LOOPS, *JOINED, *NONZERO, *BATCHED)
 """Spellings of separate experts, for `ModuleListMoE`."""

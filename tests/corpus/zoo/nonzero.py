@@ -49,3 +49,16 @@ def nonzero_joined(self, x, weights, ids):
     tokens = [torch.nonzero(scores[:, e]).squeeze(-1) for e in range(len(self.experts))]
     y = torch.cat([expert(x[t]) * scores[t, e, None] for e, (expert, t) in enumerate(zip(self.experts, tokens, strict=True))])
     return torch.zeros_like(x).index_add(0, torch.cat(tokens), y).view(shape)
+
+
+def nonzero_stored(self, x, weights, ids):
+    """NLLB: the tokens of each expert apart, of which experts read rows and store over them; zeros are between them."""
+    shape = x.shape
+    x, weights, ids = flat(x, weights, ids)
+    scores = _scores(self, x, weights, ids)
+    chosen = scores.bool()
+    rows = torch.einsum("td,te->etd", x, chosen.to(x.dtype))
+    for e, expert in enumerate(self.experts):
+        mask = chosen[:, e]
+        rows[e, mask] = torch.einsum("t,td->td", scores[mask, e], expert(rows[e, mask]))
+    return rows.sum(dim=0).view(shape)

@@ -33,7 +33,10 @@ def _few_rows(spellings):
 @pytest.mark.parametrize("combine, num_tokens, top_k", _few_rows(zoo.SEPARATE), ids=lambda f: getattr(f, "__name__", None))
 def test_few_rows(fp64, combine, num_tokens, top_k):
     layer = zoo.ModuleListMoE(combine, K=top_k)
-    assert_replaced(check_against_eager(layer, torch.randn(num_tokens, zoo.D)))
+    backend = check_against_eager(layer, torch.randn(num_tokens, zoo.D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+    if combine is not zoo.nonzero_stored:  # scores of one token are read as they were scattered
+        assert_replaced(backend)
 
 
 @pytest.mark.parametrize("combine", [zoo.masked_stack_einsum, zoo.loop_mistral], ids=lambda f: f.__name__)

@@ -137,14 +137,28 @@ def switch(self, x, probabilities):
     return self.combined(x, weight[:, None, None] * dispatch, dispatch)
 
 
-SPELLINGS = (gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch, fairscale)
+def places_of_slots(self, x, probabilities, behind=1, ids=None):
+    """T5X and its followers: the largest place of a token's slots, which is -1 where no slot has the expert."""
+    ids = probabilities.topk(2).indices if ids is None else ids
+    chosen = F.one_hot(ids.t().reshape(-1), zoo.E).to(torch.int32)
+    place = torch.cumsum(chosen, dim=0) * chosen - behind
+    place = place.view(2, -1, zoo.E).transpose(0, 1).max(dim=1)[0]
+    kept = torch.logical_and(place >= 0, place < self.places)
+    dispatch = F.one_hot(torch.masked_fill(place, ~kept, 0), self.places).to(torch.bool)
+    dispatch = torch.masked_fill(dispatch, ~kept.unsqueeze(-1).expand(-1, -1, self.places), 0)
+    combine = torch.einsum("...te,...tec->...tec", probabilities, dispatch)
+    return self.combined(x, combine, dispatch)
+
+
+SPELLINGS = (places_of_slots, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch, fairscale)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
 def test_rewritten(spelling):
     backend = check_against_eager(Layer(spelling), torch.randn(20, zoo.D))
     (found,) = backend.rewritten
-    assert (1 if spelling in (deepspeed, switch, fairscale) else 2) == found.K and found.E == zoo.E and not backend.reasons
+    K = {places_of_slots: zoo.E}.get(spelling, 1 if spelling in (deepspeed, switch, fairscale) else 2)
+    assert found.K == K and found.E == zoo.E and not backend.reasons
     assert "bmm" not in backend.operators() and "expert_down.default" in backend.operators()
 
 
@@ -251,8 +265,19 @@ def counted_in_another_order(self, x, probabilities):
     return self.combined(x, combine, combine.bool())
 
 
+def places_of_all_tokens(self, x, probabilities):
+    """A token without the expert takes the first place, too."""
+    return places_of_slots(self, x, probabilities, behind=0)
+
+
+def places_of_the_same_slots(self, x, probabilities):
+    """The largest of several places of a token."""
+    return places_of_slots(self, x, probabilities, ids=probabilities.topk(2).indices // 2)
+
+
 NEAR = (shared_places, behind_the_last_place, counted_over_slots_apart, second_slots_from_zero, weighted_twice,
-        dispatched_by_others, signed_weights, counted_in_another_order)  # fmt: skip
+        places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
+        counted_in_another_order)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", NEAR, ids=lambda f: f.__name__)
