@@ -180,7 +180,7 @@ def load(**settings):
     loaded, _ = ModelLoader(cfg, tokenizer).load()
     return loaded, manager
 
-PLUGINS = ["moeblaze_ops.compile.axolotl.MoeblazePlugin"]
+PLUGINS = ["moeblaze_ops.integrations.axolotl.MoeblazePlugin"]
 plain, _ = load()
 expected = step(plain)
 fused, _ = load(plugins=PLUGINS)
