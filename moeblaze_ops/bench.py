@@ -155,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{run}; error of the output against {verification.reference}")
     print(f"{'':8}{'step':>12}{'faster':>9}{'kept':>12}{'peak':>12}{'error':>10}")
     output, first = verification.comparisons[0], statistics.median(ways[0].seconds)
-    times, memory = {}, {}
+    times: dict[str, float] = {}
+    memory: dict[str, float] = {}
     for label, way, error in zip(("compile", "moeblaze"), ways, (output.as_written, output.rewritten), strict=True):
         step, kept, peak = statistics.median(way.seconds), way.kept_bytes(), None
         if x.is_cuda:
