@@ -11,7 +11,8 @@
 # make lint        ruff
 # make types       mypy
 # make format      ruff format
-# make docs        the site into build/site, API included; nothing is fetched once the tools are installed
+# make docs        the site into build/site, API included; nothing is fetched once the tools are installed.
+#                  REPOSITORY=https://... adds a link to it
 # make release     sdist and wheel of the last commit into dist/, checked with each torch of VERSIONS or VENVS; nothing is published.
 #                  REPOSITORY=https://... makes README's links absolute, as an index needs them
 # make kernels-hub a repository of the Hugging Face kernels hub into build/kernels-hub; nothing is published
@@ -109,8 +110,8 @@ types:
 	@.ci/types $(lastword $(RUN))
 # The sources of the API are read, not imported, so the tools are all that this needs.
 docs: $(DOCS_INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
-	@echo "build/site/index.html; with the search: $(DOCS_RUN) -m http.server --directory build/site"
+	REPOSITORY="$(REPOSITORY)" NO_MKDOCS_2_WARNING=1 $(DOCS_RUN) -m mkdocs build --quiet
+	@echo build/site/index.html
 
 release: $(INSTALLED) $(if $(VENVS),,$(VERSIONS:%=.venv-%/.installed))
 	$(RUN) .ci/release $(if $(REPOSITORY),--repository $(REPOSITORY))

@@ -3,13 +3,16 @@
 python -m moeblaze_ops.bench 32768 2048 768 128 8                       # T D F E K, SwiGLU
 python -m moeblaze_ops.bench 32768 2048 768 128 8 --model my.py:Layer   # Layer(2048, 768, 128, 8), called with x [T, D]
 python -m moeblaze_ops.bench 4096 512 --model my.py:make                # make(), called with x [4096, 512]
+
+--picture layer.svg draws the time and the memory beside the table.
 """
 
 import argparse
 import runpy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +80,47 @@ class Way:
         return sum(size for place, size in kept.items() if place not in others)
 
 
+STYLE = """
+  text { font: 14px Helvetica, Arial, sans-serif; fill: #1f2933 }
+  .title { font-weight: bold } .small { font-size: 12px; fill: #616e7c } .end { text-anchor: end }
+  rect { fill: #9aa5b1 } .ours { fill: #d9480f }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e4e7eb } .small { fill: #9aa5b1 } rect { fill: #616e7c } .ours { fill: #f76707 }
+  }
+"""
+
+
+def bars(left: int, width: int, title: str, unit: str, values: Mapping[str, float | None]) -> list[str]:
+    """One bar a way, as long as its value; a line of text where nothing was measured."""
+    scale, lines = width / max(filter(None, values.values())), [f'<text x="{left}" y="22" class="title">{title}</text>']
+    for number, (name, value) in enumerate(values.items()):
+        top, ours = 38 + 30 * number, ' class="ours"' if name == "moeblaze" else ""
+        if value is None:
+            lines.append(f'<text x="{left}" y="{top + 16}" class="small">not recorded</text>')
+            continue
+        lines.append(f'<rect x="{left}" y="{top}" width="{scale * value:.0f}" height="22" rx="2"{ours}/>')
+        text = f"{value:,.{0 if value >= 100 else 1}f} {unit}"
+        lines.append(f'<text x="{left + scale * value + 8:.0f}" y="{top + 16}">{text}</text>')
+    return lines
+
+
+def picture(times: Mapping[str, float], memory: str, sizes: Mapping[str, float | None], below: Sequence[str]) -> str:
+    """An SVG of the milliseconds of a step of each way, and of MiB under the title ``memory``, with lines of text below."""
+    foot = 60 + 30 * len(times)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 {foot + 18 * len(below) - 8}" role="img" '
+            'aria-label="One layer: a step and its memory">',
+            f"<style>{STYLE}</style>",
+            *(f'<text x="190" y="{54 + 30 * i}" class="end">{name}</text>' for i, name in enumerate(times)),
+            *bars(202, 250, "forward + backward", "ms", times),
+            *bars(570, 240, memory, "MiB", sizes),
+            *(f'<text x="20" y="{foot + 18 * i}" class="small">{line}</text>' for i, line in enumerate(below)),
+            "</svg>",
+        ]
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     from moeblaze_ops.compile import moeblaze_backend
 
@@ -86,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32")
     parser.add_argument("--seconds", type=float, default=2.0, help="of measured steps, each way")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="where to draw the time and the memory of both ways")
     given = parser.parse_args(arguments)
     if len(given.sizes) not in (2, 5) or min(given.sizes) < 1:
         parser.error(f"argument SIZE: must be T D F E K or T D, each at least 1, got {' '.join(map(str, given.sizes))}")
@@ -106,18 +151,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             break
     device = torch.cuda.get_device_name(x.device) if x.is_cuda else f"CPU, {torch.get_num_threads()} threads"
     print(verification.explanation)
-    print(f"{device}; {dtype}; torch {torch.__version__}; error of the output against {verification.reference}")
+    run = f"{device}; {dtype}; torch {torch.__version__}"
+    print(f"{run}; error of the output against {verification.reference}")
     print(f"{'':8}{'step':>12}{'faster':>9}{'kept':>12}{'peak':>12}{'error':>10}")
     output, first = verification.comparisons[0], statistics.median(ways[0].seconds)
+    times: dict[str, float] = {}
+    memory: dict[str, float] = {}
     for label, way, error in zip(("compile", "moeblaze"), ways, (output.as_written, output.rewritten), strict=True):
-        step, kept, peak = statistics.median(way.seconds), size_text(way.kept_bytes()), "-"
+        step, kept, peak = statistics.median(way.seconds), way.kept_bytes(), None
         if x.is_cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             way.step(timed=False)
-            peak = size_text(torch.cuda.max_memory_allocated() - before)
-        accuracy = "-" if error is None else f"{error:.1e}"
-        print(f"{label:8}{step * 1e3:9.2f} ms{first / step:8.2f}x{kept:>12}{peak:>12}{accuracy:>10}")
+            peak = torch.cuda.max_memory_allocated() - before
+        accuracy, most = "-" if error is None else f"{error:.1e}", "-" if peak is None else size_text(peak)
+        print(f"{label:8}{step * 1e3:9.2f} ms{first / step:8.2f}x{size_text(kept):>12}{most:>12}{accuracy:>10}")
+        times[label], memory[label] = step * 1e3, (peak or kept) / 2**20
+    if given.picture:
+        title = "peak memory of a step" if x.is_cuda else "kept for backward"
+        layer = f"{Path(file).name}:{name} {' '.join(map(str, given.sizes))}"
+        given.picture.write_text(picture(times, title, memory, [f"{layer}; {run}"]) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config
+from moeblaze_ops.explanation import size_text
 from moeblaze_ops.lowering.graph.dtensors import dtensor_call
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import inplace_name
@@ -297,4 +298,4 @@ def _is_talk(node: fx.Node) -> bool:
 
 
 def _size(num_bytes: int | torch.SymInt) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB" if isinstance(num_bytes, int) else f"{num_bytes} bytes"
+    return size_text(num_bytes) if isinstance(num_bytes, int) else f"{num_bytes} bytes"

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config, sources
+from moeblaze_ops.compile import peft
 from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
 from moeblaze_ops.compile.records import FrameRecord, keep
 from moeblaze_ops.compile.runs import noting_places
 from moeblaze_ops.distributed import whole_weights
-from moeblaze_ops.integrations import peft
 from moeblaze_ops.kernels.devices import all_that_is_asked
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.graph import operators

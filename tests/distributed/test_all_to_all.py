@@ -183,11 +183,12 @@ def check_choice(every_knob: bool = True) -> None:
     """An all-to-all where there are more ranks than experts per token; the report says both, and a knob decides otherwise."""
     from moeblaze_ops import config
     from moeblaze_ops.distributed import shard_experts
+    from moeblaze_ops.explanation import size_text
     from tests.tools import sharded_layers as harness
 
     world = dist.get_world_size()
     x = harness.tokens_of(dist.get_rank(), zoo.D, 4096)
-    row = 5 * 4096 * zoo.D * 8 / 2**20
+    row = 5 * 4096 * zoo.D * 8
     # Of 4 experts on 4 ranks, K are on K ranks; of 4 on 2 ranks, one is on one, and two are on 1 + 2/3.
     reached = {(4, 1): 0.75, (4, 2): 1.5, (2, 1): 0.5, (2, 2): 0.833}
     automatic = {"exchange": "auto", "arrived_rows": "exact", "transport": "auto"}
@@ -208,12 +209,13 @@ def check_choice(every_knob: bool = True) -> None:
             run, _, reports = compiled(model)
             with torch.no_grad():
                 run(x)
-            sizes = {"all-gather": row * (world - 1), "all-to-all": row * reached[world, K]}
+            shares = {"all-gather": world - 1, "all-to-all": reached[world, K]}
+            sizes = {exchange: size_text(row * share) for exchange, share in shares.items()}
             other = "all-to-all" if taken == "all-gather" else "all-gather"
             (candidate,) = reports[0].candidates
-            wanted = f"{sizes[taken]:.1f} MiB of tokens move between {world} ranks, not"
+            wanted = f"{sizes[taken]} of tokens move between {world} ranks, not"
             assert wanted in candidate.became, (candidate.became, settings)
-            wanted = f"; {sizes[taken]:.1f} MiB by {taken}, not {sizes[other]:.1f} MiB by {other}"
+            wanted = f"; {sizes[taken]} by {taken}, not {sizes[other]} by {other}"
             assert candidate.became.endswith(wanted), (candidate.became, wanted)
     finally:
         for key, value in automatic.items():

@@ -125,6 +125,7 @@ def check_redistribution_of_the_user() -> None:
 def check_choice() -> None:
     """Tokens move, or what is known to be fewer bytes, and the report says both. A rank's own tokens decide nothing."""
     from moeblaze_ops import config
+    from moeblaze_ops.explanation import size_text
     from tests.tools import sharded_layers as harness
 
     D, FF, E, item = zoo.D, zoo.FF, zoo.E, 8
@@ -132,9 +133,9 @@ def check_choice() -> None:
         for promised, count, moves in ((None, 24, "tokens"), (None, 2000, "tokens"), (24, 20, "tokens"), (2000, 24, "weights")):
             config.tokens_per_rank = promised
             text = became(*compiled(sharded("dense_einsum")), harness.tokens_of(dist.get_rank(), D, count))
-            sizes = {"tokens": 5 * (promised or count) * D * item / 2**20, "weights": 3 * 3 * E * D * FF * item // 2 / 2**20}
+            sizes = {"tokens": 5 * (promised or count) * D * item, "weights": 3 * 3 * E * D * FF * item // 2}
             other = "weights" if moves == "tokens" else "tokens"
-            wanted = f"{sizes[moves]:.1f} MiB of {moves} move between 2 ranks, not {sizes[other]:.1f} MiB of {other}"
+            wanted = f"{size_text(sizes[moves])} of {moves} move between 2 ranks, not {size_text(sizes[other])} of {other}"
             assert wanted in text, text
     finally:
         config.tokens_per_rank = None

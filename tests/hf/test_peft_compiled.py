@@ -11,8 +11,8 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 import moeblaze_ops.compile  # noqa: E402
+from moeblaze_ops.compile import peft as integration  # noqa: E402
 from moeblaze_ops.compile import recording  # noqa: E402
-from moeblaze_ops.integrations import peft as integration  # noqa: E402
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in  # noqa: E402
 
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

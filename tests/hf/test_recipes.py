@@ -115,6 +115,7 @@ def torchtitan_losses(imports, compiled):
     return losses, [type(layer.routed_experts).__name__ for layer in layers]
 
 
+@pytest.mark.client
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 def test_torchtitan(compiled):
     expected, stock = torchtitan_losses([], compiled=False)
@@ -180,7 +181,7 @@ def load(**settings):
     loaded, _ = ModelLoader(cfg, tokenizer).load()
     return loaded, manager
 
-PLUGINS = ["moeblaze_ops.compile.axolotl.MoeblazePlugin"]
+PLUGINS = ["moeblaze_ops.integrations.axolotl.MoeblazePlugin"]
 plain, _ = load()
 expected = step(plain)
 fused, _ = load(plugins=PLUGINS)
@@ -235,6 +236,7 @@ def run_program(program, *arguments, folder, **variables):
     return done.stdout.splitlines()
 
 
+@pytest.mark.client
 def test_axolotl(tmp_path):
     """Through axolotl's own loader: the registry's implementation as it stands, rewritten layers where axolotl compiles."""
     pytest.importorskip("axolotl.loaders.model")
@@ -247,6 +249,7 @@ def test_axolotl(tmp_path):
     ]
 
 
+@pytest.mark.client
 def test_kernels_hub(tmp_path):
     """What `make kernels-hub` lays out is loaded by the package kernels, with the moeblaze in it and no other."""
     pytest.importorskip("kernels.layer")

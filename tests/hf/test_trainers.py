@@ -193,7 +193,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("adapters", [pytest.param("stacked", marks=pytest.mark.client), "linear"])
 def test_sft_trainer(adapters, tmp_path):
     """TRL's, on rows of tokens, with adapters of PEFT on experts that are stacked, and on such as are modules of a list."""
     trl, peft, datasets = map(pytest.importorskip, ("trl", "peft", "datasets"))

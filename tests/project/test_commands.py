@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import xml.dom.minidom
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,16 @@ def test_bench_of_a_model(sizes, tmp_path, capsys):
     assert all(float(row[-1]) < 1e-5 for row in rows.values())
 
 
-def test_bench_of_its_own_layer(capsys):
-    bench.main(["64", "32", "48", "4", "2", "--device", "cpu", "--seconds", "0.01"])
+def test_bench_of_its_own_layer(tmp_path, capsys):
+    drawn = tmp_path / "layer.svg"
+    bench.main(["64", "32", "48", "4", "2", "--device", "cpu", "--seconds", "0.01", "--picture", str(drawn)])
     printed = capsys.readouterr().out
     rows = table(printed)
     # What is kept tells that the second way was rewritten although the first one is left to eager mode.
     assert float(rows["moeblaze"][3]) < float(rows["compile"][3]), printed
+    bars = [float(width) for width in re.findall(r'<rect [^>]*width="(\d+)"', drawn.read_text())]
+    assert len(bars) == 4 and bars[3] < bars[2] and "kept for backward" in drawn.read_text()
+    xml.dom.minidom.parse(str(drawn))
 
 
 @pytest.mark.parametrize("sizes", [["32"], ["32", "16", "24"], ["32", "0"]])

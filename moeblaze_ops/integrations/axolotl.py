@@ -1,7 +1,7 @@
 """A plugin of axolotl that runs the experts of a model by moeblaze.
 
     plugins:
-      - moeblaze_ops.compile.axolotl.MoeblazePlugin
+      - moeblaze_ops.integrations.axolotl.MoeblazePlugin
     torch_compile: true    # layers are rewritten; without it experts run as experts_implementation: moeblaze
 
 It needs axolotl 0.19. Models, adapters, data and trainers are those of axolotl.
@@ -9,13 +9,12 @@ It needs axolotl 0.19. Models, adapters, data and trainers are those of axolotl.
 
 from typing import Any
 
-from moeblaze_ops.compile.switch import enable
 from moeblaze_ops.integrations.transformers import NAME
 
 try:
     from axolotl.integrations.base import BasePlugin
 except ImportError as error:
-    raise ImportError("moeblaze_ops.compile.axolotl needs axolotl 0.19: pip install axolotl") from error
+    raise ImportError("moeblaze_ops.integrations.axolotl needs axolotl 0.19: pip install axolotl") from error
 
 
 class MoeblazePlugin(BasePlugin):
@@ -26,6 +25,8 @@ class MoeblazePlugin(BasePlugin):
             rule = "expert_parallel_size must be 1 with MoeblazePlugin"
             raise NotImplementedError(f"axolotl: {rule}, got {cfg.expert_parallel_size}: axolotl's own plugin moves tokens there")
         if cfg.torch_compile:
+            from moeblaze_ops.compile.switch import enable  # which imports torch.compile
+
             enable()
         elif cfg.experts_implementation in (None, NAME):
             cfg.experts_implementation = NAME
