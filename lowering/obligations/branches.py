@@ -28,7 +28,7 @@ from moeblaze_ops.lowering.graph.functional_view import GraphView, Value, graphs
 from moeblaze_ops.lowering.graph.sizes import Size, size_of
 from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.index_notation.expr import Expr
-from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
 from moeblaze_ops.lowering.obligations.check import is_in_range, line_of, most_true, name_of
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids
 from moeblaze_ops.lowering.obligations.idle_experts import gains_gradient, gives_gradient
@@ -243,10 +243,11 @@ class _Proof:
         fake = fake_of(condition)
         if isinstance(fake, torch.Tensor):
             element = self._element(self.view.value_at(condition, self.fork))
-            if element is not None and element.kind == "eq":  # of two running sums
+            if element is not None and element.kind == "eq":  # of two running counts
                 less, more = sorted((Counter(self.evaluator.written_out(side)) for side in element.args), key=Counter.total)
-                if less <= more and (more - less).total() == 1:
-                    element = self.evaluator.algebra.eq(*(more - less), self.evaluator.algebra.zero)
+                if less <= more and (more - less).total() == 1 and all(map(is_count, more)):
+                    (added,) = more - less
+                    element = self.evaluator.algebra.eq(added, self.evaluator.algebra.zero)
             zero = None if element is None else zero_if(self.evaluator.algebra, element, skips_if)
             if zero is None:
                 return False
