@@ -608,6 +608,22 @@ def fallback(op: torch._ops.OpOverload) -> Callable:
     return call
 
 
+def for_its_effect(op: torch._ops.OpOverload) -> Callable:
+    """``fallback`` of an op that is called although nobody reads what it gives."""
+    from torch._inductor.virtualized import V
+
+    def call(*args) -> None:
+        fallback(op)(*args)
+        V.graph.operations[-1].has_side_effects = lambda: True
+
+    return call
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether the graph that Inductor compiles runs in CUDA graphs."""
+    return inductor_config.triton.cudagraphs
+
+
 def _call_implementations(operations: list) -> None:
     """Have what is called in place of ops called by the generated code, as ``op.implementation``: a Python function.
 

@@ -35,6 +35,7 @@ from moeblaze_ops.ops.sharded.all_to_all import row_numbers
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank, expert_up_backward_by_rank
 from moeblaze_ops.ops.sharded.collectives import gather_rows, most_tokens, sum_parts
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
+from moeblaze_ops.ops.sharded.gathered_weights import meet, met
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_or_add
 
 
@@ -42,7 +43,9 @@ def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.launch_nothing_for_no_rows()
     by_rank = (expert_mlp_by_rank, expert_up_backward_by_rank)
-    torch_internals.keep_order_of_talk((most_tokens, row_numbers, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward))
+    talk = (most_tokens, row_numbers, meet, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
+    torch_internals.keep_order_of_talk(talk)
+    torch_internals.register_lowering(met, _lower_met)
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
@@ -70,6 +73,13 @@ def register_lowerings() -> None:
     # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
     in_place = torch.ops.aten.addmm_.default
     torch_internals.register_lowering(in_place, torch_internals.fallback(in_place))
+
+
+def _lower_met(shard: Any, group: str, layer: str) -> Any:
+    """The hosts meet, and the shard is read as it is. A CUDA graph has no hosts in it."""
+    if not torch_internals.makes_cuda_graphs():
+        torch_internals.for_its_effect(meet)(shard, group, layer)
+    return shard
 
 
 def register_traced_lowering(
