@@ -23,7 +23,7 @@ from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.accumulated_gradients import accumulate_in_place
-from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_returned, pin_routing
+from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_before_partition
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_losses import count_by_dispatch, count_one_hot, join_router_gradients
@@ -42,6 +42,7 @@ from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_
 def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.launch_nothing_for_no_rows()
+    pin_before_partition()
     by_rank = (expert_mlp_by_rank, expert_up_backward_by_rank)
     talk = (most_tokens, row_numbers, meet, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
     torch_internals.keep_order_of_talk(talk)
@@ -58,10 +59,7 @@ def register_lowerings() -> None:
     torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
         torch_internals.register_visit(reduction, count_one_hot)
-    torch_internals.register_visit(expert_mlp_by_rank, pin_returned)
     for op in ROUTED:
-        torch_internals.register_visit(op, pin_routing)
-        torch_internals.register_visit(op, pin_returned)
         torch_internals.register_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
