@@ -44,7 +44,7 @@ def register_lowerings() -> None:
     torch_internals.launch_nothing_for_no_rows()
     pin_before_partition()
     by_rank = (expert_mlp_by_rank, expert_up_backward_by_rank)
-    talk = (most_tokens, row_numbers, meet, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
+    talk = (most_tokens, row_numbers, meet, met, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
     torch_internals.keep_order_of_talk(talk)
     torch_internals.register_lowering(met, _lower_met)
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
