@@ -27,6 +27,8 @@ LOST = {
     "keys": "compiled code is not kept in caches, as by TORCHINDUCTOR_FORCE_DISABLE_CACHES=1",
     "launches": "a rank that sends no token to any expert may raise",
     "order": "ranks with different numbers of tokens may wait for each other",
+    "repeats": "where compiled code repeats activations in backward, a router with noise may choose other experts there, and "
+    "ranks with different numbers of tokens may wait for each other",
 }
 """What does not work without the functions of a part."""
 
@@ -76,6 +78,9 @@ PATCHES = {
     ),
     "torch._inductor.graph.GraphLowering._update_scheduler": Patch(
         "ranks talk in the order of the graph", "self", "order"
+    ),
+    "torch._functorch.partitioners.classify_nodes": Patch(
+        "routing, and what comes back from other ranks, is kept for backward and not repeated", "joint_module, ...", "repeats"
     ),
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.step": Patch(_JUMPS, "self"),
     "torch._dynamo.variables.base.VariableTracker.__init__": Patch(

@@ -570,6 +570,20 @@ def _keep_order(graph: Any, operations: Iterable) -> None:
         previous = [buffer.get_name() for buffer in operation.get_outputs()] or previous
 
 
+def before_partition(visit: Callable[[fx.Graph], None]) -> None:
+    """Show ``visit`` each graph of forward and backward, whatever its backend, before what backward finds is chosen."""
+
+    def replacement(original):
+        @functools.wraps(original)
+        def classify(joint_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            visit(joint_module.graph)
+            return original(joint_module, *args, **kwargs)
+
+        return classify
+
+    patches.install("repeats", {"partitioners.classify_nodes": replacement})
+
+
 def may_be_repeated(node: fx.Node) -> bool:
     """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
     settings = torch._functorch.config
@@ -606,6 +620,22 @@ def fallback(op: torch._ops.OpOverload) -> Callable:
         return results
 
     return call
+
+
+def for_its_effect(op: torch._ops.OpOverload) -> Callable:
+    """``fallback`` of an op that is called although nobody reads what it gives."""
+    from torch._inductor.virtualized import V
+
+    def call(*args) -> None:
+        fallback(op)(*args)
+        V.graph.operations[-1].has_side_effects = lambda: True
+
+    return call
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether the graph that Inductor compiles runs in CUDA graphs."""
+    return inductor_config.triton.cudagraphs
 
 
 def _call_implementations(operations: list) -> None:

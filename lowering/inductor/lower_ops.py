@@ -23,7 +23,7 @@ from moeblaze_ops.arguments.separate_experts import reads_in_place
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.accumulated_gradients import accumulate_in_place
-from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_returned, pin_routing
+from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_before_partition
 from moeblaze_ops.lowering.inductor.repeated_weights import repeat_weights
 from moeblaze_ops.lowering.inductor.router_gradient import add_router_gradient
 from moeblaze_ops.lowering.inductor.router_losses import count_by_dispatch, count_one_hot, join_router_gradients
@@ -35,14 +35,18 @@ from moeblaze_ops.ops.sharded.all_to_all import row_numbers
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank, expert_up_backward_by_rank
 from moeblaze_ops.ops.sharded.collectives import gather_rows, most_tokens, sum_parts
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks_backward, gradients_over_ranks
+from moeblaze_ops.ops.sharded.gathered_weights import meet, met
 from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_or_add
 
 
 def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
     torch_internals.launch_nothing_for_no_rows()
+    pin_before_partition()
     by_rank = (expert_mlp_by_rank, expert_up_backward_by_rank)
-    torch_internals.keep_order_of_talk((most_tokens, row_numbers, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward))
+    talk = (most_tokens, row_numbers, meet, met, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
+    torch_internals.keep_order_of_talk(talk)
+    torch_internals.register_lowering(met, _lower_met)
     torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
     torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
@@ -55,10 +59,7 @@ def register_lowerings() -> None:
     torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
         torch_internals.register_visit(reduction, count_one_hot)
-    torch_internals.register_visit(expert_mlp_by_rank, pin_returned)
     for op in ROUTED:
-        torch_internals.register_visit(op, pin_routing)
-        torch_internals.register_visit(op, pin_returned)
         torch_internals.register_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
@@ -70,6 +71,13 @@ def register_lowerings() -> None:
     # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
     in_place = torch.ops.aten.addmm_.default
     torch_internals.register_lowering(in_place, torch_internals.fallback(in_place))
+
+
+def _lower_met(shard: Any, group: str, layer: str) -> Any:
+    """The hosts meet, and the shard is read as it is. A CUDA graph has no hosts in it."""
+    if not torch_internals.makes_cuda_graphs():
+        torch_internals.for_its_effect(meet)(shard, group, layer)
+    return shard
 
 
 def register_traced_lowering(

@@ -12,12 +12,14 @@ depends on what else the partitioner keeps, which it chooses by the sizes of thi
 
 import operator
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, fx
 
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.ops.sharded.all_to_all import sum_rows
+from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank
 from moeblaze_ops.ops.sharded.collectives import arrived, sum_parts
 
 _OPS = torch.ops.moeblaze
@@ -40,10 +42,23 @@ _GOES_BACK = (_FUNCTIONAL.reduce_scatter_tensor.default, _FUNCTIONAL.all_to_all_
 _IS_BACK = (_FUNCTIONAL.wait_tensor.default, arrived, sum_rows)
 
 
-def pin_routing(node: fx.Node) -> None:
-    """Mark the routing that ``node``, one of ``ROUTED`` in a joint graph, computes or takes, if it could be repeated."""
-    if not torch_internals.may_be_repeated(node):
-        return
+@cache
+def pin_before_partition() -> None:
+    """Have all graphs of forward and backward looked through, of whatever backend."""
+    torch_internals.before_partition(_pin)
+
+
+def _pin(graph: fx.Graph) -> None:
+    """Mark what may not be repeated in backward of the layers of a joint graph, as far as it could be."""
+    for node in graph.nodes:
+        if node.target in (*ROUTED, expert_mlp_by_rank) and torch_internals.may_be_repeated(node):
+            _pin_returned(node)
+            if node.target in ROUTED:
+                _pin_routing(node)
+
+
+def _pin_routing(node: fx.Node) -> None:
+    """Mark the routing that ``node``, one of ``ROUTED``, computes or takes."""
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     chosen = [given[name] for name in _OPERANDS if isinstance(given.get(name), fx.Node)]
@@ -54,9 +69,9 @@ def pin_routing(node: fx.Node) -> None:
                 torch_internals.keep_for_backward(item)
 
 
-def pin_returned(node: fx.Node) -> None:
-    """Mark the sums that come back to this rank of what ``node`` computes for all ranks, if it could be repeated."""
-    left = [node] if torch_internals.may_be_repeated(node) else []
+def _pin_returned(node: fx.Node) -> None:
+    """Mark the sums that come back to this rank of what ``node`` computes for all ranks."""
+    left = [node]
     while left:
         step = left.pop()
         later = [user for user in step.users if user.target in (*_GOES_BACK, *_IS_BACK) or _gives(step, user) or _goes_on(user)]

@@ -143,8 +143,6 @@ class Matcher:
                 continue
             if value.op == "contract" and free_unbacked_symbols(value.shape) - of_data:
                 continue  # a projection of rows of one expert
-            if total.shape[:-1] == (1,) != value.shape[:-1] and len(value.shape) == 2:
-                continue  # a layer, to one of whose tokens something is added
             experts = self._experts_of(value)
             if experts and is_part(experts, whole.chosen):
                 yield node

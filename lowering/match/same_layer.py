@@ -41,12 +41,15 @@ def chosen_by(term: Expr, feature: Expr) -> Chosen:
 def is_part(sum_: Counter, whole: Counter) -> bool:
     """Whether a sum has some of the experts of a layer in ``whole``, or some of them more often than others.
 
-    ``whole`` may be the sum of several layers that share their ids.
+    ``whole`` may be the sum of several layers that share their ids. What it has of a layer for other tokens is no sum of parts.
+
+        out = out + experts[0](x) * share(0)        of out + experts[1](x) * share(1)
+        x = x + layer(x)                            not of y + other(y), where y = x[1:]
     """
     ids = {chosen.ids for chosen in sum_}
-    own = {chosen: count for chosen, count in whole.items() if chosen.ids in ids}
-    if ids - {chosen.ids for chosen in own}:
+    if not ids <= {chosen.ids for chosen in sum_.keys() & whole.keys()}:
         return False
+    own = {chosen: count for chosen, count in whole.items() if chosen.ids in ids}
     return own.keys() != sum_.keys() or len({own[chosen] / count for chosen, count in sum_.items()}) > 1
 
 

@@ -33,7 +33,7 @@ from moeblaze_ops.lowering.obligations.known_sizes import known_sizes
 from moeblaze_ops.lowering.rewrite.insert_ops import insert_layer_ops
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
 from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
-from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers
+from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
 from moeblaze_ops.lowering.torch_internals import counters, places
@@ -146,6 +146,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         candidates = [_declined(decline) for decline in _failed(gm.graph, results, detail)]
     else:
         _erase(gm, dead)
+    meet_before_gathers(gm.graph)
     for candidate in candidates:
         report.candidates.append(candidate)
         counters["moeblaze"]["rewritten" if candidate.reason is None else f"declined_{candidate.reason}"] += 1

@@ -23,6 +23,8 @@ from moeblaze_ops.lowering.graph.functional_view import inplace_name
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
+from moeblaze_ops.lowering.torch_internals import places
+from moeblaze_ops.ops.sharded import gathered_weights
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
@@ -215,6 +217,20 @@ def drop_unread_gathers(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and (_is_call(node, "to_local") or _is_call(node, "redistribute")):
             graph.erase_node(node)
+
+
+def meet_before_gathers(graph: fx.Graph) -> None:
+    """Let the hosts meet before weights travel that ``shard_experts`` stores: a rank whose tokens move instead is named."""
+    for node in list(graph.nodes):
+        source = _gathered_from(node) if _is_call(node, "to_local") else None
+        if source is None or not any(file == gathered_weights.__file__ for file, *_ in places(node)):
+            continue
+        stored, whole = fake_of(source), node.args[0]
+        mesh, words = stored.device_mesh, f"a weight {list(stored.shape)} that moves"
+        node.op, node.target, node.kwargs = "call_function", gathered_weights.met_and_gathered, {}
+        node.args = source, mesh.size(), mesh.get_group().group_name, words
+        if not whole.users:
+            graph.erase_node(whole)
 
 
 def _views(match: MoEMatch) -> list[WeightView]:

@@ -141,8 +141,10 @@ def rewrite(gm: fx.GraphModule) -> Any:
 
     What became of a frame is known to all that see a part of its graph later: it is not rewritten again.
     """
+    from moeblaze_ops.lowering.inductor.pinned_routing import pin_before_partition
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
+    pin_before_partition()
     if (report := _report.get()) is not None:
         return report
     attempt = _attempt.get()

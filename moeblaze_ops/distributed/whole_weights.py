@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # A graph from a compiler's cache calls these ops without anything having rewritten the layer.
 from moeblaze_ops.ops.sharded import experts_over_ranks as _experts_over_ranks  # noqa: F401
-from moeblaze_ops.ops.sharded.collectives import meet, start_gathers, start_reduce_scatters, wait
+from moeblaze_ops.ops.sharded.gathered_weights import gathered, meet, whole_of
 from moeblaze_ops.ops.sharded.no_tokens import any_number, of_any_number, settled
 from moeblaze_ops.ops.sharded.stored_layers import layers
 
@@ -74,11 +73,11 @@ class RunningLayer:
         stored = [weights.parameters[name] for weights, name in here]
         mesh, shards = stored[0].device_mesh, [each.to_local() for each in stored]
         group = mesh.get_group().group_name
-        meet(shards[0].detach(), group, f"the weights of {self.path or 'the model'}")
-        gathered = _Gathered.apply(group, mesh.size(), *shards)
-        for (weights, name), whole in zip(here, gathered, strict=True):
+        meet(shards[0].detach(), group, "weights that move together")
+        everyone = gathered(shards, mesh.size(), group)
+        for (weights, name), whole in zip(here, everyone, strict=True):
             weights.whole[name] = whole
-        return list(gathered)
+        return list(everyone)
 
     def is_running(self) -> bool:
         """Checkpointed code of the layer runs again in backward, when the layer itself does not."""
@@ -117,23 +116,6 @@ def _as_with_tokens(function: Callable, args: tuple, kwargs: dict) -> object:
     return tree_map_only(Tensor, lambda each: settled(each, number), function(*args, **kwargs))
 
 
-class _Gathered(torch.autograd.Function):
-    """Shards of all ranks; backward sums the gradients over the ranks, zeros for a whole that was not read."""
-
-    @staticmethod
-    def forward(ctx, group: str, ranks: int, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.ranks = group, ranks
-        started = [start_gathers([shard], shard.shape[0], ranks, group, copies=False) for shard in shards]
-        return tuple(wait(whole, copies=False) for (whole,) in started)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor) -> tuple:
-        needed = [gradient for needs, gradient in zip(ctx.needs_input_grad[2:], gradients, strict=True) if needs]
-        sums = (wait(each, copies=False) for each in start_reduce_scatters(needed, ctx.ranks, ctx.group, copies=False))
-        return None, None, *(next(sums) if needs else None for needs in ctx.needs_input_grad[2:])
-
-
 class _Tied(torch.autograd.Function):
     """A copy of a result through which backward reaches tensors that it was not computed from.
 
@@ -160,11 +142,6 @@ def tied(result: object, whole: list[Tensor], inputs: object) -> object:
         return _Tied.apply(tensor, *others) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, tie, result) if others else result
-
-
-def whole_of(stored: DTensor) -> Tensor:
-    """All experts of a parameter ``[E / ranks, ...]``; its gradient is the sum over the ranks."""
-    return stored.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch._inductor.memory
 import torch.distributed as dist
-from torch import fx
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
+from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ops import compile as _switch  # noqa: F401
+from moeblaze_ops import compile as _switch
 from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
@@ -312,6 +315,52 @@ def test_a_kernel_over_two_axes_is_launched_for_no_rows(rows, programs):
     values = {"ynumel": rows}
     exec("; ".join(grid.prefix), values)
     assert (eval(grid.y_grid, values), eval(grid.z_grid, values)) == programs
+
+
+class Repeated(nn.Module):
+    """Checkpointed layers before and behind another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(zoo.stacked("dense_einsum") for _ in range(3))
+
+    def forward(self, x, y):
+        x = checkpoint(self.layers[0], x, use_reentrant=False)
+        x = x + self.layers[1](x)
+        x = x + checkpoint(self.layers[2], x, use_reentrant=False)
+        return x, y + checkpoint(self.layers[2], y, use_reentrant=False)
+
+
+def test_what_backward_repeats_does_not_follow_from_sizes(group):
+    """Nor with a backend that is not Inductor: every rank exchanges the same then."""
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    repeated: list[list[str]] = []
+
+    def backward(gm, example_inputs):
+        talk = ("_c10d_functional", "most_tokens", "experts_over_ranks")
+        repeated.append([str(node.target) for node in gm.graph.nodes if any(word in str(node.target) for word in talk)])
+        return make_boxed_func(gm.forward)
+
+    compile_both = aot_autograd(
+        fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )  # fmt: skip
+
+    def backend(gm, example_inputs):
+        _switch.rewrite(gm)
+        return compile_both(gm, example_inputs)
+
+    model = Repeated()
+    shard_experts(model, harness.axis())
+    for counts in ((2, 5), (0, 5)):
+        torch._dynamo.reset()
+        inputs = [torch.randn(count, zoo.D, requires_grad=True) for count in counts]
+        with _switch.rewriting(backend):
+            sum(out.sum() for out in torch.compile(model, backend=backend, dynamic=True)(*inputs)).backward()
+    of_some, of_none = repeated
+    assert of_some == of_none and "moeblaze.experts_over_ranks_backward.default" in of_some
 
 
 def test_one_process_plays_a_rank(group):

@@ -147,7 +147,7 @@ def check_skipped(compiled: bool, exchange: str = "auto") -> None:
         error = raised_in(lambda: (torch.compile(run, backend=backend) if compiled else run)(x).sum().backward())
     config.exchange = "auto"
     here, there = (1, 0) if dist.get_rank() else (0, 1)
-    what = f"{here}, 4 experts" if compiled else f"the weights of {here}"
+    what = f"{here}, {'4 experts' if compiled else 'weights'}"
     assert f"got another one on rank {there} than here: {what}" in error, error
 
 
@@ -165,6 +165,22 @@ def check_uncompiled() -> None:
         error = raised_in(lambda: (model if dist.get_rank() else torch.compile(model, backend=backend))(x))
     config.exchange = "auto"
     assert "every rank must run the same layers in the same order" in error, error
+
+
+def check_other_ways(exchange: str, through: str) -> None:
+    """Weights of rank 1 move where tokens of rank 0 do, both compiled: both say so at once."""
+    from moeblaze_ops import config, enabled
+    from moeblaze_ops.distributed import shard_experts
+    from tests.tools import sharded_layers as harness
+
+    model = layer("stacked_loop")
+    shard_experts(model, harness.axis())
+    x = harness.tokens_of(dist.get_rank(), zoo.D)
+    config.exchange, config.experts_move = exchange, ("tokens", "weights")[dist.get_rank()]
+    with rewriting_backend() as backend, enabled():
+        error = raised_in(lambda: torch.compile(model, backend=backend if through == "graphs" else through)(x))
+    config.exchange = config.experts_move = "auto"
+    assert f"got another one on rank {1 - dist.get_rank()} than here" in error, error
 
 
 def check_fewer_steps() -> None:
@@ -214,6 +230,9 @@ NOT_ALIKE = {
     "a layer skipped, compiled": (15, functools.partial(check_skipped, True)),  # in which both compile
     "a layer skipped, all-to-all": (15, functools.partial(check_skipped, True, "all_to_all")),
     "one rank uncompiled, all-to-all": (15, check_uncompiled),
+    "weights against tokens": (30, functools.partial(check_other_ways, "all_gather", "graphs")),
+    "weights against tokens, all-to-all": (30, functools.partial(check_other_ways, "all_to_all", "graphs")),
+    "weights against tokens, Inductor": (45, functools.partial(check_other_ways, "all_gather", "inductor")),
     "fewer steps": (3, check_fewer_steps),
     "other meshes": (3, check_other_meshes),
 }

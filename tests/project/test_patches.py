@@ -67,6 +67,9 @@ def try_without(name, how, *spellings, with_inductor=False):
     if patches.PATCHES[name].part == "order":
         from moeblaze_ops.lowering.torch_internals import keep_order_of_talk
         keep_order_of_talk(())
+    if patches.PATCHES[name].part == "repeats":
+        from moeblaze_ops.lowering.inductor.pinned_routing import pin_before_partition
+        pin_before_partition()
     restore(kept)
     replaced = [name for name in before if list(functions(name)) != before[name]]
     rewritten = [spelling for spelling in spellings if is_rewritten(spelling, with_inductor)]

@@ -137,11 +137,6 @@ def _most_tokens_fake(x_TD: Tensor, shard: Tensor | None, group: str, layer: str
     return x_TD.new_empty(most, 0)
 
 
-def _meet(x: Tensor, group: str, layer: str) -> Tensor:
-    largest_number(0, group, layer)
-    return x.new_empty(0)
-
-
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:
     own = tensor.shape[0]
     if own > rows:
@@ -200,11 +195,6 @@ Args:
     shard: of a weight of the layer, which tells its path.
     layer: what all ranks have to ask for, in words.
 """
-
-meet = register_plain_op(
-    "meet", "(Tensor x, str group, str layer) -> Tensor", _meet, lambda x, group, layer: x.new_empty(0)
-)
-"""[0], no data, where x is. The hosts of the group wait for each other: all of them have to come to this layer, in words."""
 
 with_rows = register_plain_op(
     "with_rows",

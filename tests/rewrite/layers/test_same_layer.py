@@ -146,6 +146,22 @@ def test_one_layer_is_found_once_however_few_rows_there_are(name, rows, dynamic)
     assert len(check_against_eager(network, torch.randn(rows, zoo.D), dynamic=dynamic).rewritten) == 1
 
 
+OTHER_ROWS = {
+    "without the first": lambda y, w: y[1:],
+    "every other": lambda y, w: y[1::2],
+    "none of one": lambda y, w: (y[:1] + lookalikes_of(y[:1], w))[:0],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_both_layers_are_found_whatever_rows_the_second_takes(name):
+    def run(x, layers, w):
+        y = OTHER_ROWS[name](x + layers[0](x), w)
+        return y + layers[1](y)
+
+    assert len(check_against_eager(Network(run, masked(), masked()), torch.randn(5, zoo.D)).rewritten) == 2
+
+
 LEFT_ALONE = ("stacked_experts_shifted", "expert_twice", "experts_in_sequence", "weights_swapped_between_slots", "hidden_read",
               "capacity", "rows_of_slots_in_another_order", "not_unsorted", "soft_moe")  # fmt: skip
 
