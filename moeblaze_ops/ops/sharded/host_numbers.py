@@ -114,7 +114,7 @@ class _Messages:
 
     def exchange(self, *mine: int) -> torch.Tensor:
         """[R, n]: the n numbers of each rank."""
-        own = torch.tensor([mine], dtype=torch.int64)
+        own = torch.tensor([mine], dtype=torch.int64, device="cpu")
         everyone = own.repeat(len(self.members), 1)
         try:
             self._group()._allgather_base(everyone, own).wait()

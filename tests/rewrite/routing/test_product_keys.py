@@ -122,7 +122,7 @@ def test_choices_of_as_many_tokens_as_slots(fp64, combine):
     """Ids that are turned around lie beside those of other tokens, of which two may be the same."""
     torch.manual_seed(3)
     backend = check_against_eager(Chosen(combine, lambda ids: ids.t()), torch.randn(K, D))
-    assert not backend.rewritten and set(backend.reasons) == {"DISTINCT_EXPERTS"}
+    assert not backend.rewritten and "DISTINCT_EXPERTS" in backend.reasons
 
 
 ORDERS = {
