@@ -40,10 +40,11 @@ class IndexingRules:
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
-        for mask in dict.fromkeys(i.args[0] for i in own if i.kind == "nonzero"):  # which is 1 at its own true elements
-            at = {i.args[1]: i for i in own if i.kind == "nonzero" and i.args[0] is mask}
-            hit = self.element(mask, tuple(map(at.get, range(len(at))))) if len(at) == len(mask.shape) else self.algebra.one
-            e = self.algebra.substitute(e, {hit: self.algebra.one}) if is_indicator(hit) else e
+        for mask, row in dict.fromkeys((i.args[0], i.args[2]) for i in own if i.kind == "nonzero"):
+            at = {i.args[1]: i for i in own if i.kind == "nonzero" and i.args[0] is mask and i.args[2] is row}
+            if len(at) == len(mask.shape):  # a mask is 1 at each of its own true elements
+                hit = self.element(mask, tuple(at[dim] for dim in range(len(at))))
+                e = self.algebra.substitute(e, {hit: self.algebra.one}) if is_indicator(hit) else e
         return e
 
     def _may_count_from_end(self, index: Expr) -> bool:

@@ -64,10 +64,15 @@ def _rows_of_mask(view: GraphView) -> Size:
     return fresh[0]
 
 
+def _axes_of(item: Any) -> int:
+    """How many axes an item of a subscript takes: a mask as many as it has."""
+    return len(item.shape) if isinstance(item, Value) and item.dtype == torch.bool else int(item is not None)
+
+
 def _basic_then_tensors(view: GraphView, x: Value, key: Any) -> tuple[Value, tuple[Value | None, ...]]:
     """Apply slices, None and lone ints of a subscript; return the view, and its index tensor per axis."""
     items = list(key) if isinstance(key, tuple) else [key]
-    consumed = sum(len(i.shape) if isinstance(i, Value) and i.dtype == torch.bool else i is not None for i in items)
+    consumed = sum(map(_axes_of, items))
     if any(item is Ellipsis for item in items):
         at = next(i for i, item in enumerate(items) if item is Ellipsis)
         items[at : at + 1] = [slice(None)] * (len(x.shape) - consumed + 1)
@@ -204,11 +209,12 @@ def _common_shape(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 def _put_at_number(view: GraphView, x: Value, items: tuple, values: Any) -> Value:
     """``x[:, i] = values``, ``x[i, mask] = values``: the slices of ``x`` along that axis, one of them another."""
-    dim = next(d for d, item in enumerate(items) if type(item) is int)
-    number, others = items[dim], (*items[:dim], *items[dim + 1 :])
+    at = next(at for at, item in enumerate(items) if type(item) is int)
+    number, others = items[at], (*items[:at], *items[at + 1 :])
     of_tensors = bool(others) and all(isinstance(item, Value) for item in others)
-    whole = of_tensors or all(item == slice(None) or (item is Ellipsis and d >= dim) for d, item in enumerate(others))
+    whole = of_tensors or all(item == slice(None) or (item is Ellipsis and i >= at) for i, item in enumerate(others))
     require(whole, "one whole slice, or rows of one")
+    dim = sum(map(_axes_of, items[:at]))
     extent = x.shape[dim]
     require(isinstance(extent, int) and -extent <= number < extent, "a static axis")
     slices = list(x.args[0]) if x.op == "stack" and x.args[1] == dim else [selected(view, x, dim, i) for i in range(extent)]

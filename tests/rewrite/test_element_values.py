@@ -83,6 +83,8 @@ out = torch.zeros_like(x); out[:, 2] = x[:, 2]; out[2:4] += y[2:4]; return out *
 out = x.clone(); flat = out.view(-1); flat[3:9] = 2; out.unsqueeze(0).add_(y); return flat, out
 m = ids[:, 0] == 1; out = torch.stack([x, y]); out[1, m] = x[m]; out[ids[:2, 0] // 9, 0] = 1; return out, out[1, m]
 m = ids[:, 0] == 1; out = torch.stack([x, y]) * m[:, None]; rows = out[0, m]; out[0, m] = y[m]; return out, rows
+m = ids > 1; t, k = m.nonzero(as_tuple=True); return m[t.flip(0), k], m[t, k]
+m = ids > 1; out = x.new_zeros(5, 2, 2); out[m, 0] = y[:, :2][m]; return out
 flags = ids == 1; flags[0] = True; hits = x.clone(); hits[flags.any(1)] *= 2; return flags, hits
 """
 
