@@ -33,14 +33,14 @@ class IndexingRules:
     def _element_index(self, value: Value, indices: "Indices", depth: int) -> Expr:
         x, tensors, first = value.args
         rank = max(len(t.shape) for t in tensors if t is not None)
-        gathered = indices[first : first + rank]
-        shape = value.shape[first : first + rank]
+        gathered, shape = indices[first : first + rank], value.shape[first : first + rank]
         rest = iter((*indices[:first], *indices[first + rank :]))
         own = tuple(next(rest) if t is None else self._broadcast(t, shape, gathered, depth) for t in tensors)
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
-        for mask, row in dict.fromkeys((i.args[0], i.args[2]) for i in own if i.kind == "nonzero"):
+        given = {e for index in indices for e in subexpressions(index, lambda e: e.kind == "nonzero")}  # may be of this mask
+        for mask, row in dict.fromkeys((i.args[0], i.args[2]) for i in own if i.kind == "nonzero" and i not in given):
             at = {i.args[1]: i for i in own if i.kind == "nonzero" and i.args[0] is mask and i.args[2] is row}
             if len(at) == len(mask.shape):  # a mask is 1 at each of its own true elements
                 hit = self.element(mask, tuple(at[dim] for dim in range(len(at))))

@@ -144,6 +144,8 @@ def by_one_mask(layer, x, logits, spread=lambda mask: mask):
 REWRITTEN = {
     "sentinels": (sorted_with_sentinels, {}),
     "clamped_ids": (gathered_with_clamped_ids, {}),
+    "clamped_to_fewer_experts": (gathered_with_clamped_ids, {"largest": zoo.E - 2}),
+    "clamped_from_below": (gathered_with_clamped_ids, {"least": 1}),
     "sigmoid_on_input": (on_input, {}),
     "sigmoid_on_output": (on_output, {}),
     "softmax_on_input": (on_input, {"score": softmax}),
@@ -157,8 +159,6 @@ REWRITTEN = {
 }
 LEFT_ALONE = {
     "a_sentinel_is_an_expert": (sorted_with_sentinels, {"absent": zoo.E - 1}),
-    "clamped_to_fewer_experts": (gathered_with_clamped_ids, {"largest": zoo.E - 2}),
-    "clamped_from_below": (gathered_with_clamped_ids, {"least": 1}),
     "clamped_sentinels": (sorted_with_sentinels, {"absent": zoo.E - 1, "largest": zoo.E - 2}),
     "ids_that_may_be_nobodys": (sorted_with_sentinels, {"change": lambda ids: ids + (ids > 2) * 5}),
     "unselected_at_a_half": (on_input, {"fill": 0.0}),
