@@ -54,10 +54,7 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
             if not branches.traces:
                 hit_loops.refuse_comparison(function, args)
                 return call_builtin(self, tx, args, kwargs)
-            args = list(map(realized, args))
-            found = _given(branches, tx, function, args, kwargs, is_of_python=True)
-            if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
-                args = [args[0], as_key(args[1])]
+            found, args = _given(branches, tx, function, list(map(realized, args)), kwargs, is_of_python=True)
             return call_builtin(self, tx, args, kwargs) if found is None else found
 
         return call_function
@@ -71,9 +68,9 @@ def replaced_calls(attempt: Callable[[], Any]) -> dict[str, Replacement]:
                 while isinstance(called, FunctoolsPartialVariable):
                     called, given, named = called.func, [*called.args, *given], {**called.keywords, **named}
                 if isinstance(called, PolyfilledFunctionVariable):
-                    found = _given(branches, self, called.fn, list(map(realized, given)), named, is_of_python=True)
+                    found, _ = _given(branches, self, called.fn, list(map(realized, given)), named, is_of_python=True)
                 elif isinstance(called, TorchInGraphFunctionVariable | NumpyVariable):
-                    found = _given(branches, self, called.value, given, named)
+                    found, _ = _given(branches, self, called.value, given, named)
             return call(self, fn, args, kwargs) if found is None else self.push(found)
 
         return call_function
@@ -93,12 +90,14 @@ def _given(
     kwargs: dict[str, VariableTracker],
     *,
     is_of_python: bool = False,
-) -> VariableTracker | None:
-    """What a function gives for numbers that only the data tell, where it is other than Dynamo's."""
+) -> tuple[VariableTracker | None, list[VariableTracker]]:
+    """What a function gives for numbers that only the data tell, where it is other than Dynamo's; and what it is called with."""
     if is_of_python and args and not kwargs:
         if (found := branches.instead(hit_loops.handled, tx, function, args)) is not None:
-            return found
+            return found, args
+        if function is operator.getitem and isinstance(args[0], TensorVariable | BaseListVariable | RangeVariable):
+            args = [args[0], as_key(args[1])]
         branches.taken(args)
         hit_loops.refuse(function, args)
         branches.merged.refuse(function, args)
-    return branches.instead(host_numbers.handled, tx, function, args, kwargs)
+    return branches.instead(host_numbers.handled, tx, function, args, kwargs), args
