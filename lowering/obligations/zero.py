@@ -100,7 +100,7 @@ class Zeros:
             fresh = self.algebra.var(5000 + len(variables), *variable.args[1:])
             self.add(self.algebra.substitute(body, {variable: fresh}), variables | {fresh})
         elif e.kind == "add":
-            for term in e.args:
+            for term in () if is_indicator(e) else e.args:  # where 1 - mask is zero the mask is not
                 self.add(term, variables)
         else:
             factors = [f for f in factors_of(e) if f.kind not in ("distinct", "const")]
