@@ -92,7 +92,8 @@ STYLE = """
 
 def bars(left: int, width: int, title: str, unit: str, values: Mapping[str, float | None]) -> list[str]:
     """One bar a way, as long as its value; a line of text where nothing was measured."""
-    scale, lines = width / max(filter(None, values.values())), [f'<text x="{left}" y="22" class="title">{title}</text>']
+    scale = width / max(filter(None, values.values()), default=1)
+    lines = [f'<text x="{left}" y="22" class="title">{title}</text>']
     for number, (name, value) in enumerate(values.items()):
         top, ours = 38 + 30 * number, ' class="ours"' if name == "moeblaze" else ""
         if value is None:
