@@ -167,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             peak = torch.cuda.max_memory_allocated() - before
         accuracy, most = "-" if error is None else f"{error:.1e}", "-" if peak is None else size_text(peak)
         print(f"{label:8}{step * 1e3:9.2f} ms{first / step:8.2f}x{size_text(kept):>12}{most:>12}{accuracy:>10}")
+        if not kept:
+            print(f"{'':8}kept 0.0 KiB: no more than its input and parameters, which are not counted, as under checkpointing")
         times[label], memory[label] = step * 1e3, (peak or kept) / 2**20
     if given.picture:
         title = "peak memory of a step" if x.is_cuda else "kept for backward"
