@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import statistics
 import sys
 import sysconfig
@@ -19,6 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from train_options import WAYS, make_parser
+
+if __name__ == "__main__":
+    parser = make_parser(__doc__.splitlines()[0])
+    arguments = parser.parse_args()  # a wrong option is said before torch is imported
 
 import torch
 
@@ -36,7 +43,6 @@ WARMUP_STEPS = 3
 """Steps at the start that are not timed: compilation, and the first allocations."""
 LOAD_COUNTS = 20
 """Steps of the eager way at which the experts' loads are counted, spread evenly."""
-DEFAULT_MINUTES = 6.0
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,6 @@ PRESETS = {
         dtype=torch.float32,
     ),
 }
-
-WAYS = {
-    "eager": "eager",
-    "compile": "compile",
-    "moeblaze": "moeblaze",
-    "every": "compile, all",
-}
-"""`every` runs all experts on all tokens, the others each expert on those that chose it."""
 
 
 def read_corpus() -> torch.Tensor:
@@ -208,42 +206,7 @@ def check_compiler(device: str, ways: list[str]) -> None:
         sys.exit(f"torch.compile needs a C++ compiler on a CPU, and {compiler} was not found: install g++, or set CXX")
 
 
-def positive(kind: type) -> Callable[[str], int | float]:
-    """Returns a parser of numbers of this kind above zero, for argparse."""
-
-    def parse(text: str) -> int | float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = None
-        if number is None or not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-        return number
-
-    return parse
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda when there is a GPU")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="size of the model and batch; default: cpu or gpu, by device")
-    parser.add_argument("--steps", type=positive(int), help="training steps of each way")
-    parser.add_argument(
-        "--minutes",
-        type=positive(float),
-        default=DEFAULT_MINUTES,
-        help=f"time for training, shared by the ways: one that has used its share stops early; default: {DEFAULT_MINUTES:g}",
-    )
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder of the plot and the numbers")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no GPU here, take --device cpu")
-    return arguments
-
-
-def main() -> None:
-    arguments = parse_arguments()
+def main(arguments: argparse.Namespace) -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     preset = PRESETS[arguments.preset or ("gpu" if device == "cuda" else "cpu")]
     steps = arguments.steps or preset.steps
@@ -260,23 +223,26 @@ def main() -> None:
     batches = draw_batches(read_corpus(), preset, steps, device)
     results, interrupted = [], None
     start = time.perf_counter()
-    for number, way in enumerate(arguments.ways, start=1):
-        if results and time.perf_counter() > start + 60 * arguments.minutes:
-            print(f"The time is over: left out {', '.join(WAYS[way] for way in arguments.ways[number - 1 :])}.")
-            break
-        try:
+    try:
+        for number, way in enumerate(arguments.ways, start=1):
+            if results and time.perf_counter() > start + 60 * arguments.minutes:
+                print(f"The time is over: left out {', '.join(WAYS[way] for way in arguments.ways[number - 1 :])}.")
+                break
             deadline = start + 60 * arguments.minutes * number / len(arguments.ways)
             results.append(train(way, preset, batches, device, deadline))
-        except KeyboardInterrupt:
-            interrupted = f"interrupted during {WAYS[way]}: {'no way is' if not results else 'what follows is what was'} finished"
-            break
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    except KeyboardInterrupt:
+        interrupted = f"interrupted during {WAYS[way]}: {'no way is' if not results else 'what follows is what was'} finished"
     if interrupted:
         print(f"\n{interrupted}")
     if results:
-        report(results, title, arguments.out)
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what took minutes is written whole, in seconds
+        try:
+            report(results, title, arguments.out)
+        finally:
+            signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(130 if interrupted else 0)
 
 
@@ -291,4 +257,6 @@ def report(results: list[Result], title: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here, take --device cpu")
+    main(arguments)

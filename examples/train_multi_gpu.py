@@ -22,7 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import moeblaze_ops
 from moe_lm import MoELanguageModel
 from moeblaze_ops.distributed import clip_grad_norm_, shard_experts
-from train_moe_lm import PRESETS, draw_batches, positive, read_corpus
+from train_moe_lm import PRESETS, draw_batches, read_corpus
+from train_options import positive
 
 WARMUP_STEPS = 3
 

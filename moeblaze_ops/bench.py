@@ -92,7 +92,8 @@ STYLE = """
 
 def bars(left: int, width: int, title: str, unit: str, values: Mapping[str, float | None]) -> list[str]:
     """One bar a way, as long as its value; a line of text where nothing was measured."""
-    scale, lines = width / max(filter(None, values.values())), [f'<text x="{left}" y="22" class="title">{title}</text>']
+    scale = width / max(filter(None, values.values()), default=1)
+    lines = [f'<text x="{left}" y="22" class="title">{title}</text>']
     for number, (name, value) in enumerate(values.items()):
         top, ours = 38 + 30 * number, ' class="ours"' if name == "moeblaze" else ""
         if value is None:
@@ -166,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             peak = torch.cuda.max_memory_allocated() - before
         accuracy, most = "-" if error is None else f"{error:.1e}", "-" if peak is None else size_text(peak)
         print(f"{label:8}{step * 1e3:9.2f} ms{first / step:8.2f}x{size_text(kept):>12}{most:>12}{accuracy:>10}")
+        if not kept:
+            print(f"{'':8}kept 0.0 KiB: no more than its input and parameters, which are not counted, as under checkpointing")
         times[label], memory[label] = step * 1e3, (peak or kept) / 2**20
     if given.picture:
         title = "peak memory of a step" if x.is_cuda else "kept for backward"

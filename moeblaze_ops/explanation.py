@@ -66,7 +66,9 @@ class Candidate:
             return "\n    ".join(lines)
         lines = [f"{where}: {self.spelling} -> {self.became}"]
         if self.kept_before is not None and self.kept_after is not None:
-            lines.append(f"kept for backward: {size_text(self.kept_before)} before, {size_text(self.kept_after)} after")
+            kept = f"{size_text(self.kept_before)} before, {size_text(self.kept_after)} after"
+            uncounted = "not counted, the layer is checkpointed or runs without gradients"
+            lines.append(f"kept for backward: {kept if self.kept_before or self.kept_after else uncounted}")
         if self.copied:
             lines.append(f"separate weights joined by a copy in each pass: {size_text(self.copied)}")
         if self.zeros:

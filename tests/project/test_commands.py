@@ -74,6 +74,19 @@ def test_bench_of_its_own_layer(tmp_path, capsys):
     xml.dom.minidom.parse(str(drawn))
 
 
+def test_bench_says_why_a_checkpointed_layer_keeps_nothing(tmp_path, capsys):
+    run = "checkpoint(super().forward, x, use_reentrant=False)"
+    checkpointed = f"\n\nclass Checkpointed(Layer):\n    def forward(self, x):\n        return {run}\n"
+    (tmp_path / "model.py").write_text("from torch.utils.checkpoint import checkpoint\n" + MODEL + checkpointed)
+    bench.main(["32", "16", "--model", f"{tmp_path / 'model.py'}:Checkpointed", "--device", "cpu", "--seconds", "0.01"])
+    _, _, after_compile = capsys.readouterr().out.partition("\ncompile ")
+    assert after_compile.splitlines()[1].startswith("        kept 0.0 KiB: no more than its input and parameters")
+
+
+def test_bars_of_nothing_have_no_width():
+    assert 'width="0"' in bench.bars(0, 100, "kept for backward", "MiB", {"compile": 0.0, "moeblaze": 0.0})[1]
+
+
 @pytest.mark.parametrize("sizes", [["32"], ["32", "16", "24"], ["32", "0"]])
 def test_bench_refuses_other_sizes(sizes, capsys):
     with pytest.raises(SystemExit):

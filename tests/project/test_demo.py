@@ -1,5 +1,6 @@
 """The examples, at a tiny size."""
 
+import importlib
 import importlib.util
 import json
 import math
@@ -98,6 +99,18 @@ def test_demo_refuses_what_is_no_number_of_steps_or_minutes(option, monkeypatch,
     assert f"must be a number above 0, got {option.partition('=')[2]}" in capsys.readouterr().err
 
 
+def test_demo_refuses_an_option_before_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    env = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(SCRIPT), "--ways", "magic"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "argument --ways: invalid choice: 'magic'" in done.stderr, done.stderr
+
+
+def test_each_preset_is_an_option(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    assert sorted(runpy.run_path(str(SCRIPT))["PRESETS"]) == importlib.import_module("train_options").PRESET_NAMES
+
+
 def test_demo_stops_in_time(run_demo):
     # The time is over before the first step, on any machine: what remains are the steps that are always made.
     output, results = run_demo("--device", "cpu", "--ways", "eager", "--steps", "2000", "--minutes", "1e-9")
@@ -133,6 +146,28 @@ def test_demo_keeps_what_was_finished_when_interrupted(tmp_path):
     assert "interrupted during compile: what follows is what was finished" in output
     assert "Traceback" not in errors
     assert [result["way"] for result in json.loads((tmp_path / "train_moe_lm.json").read_text())["results"]] == ["eager"]
+
+
+def test_demo_writes_all_when_interrupted_at_its_table(run_demo, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    report = importlib.import_module("train_report")
+    for name in ("format_table", "save_numbers", "save_plot"):
+        write = getattr(report, name)
+        monkeypatch.setattr(report, name, lambda *args, write=write: (signal.raise_signal(signal.SIGINT), write(*args))[1])
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    output, results = run_demo("--device", "cpu", "--ways", "eager", "--steps", "2")
+    assert "last loss" in output and "plot: " in output and list(results) == ["eager"]
+    assert signal.getsignal(signal.SIGINT) is on_interrupt
+
+
+def test_demo_keeps_what_was_finished_when_interrupted_after_a_way(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr("gc.collect", lambda: signal.raise_signal(signal.SIGINT))
+    options = ["--preset", "tiny", "--steps", "2", "--ways", "eager", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert stopped.value.code == 130 and "last loss" in capsys.readouterr().out
 
 
 def test_table_has_ratios_to_the_first_row(tmp_path):

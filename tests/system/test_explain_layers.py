@@ -138,6 +138,16 @@ def test_layer_that_is_the_model_keeps_what_its_parts_keep(make):
     assert alone.kept_before > alone.kept_after > 0
 
 
+def test_bytes_of_a_checkpointed_layer_are_not_counted():
+    class Checkpointed(Dense):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    printed = str(moeblaze_ops.explain(nn.Sequential(nn.Linear(16, 16), Checkpointed()), torch.randn(12, 16)))
+    assert "rewritten" in printed and "KiB" not in printed
+    assert "kept for backward: not counted, the layer is checkpointed or runs without gradients" in printed
+
+
 def test_bytes_of_a_layer_are_not_those_of_a_layer_inside():
     class Both(Dense):
         def __init__(self):
