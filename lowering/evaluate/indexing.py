@@ -39,12 +39,12 @@ class IndexingRules:
         if any(t is not None and self._may_count_from_end(i) for t, i in zip(tensors, own, strict=False)):
             return self.algebra.leaf(value, indices)
         e = self.reordered(x, own, depth) or self.element(x, own, depth)
-        given = {e for index in indices for e in subexpressions(index, lambda e: e.kind == "nonzero")}  # may be of this mask
-        for mask, row in dict.fromkeys((i.args[0], i.args[2]) for i in own if i.kind == "nonzero" and i not in given):
-            at = {i.args[1]: i for i in own if i.kind == "nonzero" and i.args[0] is mask and i.args[2] is row}
-            if len(at) == len(mask.shape):  # a mask is 1 at each of its own true elements
-                hit = self.element(mask, tuple(at[dim] for dim in range(len(at))))
-                e = self.algebra.substitute(e, {hit: self.algebra.one}) if is_indicator(hit) else e
+        nonzeros = [i for i in own if i.kind == "nonzero"]
+        given = {e for index in indices if nonzeros for e in subexpressions(index, lambda e: e.kind == "nonzero")}
+        for mask, row in dict.fromkeys((i.args[0], i.args[2]) for i in nonzeros if i not in given):
+            at = {i.args[1]: i for i in nonzeros if i.args[0] is mask and i.args[2] is row}
+            if len(at) == len(mask.shape) and is_indicator(hit := self.element(mask, tuple(at[dim] for dim in sorted(at)))):
+                e = self.algebra.substitute(e, {hit: self.algebra.one})  # a mask is 1 at each of its own true elements
         return e
 
     def _may_count_from_end(self, index: Expr) -> bool:
