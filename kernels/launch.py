@@ -150,9 +150,11 @@ def low_rank_blocks(rows_NR: Tensor | None) -> dict[str, int]:
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability of the device of ``tensor``; that of a Hopper for tensors of the interpreter."""
+    """Compute capability of the device of ``tensor``, which has to run the kernels; that of a Hopper for the interpreter's."""
     if tensor.device.type != "cuda":
         return (9, 0)
+    if (lacks := devices.why_no_kernels(tensor.device)) is not None:
+        raise NotImplementedError(f"moeblaze: {lacks}")
     return devices.capability(tensor.device)
 
 

@@ -210,6 +210,7 @@ def generated_code(
             if not sources:
                 raise
     torch._dynamo.reset()
+    assert sources, "no graph was compiled"
     return without_comments(sources[0])
 
 

@@ -81,14 +81,29 @@ def test_formula_is_a_constant_of_the_kernels(capability):
     assert "'tanh 0;mul 3 1|4'" in code and "def _apply(" in code
 
 
-def test_plain_layer_becomes_kernels():
+def code_of_plain_loop(capability: tuple[int, int]) -> str:
     """All the way from a loop over experts, which Dynamo does not even capture by default."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         inputs = [torch.randn(*shape, device="cuda") for shape in ((T, D), (D, E), (E, F, D), (E, F, D), (E, D, F))]
     with moeblaze_ops.enabled():
-        code = fakecuda.generated_code(plain_loop, tuple(inputs))
+        return fakecuda.generated_code(plain_loop, tuple(inputs), capability=capability)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)
+def test_plain_layer_becomes_kernels(capability):
+    code = code_of_plain_loop(capability)
     assert CALL not in code
     assert_in_order([*FORWARD_KERNELS, "_combine_kernel"], fakecuda.launches(code))
+
+
+@pytest.mark.parametrize(
+    "capability, hip, why", [((7, 5), None, "8.0 or newer, cuda:0 has 7.5"), ((9, 4), "6.4", "this torch is built for ROCm")]
+)
+def test_plain_layer_of_a_gpu_without_kernels_is_left(monkeypatch, caplog, capability, hip, why):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with caplog.at_level("INFO", logger="moeblaze_ops"), pytest.raises(AssertionError, match="no graph was compiled"):
+        code_of_plain_loop(capability)
+    assert "left alone, OPERANDS" in caplog.text and why in caplog.text
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
