@@ -25,7 +25,8 @@ def watch_optimizers() -> None:
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is None and p in _names]
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None)
+    held = [p for p in trained if p in _names]
     if held:
         names = ", ".join(_names[p] for p in held[:_SHOWN]) + ", ..." * (len(held) > _SHOWN)
         raise RuntimeError(f"shard_experts: an optimizer must be made after it, got one that holds what it replaced: {names}")
