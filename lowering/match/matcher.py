@@ -101,7 +101,7 @@ class Matcher:
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
-                if isinstance(result, MoEMatch) and taken.isdisjoint(result.region.nodes):
+                if isinstance(result, MoEMatch) and taken.isdisjoint(result.region.nodes) and not self._is_again(result, found):
                     found.append(result)
                     taken.update(result.region.nodes)
         results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
@@ -120,6 +120,15 @@ class Matcher:
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
         return is_sum_of(outer.chosen, [result.chosen for result in inner])
+
+    def _is_again(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
+        """Whether a layer is one of those found, whose result it depends on: ``y`` and ``y + unknown(y)``, where y = layer(x)."""
+
+        def operands(layer: MoEMatch) -> tuple:
+            x = unshaped(self.view, layer.x.node, layer.root)
+            return x, layer.chosen, layer.w_up, layer.w_down
+
+        return any(self._is_behind(inner, outer) and operands(inner) == operands(outer) for inner in found)
 
     def _is_step(self, part: Decline, whole: Decline) -> bool:
         """Whether a candidate is a step of the sum of another, which has more experts and was declined for the same reason."""

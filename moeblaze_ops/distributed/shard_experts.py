@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
 from moeblaze_ops.distributed.find_experts import ExpertGroup, Unclear, find_experts
+from moeblaze_ops.distributed.replaced_parameters import note_replaced, watch_optimizers
 from moeblaze_ops.distributed.state_dicts import keep_names_of_entries, load_whole
 from moeblaze_ops.distributed.whole_weights import (
     RunningLayer,
@@ -69,10 +70,12 @@ def shard_experts(
     Expert parameters become DTensors ``Shard(0)``. Modules read them whole while they run, so a layer computes what it did in any
     spelling, in eager mode too: weights are gathered in forward, gradients are reduced and scattered in backward. Under
     ``torch.compile`` with rewriting, a proven layer moves tokens instead where that is fewer bytes. Call it before
-    ``fully_shard`` (on another mesh axis) and before the optimizer is made; the model may be on the meta device.
+    ``fully_shard`` (on another mesh axis) and before the optimizer is made, which raises otherwise; the model may be on the meta
+    device.
 
     The gradient of an expert is the *sum* over the ranks of the axis, each with its own tokens. To train on the mean over the
-    ranks, divide each rank's loss by their number. Other parameters are untouched: reduce their gradients as before.
+    ranks, divide each rank's loss by their number. Other parameters are untouched: reduce their gradients as before. To clip all
+    of them together, call ``moeblaze_ops.distributed.clip_grad_norm_``: torch's takes no DTensors beside plain tensors.
 
     Args:
         model: any module. Stacked experts are parameters ``[E, ...]``. A ``ModuleList`` of E equal modules is stored as one
@@ -110,6 +113,7 @@ def shard_experts(
     for path, layer in layers.items():
         if has_forward(model.get_submodule(path)):
             run_in_layer(model.get_submodule(path), layer)
+    watch_optimizers()
     report = ShardedExperts(tuple(taken), tuple(Left(unclear.owner, unclear.why) for unclear in left))
     log.info("%s", report)
     return report
@@ -194,6 +198,8 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh, layer: Runnin
             key = name.replace(".", "_")
             entries = [entry.get_parameter(name) for entry in owner]
             parameter = distributed(torch.stack([entry.detach() for entry in entries]), entries[0])
+            for number, entry in enumerate(entries):
+                note_replaced(entry, f"{group.owner}.{number}.{name}")
             stacks[name] = key
             owner.register_parameter(key, parameter)
             taken.append(Taken(f"{group.owner}.{key}", tuple(parameter.shape), group.why))
@@ -204,6 +210,7 @@ def _shard(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh, layer: Runnin
             stored = owner._parameters[name]
             owner._parameters[name] = distributed(stored.detach(), stored)
             full = f"{group.owner}.{name}" if group.owner else name
+            note_replaced(stored, full)
             taken.append(Taken(full, tuple(stored.shape), group.why))
         read_whole(owner, group.names, WholeWeights(owner, group.names, layer))
         load_whole(owner, group.names)

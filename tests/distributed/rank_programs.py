@@ -8,6 +8,8 @@ ranks wait for each other until the time of their group is over, or compute othe
     python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2 --groups 8            # of processes, side by side
     python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2 --not-compared        # and in the time that they take
     python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # cold, and with what that left
+    python tests/distributed/rank_programs.py --seeds 0:100 --ranks 4 --hosts 2        # of two ranks each
+    python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --called         # every other layer calls moe_over_ranks
     python tests/distributed/rank_programs.py --show 7
 
 Each program that fails has a line with its seed and tracebacks on stderr; the last line counts how they do. Through Inductor each
@@ -42,6 +44,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import ProcessExitedException
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
@@ -88,7 +92,7 @@ class Way(NamedTuple):
     """How ranks run programs.
 
     ``late`` begins each of them later; ``caches`` is a folder that they share. A rank waits ``patience_s`` for the others, and a
-    program that takes twice as long ends its process.
+    program that takes twice as long ends its process. ``called``: every other layer calls the function that other libraries do.
     """
 
     compiler: str | None = None
@@ -97,6 +101,8 @@ class Way(NamedTuple):
     patience_s: int = 300
     late: int | None = None
     caches: str | None = None
+    hosts: int = 1
+    called: bool = False
 
 
 _DEFAULT = Way()
@@ -130,7 +136,7 @@ class Program:
         return "\n    ".join(["def forward(self, x, y):", *self.lines, "return x, y\n"])
 
 
-def draw(seed: int, ranks: int, compiler: str | None = None) -> Program:
+def draw(seed: int, ranks: int, compiler: str | None = None, called: bool = False) -> Program:
     r = random.Random(seed)
     layers = [r.choice(KINDS) for _ in range(r.choice([1, 1, 2, 2, 3, 4]))]
     top_k = r.choice([1, 2, 2])
@@ -166,6 +172,7 @@ def draw(seed: int, ranks: int, compiler: str | None = None) -> Program:
     frozen = [number for number in range(len(layers)) if r.random() < 0.15]
     drawn = r.choices(["graphs", "aot_eager", "none"], [8, 1, 1])[0]
     dynamic = r.choice([None, True])
+    layers[::2] = ["called"] * len(layers[::2]) if called else layers[::2]
     return Program(layers, experts, top_k, lines, frozen, compiler or drawn, dynamic, settings, steps)
 
 
@@ -203,10 +210,40 @@ class Skipping(nn.Module):
         return out
 
 
+class Called(nn.Module):
+    """Calls the layer; once ``spread``, with the experts of this rank, as an expert parallelism of other libraries does."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        whole = zoo.stacked("stacked_loop", **sizes)
+        self.router, self.w1, self.w2, self.exchange = whole.router, whole.w1, whole.w2, None
+
+    def spread(self, mesh: DeviceMesh, top_k: int) -> None:
+        from moeblaze_ops.ops.sharded.exchange import choose_exchange
+
+        for name in ("w1", "w2"):
+            weight = getattr(self, name)
+            spread = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]), requires_grad=weight.requires_grad)
+            setattr(self, name, spread)
+        self.exchange = choose_exchange(mesh.get_group().group_name, top_k, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from moeblaze_ops import moe
+        from moeblaze_ops.ops.sharded.exchange import moe_over_ranks
+
+        weights, ids = self.router(x)
+        if self.exchange is None:
+            return moe(x, weights, ids, self.w1.transpose(1, 2), self.w2.transpose(1, 2), activation="silu")
+        w_up, w_down = self.w1.to_local().transpose(1, 2).unsqueeze(1), self.w2.to_local()
+        return moe_over_ranks(x, weights, ids, [w_up], [], [w_down], [], "silu", *self.exchange)
+
+
 def _layer(kind: str, program: Program) -> nn.Module:
     sizes = {"E": program.experts, "K": program.top_k, "normalise": program.top_k > 1}
     if kind == "masked_sum":
         return zoo.ModuleListMoE(zoo.masked_sum, **sizes)
+    if kind == "called":
+        return Called(**sizes)
     return Cumulative(**sizes) if kind == "unknown" else Skipping(**sizes) if kind == "skipping" else zoo.stacked(kind, **sizes)
 
 
@@ -302,18 +339,29 @@ def _compiled(program: Program, network: nn.Module) -> Iterator[Callable]:
         yield torch.compile(network, backend=backend, dynamic=program.dynamic)
 
 
-def check(seed: int, compiler: str | None = None) -> Outcome:
+def _sharded(one: nn.Module, program: Program) -> nn.Module:
     from moeblaze_ops.distributed import shard_experts
     from tests.tools.sharded_layers import axis
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    program = draw(seed, ranks, compiler)
-    one, moved = _network(program, seed, rank), 0
     network = copy.deepcopy(one)
+    called = {number: layer for number, layer in enumerate(network.layers) if isinstance(layer, Called)}
+    for number in called:
+        network.layers[number] = nn.Identity()
     shard_experts(network, axis())
+    for number, layer in called.items():
+        layer.spread(axis(), program.top_k)
+        network.layers[number] = layer
+    return network
+
+
+def check(seed: int, compiler: str | None = None, called: bool = False) -> Outcome:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    program = draw(seed, ranks, compiler, called)
+    one, moved = _network(program, seed, rank), 0
     before = config.snapshot()
     for key, value in program.settings.items():
         setattr(config, key, value)
+    network = _sharded(one, program)
     torch._dynamo.reset()
     counters.clear()
     try:
@@ -344,12 +392,16 @@ def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) ->
     torch._inductor.config.fallback_by_default = not way.build
     timeout = timedelta(seconds=way.patience_s)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, timeout=timeout)
+    if way.hosts > 1:
+        from moeblaze_ops.ops.sharded import hosts
+
+        hosts._this_host = lambda: rank // (ranks // way.hosts)
     for seed in seeds:
         if rank == way.late:
             time.sleep(LATE_S)
         faulthandler.dump_traceback_later(2 * way.patience_s, exit=True)
         try:
-            outcome = check(seed, way.compiler)
+            outcome = check(seed, way.compiler, way.called)
         except Exception:
             outcome = Outcome(f"raised\n{traceback.format_exc()}")
         torch.save(tuple(outcome), f"{folder}/{seed}.{rank}")
@@ -400,14 +452,17 @@ def main() -> None:
     parser.add_argument("--compiler", choices=["inductor", "graphs", "aot_eager", "none"])
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--not-compared", action="store_true")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--called", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
     if arguments.show is not None:
-        program = draw(arguments.show, arguments.ranks, arguments.compiler)
+        program = draw(arguments.show, arguments.ranks, arguments.compiler, arguments.called)
         print(program, program.source, sep="\n\n")
         return
     seeds = range(*map(int, arguments.seeds.split(":")))
     way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
+    way = way._replace(hosts=arguments.hosts, called=arguments.called)
     totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:
         parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]

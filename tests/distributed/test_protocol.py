@@ -39,3 +39,15 @@ def test_tokens_move_in_these_programs(outcomes):
 def test_ranks_of_other_sizes_exchange_alike(seed):
     (outcomes,) = run_programs([seed], 2, Way("inductor")).values()
     assert [outcome.became for outcome in outcomes] == ["right", "right"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seeds", "way"),
+    [
+        pytest.param(2, [0], Way(called=True), id="layers that call the function of expert parallelism"),
+        pytest.param(4, [2], Way(hosts=2), id="two hosts"),
+    ],
+)
+def test_other_ways(ranks, seeds, way):
+    for outcomes in run_programs(seeds, ranks, way).values():
+        assert [outcome.became for outcome in outcomes] == ["right"] * ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._inductor.memory
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import default_partition, make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import autograd_cache
@@ -331,7 +331,8 @@ class Repeated(nn.Module):
         return x, y + checkpoint(self.layers[2], y, use_reentrant=False)
 
 
-def test_what_backward_repeats_does_not_follow_from_sizes(group):
+@pytest.mark.parametrize("partition", [min_cut_rematerialization_partition, default_partition])
+def test_what_backward_repeats_does_not_follow_from_sizes(partition, group):
     """Nor with a backend that is not Inductor: every rank exchanges the same then."""
     from moeblaze_ops.distributed import shard_experts
     from tests.tools import sharded_layers as harness
@@ -344,9 +345,8 @@ def test_what_backward_repeats_does_not_follow_from_sizes(group):
         return make_boxed_func(gm.forward)
 
     compile_both = aot_autograd(
-        fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
+        fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward, partition_fn=partition
+    )
 
     def backend(gm, example_inputs):
         _switch.rewrite(gm)

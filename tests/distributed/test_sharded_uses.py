@@ -121,6 +121,7 @@ def in_a_world_of_its_own(timeout_s: int, check: Callable) -> None:
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder[0]}/{timeout_s}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        dist.barrier()  # or one rank leaves while another connects
 
     try:
         begin(timeout_s)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -83,8 +84,11 @@ class Stacked(nn.Module):
         self.w_down = nn.Parameter(torch.randn(shape_down) / H**0.5)
         self.transposed = transposed
 
+    def route(self, x):
+        return self.router(x).softmax(dim=-1).topk(K, dim=-1)
+
     def forward(self, x):
-        scores, chosen = self.router(x).softmax(dim=-1).topk(K, dim=-1)
+        scores, chosen = self.route(x)
         scores_TE = torch.zeros(x.shape[0], E, dtype=scores.dtype, device=x.device).scatter(1, chosen, scores)
         w_up, w_down = (w.transpose(1, 2) if self.transposed else w for w in (self.w_up, self.w_down))
         a = F.silu(torch.einsum("td,efd->tef", x, w_up))
@@ -488,11 +492,111 @@ def check_over_ranks() -> None:
     sharded_layers.assert_close({"x": got, **gradients}, {"x": wanted, **{name: p.grad for name, p in one.named_parameters()}})
 
 
-@reported("transformers#48205", "transformers#48687", "pytorch#160285", "Automodel#1260", "Automodel#1408")
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo")
-def test_transformers_48205_48687_pytorch_160285_automodel_1260_1408_gradients_over_ranks(tmp_path):
-    outcomes = run_checks({"gradients": check_over_ranks}, 2, tmp_path)
-    assert_passed(outcomes["gradients"])
+calls: list[None] = []
+
+
+@torch.library.custom_op("known_failures::drawn", mutates_args=())
+def drawn(probabilities: torch.Tensor) -> torch.Tensor:
+    """Scores by which others are chosen each time, as where several experts are equally likely."""
+    calls.append(None)
+    return torch.rand(probabilities.shape, generator=torch.Generator().manual_seed(len(calls)))
+
+
+drawn.register_fake(torch.empty_like)
+
+
+class Tied(Stacked):
+    def route(self, x):
+        probabilities = self.router(x).softmax(dim=-1)
+        chosen = drawn(probabilities.detach()).topk(K, dim=-1).indices
+        return probabilities.gather(1, chosen), chosen
+
+
+def check_ties() -> None:
+    """The repeated router of a checkpointed layer chooses others: gradients are those of what was computed, on all ranks."""
+    x = torch.randn(T - dist.get_rank(), D)
+    model = Tied()
+    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    config.experts_move, config.exchange = "tokens", "all_to_all"
+
+    def backend(gm, example_inputs):
+        switch.rewrite(gm)
+        return lookup_backend("aot_eager")(gm, example_inputs)
+
+    results = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        calls.clear()
+        with switch.rewriting(backend), switch.recording() as records:
+            results.append(sharded_layers.train(model, torch.compile(run, backend=backend, fullgraph=True), x))
+        (layer,) = rewritten_in(records)
+        assert "experts_over_ranks" in layer.became
+    config.exchange = "auto"
+    sharded_layers.assert_close(*results)
+
+
+def check_idle_rank() -> None:
+    """No token of any rank chose an expert of the last one: it has gradients all the same, and so has its router."""
+    model = Stacked()
+    with torch.no_grad():
+        model.router.weight[E // 2 :] = -10.0
+    one, x = copy.deepcopy(model), torch.randn(T, D).abs()
+    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    config.experts_move = "tokens"
+    with rewriting_backend() as backend:
+        got = sharded_layers.train(model, torch.compile(model, backend=backend, fullgraph=True), x)
+    assert got["w_up"][E // 2 :].eq(0).all() and got["w_down"][E // 2 :].eq(0).all()
+    wanted = sharded_layers.in_one_process(one, [x, x])[0]
+    sharded_layers.assert_close(sharded_layers.reduced(got, ("router.weight",)), wanted)
+
+
+def check_optimizer_made_before() -> None:
+    """It holds what the model does not use any more: no expert would be trained."""
+    model = nn.ModuleList([Stacked(), Masked()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    x = torch.randn(T, D)
+    sum(layer(x).sum() for layer in model).backward()
+    with pytest.raises(RuntimeError, match=r"made after it, got one that holds what it replaced: 0\.w_up, 0\.w_down, 1\.up\.0"):
+        optimizer.step()
+    experts = [p for p in model.parameters() if hasattr(p, "to_local")]
+    before = [p.full_tensor().clone() for p in experts]
+    torch.optim.SGD(experts, lr=0.1).step()
+    assert all(not torch.equal(p.full_tensor(), old) for p, old in zip(experts, before, strict=True))
+
+
+OVER_RANKS = {
+    "gradients": check_over_ranks,
+    "ties": check_ties,
+    "idle rank": check_idle_rank,
+    "optimizer made before": check_optimizer_made_before,
+}
+
+
+@pytest.fixture(scope="module")
+def over_ranks(tmp_path_factory) -> dict[str, list[str]]:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs torch.distributed with gloo")
+    return run_checks(OVER_RANKS, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@reported("transformers#48205", "transformers#48687", "transformers#48689", "pytorch#160285", "Automodel#1260", "Automodel#1408")
+def test_transformers_48205_48687_48689_pytorch_160285_automodel_1260_1408_gradients_over_ranks(over_ranks):
+    assert_passed(over_ranks["gradients"])
+
+
+@reported("Automodel#3140")
+def test_automodel_3140_ties_under_checkpointing_over_ranks(over_ranks):
+    assert_passed(over_ranks["ties"])
+
+
+@reported("Automodel#2995")
+def test_automodel_2995_a_rank_whose_experts_nobody_chose(over_ranks):
+    assert_passed(over_ranks["idle rank"])
+
+
+@reported("DeepSpeed#8354", "DeepSpeed#8377")
+def test_deepspeed_8354_8377_an_optimizer_made_before_experts_are_sharded(over_ranks):
+    assert_passed(over_ranks["optimizer made before"])
 
 
 def test_the_page_lists_these_threads():

@@ -58,6 +58,13 @@ def twice(self, x, weights, ids):
     return shared_index_add(self, torch.tanh(shared_masked(self, x, weights, ids)), weights, ids)
 
 
+def on_a_layer_of_others(self, x, weights, ids):
+    """The sum of a layer and of another one, which is unknown and given what the first one computes."""
+    y = sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+    weights, ids = self.router(y)
+    return y + sum(expert(y) * (weights * (ids <= e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+
 def partial_sum_is_read(self, x, weights, ids):
     out, half = self.shared(x), 0
     for e, expert in enumerate(self.experts):
@@ -200,6 +207,10 @@ def test_other_sums_are_right(combine):
 @pytest.mark.parametrize("combine", [partial_sum_is_read, scaled_on_the_way, stored_over, reads_the_buffer_between])
 def test_near_misses_are_left_alone(combine):
     assert not check_against_eager(_layer(combine), torch.randn(10, zoo.D)).rewritten
+
+
+def test_a_layer_in_a_later_sum_is_computed_once():
+    assert len(check_against_eager(_layer(on_a_layer_of_others), torch.randn(10, zoo.D)).rewritten) == 1
 
 
 def test_a_base_with_a_row_stored_over_is_right():
