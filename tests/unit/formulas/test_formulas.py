@@ -353,9 +353,10 @@ def test_a_number_that_traced_code_writes_is_that_of_now(write):
 
     reader.set_closed, reader.closed = set_slope, lambda h: F.silu(h) * slope
     torch._dynamo.reset()
-    compiled = torch.compile(lambda number: moe(x, weights, experts, w_up, w_down, activation=write(reader, number)), backend="eager")
+    operands = x, weights, experts, w_up, w_down
+    compiled = torch.compile(lambda number: moe(*operands, activation=write(reader, number)), backend="eager")
     for number in (2.0, 0.5, 3.0):
-        torch.testing.assert_close(compiled(number), moe(x, weights, experts, w_up, w_down, activation=f"silu(h) * {number}"))
+        torch.testing.assert_close(compiled(number), moe(*operands, activation=f"silu(h) * {number}"))
 
 
 def test_layers_of_one_class_have_their_own_numbers():
