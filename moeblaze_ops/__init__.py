@@ -33,7 +33,6 @@ from moeblaze_ops import sources as _sources  # noqa: E402
 _sources.DIGEST = _sources.digest(__path__, __version__)  # before what it is a digest of
 
 from moeblaze_ops import config as _config  # noqa: E402
-from moeblaze_ops.arguments.traced_activations import follow_in_dynamo as _follow_in_dynamo  # noqa: E402
 from moeblaze_ops.explain import explain  # noqa: E402
 from moeblaze_ops.functional import moe  # noqa: E402
 from moeblaze_ops.integrations.registration import register_when_imported as _register_when_imported  # noqa: E402
@@ -78,8 +77,9 @@ _register_when_imported()
 _set_settings(_config)
 
 # Ops called without the switch, too, need its cache key and its lowerings.
-_register.on_trace(lambda: import_module("moeblaze_ops.compile").on_trace())
-_follow_in_dynamo(lambda: import_module("moeblaze_ops.compile").follow_functions())
+_register.on_trace(
+    lambda: import_module("moeblaze_ops.compile").on_trace(), lambda: import_module("moeblaze_ops.compile").follow_functions()
+)
 
 
 if not TYPE_CHECKING:  # to a type checker it would mean that any name is there

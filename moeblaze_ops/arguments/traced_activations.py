@@ -115,7 +115,7 @@ def _resolved_as_found(op: str, num_parameters: int, double: bool) -> str:
 
 
 for _now in (_load, _is_found, _resolved_as_found):
-    _now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    vars(_now)["_dynamo_marked_constant"] = True
 
 
 def _trace(function: Callable, num_parameters: int, double: bool) -> str:
