@@ -77,7 +77,9 @@ _register_when_imported()
 _set_settings(_config)
 
 # Ops called without the switch, too, need its cache key and its lowerings.
-_register.on_trace(lambda: import_module("moeblaze_ops.compile").on_trace())
+_register.on_trace(
+    lambda: import_module("moeblaze_ops.compile").on_trace(), lambda: import_module("moeblaze_ops.compile").follow_functions()
+)
 
 
 if not TYPE_CHECKING:  # to a type checker it would mean that any name is there

@@ -153,7 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.cuda.get_device_name(x.device) if x.is_cuda else f"CPU, {torch.get_num_threads()} threads"
     print(verification.explanation)
     run = f"{device}; {dtype}; torch {torch.__version__}"
-    print(f"{run}; error of the output against {verification.reference}")
+    print(f"{run}; error of the output{f' against {verification.reference}' if verification.reference else ''}")
+    if verification.no_reference:
+        print(f"no error is shown, for want of a precise run: {verification.no_reference}")
     print(f"{'':8}{'step':>12}{'faster':>9}{'kept':>12}{'peak':>12}{'error':>10}")
     output, first = verification.comparisons[0], statistics.median(ways[0].seconds)
     times: dict[str, float] = {}

@@ -389,8 +389,12 @@ def _is_row_product(e: Expr) -> bool:
 
 
 def _is_vector(term: Expr, feature: Expr) -> bool:
-    """Whether features differ by more than by comparisons: a tensor of scores ``[T, E]`` compares ids with its last index."""
-    return any(feature in f.free and f.kind not in ("eq", "any") for f in factors_of(term))
+    """Whether features differ by more than by comparisons: a tensor of scores ``[T, E]`` compares ids with its last index.
+
+    x * (ids == e)[:, None]      but not  score[:, None] * F.one_hot(ids, E) * (F.one_hot(ids, E).cumsum(0) < capacity)
+    """
+    found = subexpressions(term, lambda e: e is feature or e.kind in ("eq", "any"), over=feature)
+    return any(each is feature for each in found)
 
 
 def _is_masked(term: Expr) -> bool:

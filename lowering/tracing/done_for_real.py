@@ -20,9 +20,9 @@ _MARK = "_dynamo_marked_constant"
 _WITHOUT_EFFECT = ("torch.", "moeblaze_ops.")
 
 
-def refuse_what_is_done_for_real(stack: list[VariableTracker]) -> None:
+def refuse_what_is_done_for_real(stack: list[VariableTracker | None]) -> None:
     """Give the attempt up where what is on top of the stack has an effect on the program when Dynamo traces a call of it."""
-    if not stack:
+    if not stack or stack[-1] is None:  # the format of a text, in torch 2.11
         return
     value = _value(stack[-1])
     if isinstance(value, LazyModuleMixin) and hasattr(value, "_initialize_hook"):

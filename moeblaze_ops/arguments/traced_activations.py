@@ -9,6 +9,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,34 +64,58 @@ def resolved_activation(op: str, activation: Any, num_parameters: int, dtype: to
     """
     if isinstance(activation, str | type) or not callable(activation):
         return activation
-    return _resolved(op, activation, num_parameters, _numbers(activation), dtype == torch.float64)
+    double = dtype == torch.float64
+    if not torch.compiler.is_dynamo_compiling():
+        return _resolved(op, activation, num_parameters, double)
+    _load()
+    _dynamo.comptime(_dynamo.find)
+    if _is_found():
+        return _resolved_as_found(op, num_parameters, double)
+    return _dynamo.run_in_python(op, activation, num_parameters, double)
 
 
-def _numbers(function: Callable) -> tuple:
-    """The numbers that a function closes over, and those of the object that it is or is a method of."""
-    found = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    owner = getattr(function, "__self__", function)
-    found += [getattr(owner, name) for name in _names_of_numbers(owner)]
-    # Dynamo guards a key by its value, where it would take a number that has changed for any.
-    return tuple([key for value in found if isinstance(value, bool | int | float | str) for key in {value: None}])
-
-
-def _names_of_numbers(owner: Any) -> tuple[str, ...]:
-    return tuple(name for name, value in getattr(owner, "__dict__", {}).items() if isinstance(value, bool | int | float | str))
-
-
-# Dynamo before torch 2.14 cannot trace all of these.
-_names_of_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _resolved(op: str, activation: Callable, num_parameters: int, numbers: tuple, double: bool) -> str:
+def _resolved(op: str, activation: Callable, num_parameters: int, double: bool) -> str:
     try:
         return trace_activation(activation, num_parameters, double=double)
     except ValueError as error:
         refuse(op, "activation", "be a pointwise function of (gate, up), or of h alone", error)
 
 
-_resolved._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dynamo = SimpleNamespace(load=None, function=None)
+"""How Dynamo is asked for a function in the code that it traces, and what it was last asked for."""
+
+
+def follow_in_dynamo(load: Callable[[], Any]) -> None:
+    """Let ``load()``, which is called before Dynamo traces a call with a function, hand over its means by ``in_dynamo_by``."""
+    _dynamo.load = load
+
+
+def in_dynamo_by(comptime: Callable, function_in: Callable[[Any, str], Callable | None], disable: Callable) -> None:
+    """Find functions by ``function_in(context, name)``, where ``comptime`` gives the context of traced code.
+
+    Where that is None, the call is left to Python, by ``disable``: the graph breaks.
+    """
+
+    def find(context: Any) -> None:
+        _dynamo.function = function_in(context, "activation")
+
+    _dynamo.comptime, _dynamo.find, _dynamo.run_in_python = comptime, find, disable(_resolved)
+
+
+def _load() -> None:
+    _dynamo.load()
+
+
+def _is_found() -> bool:
+    return _dynamo.function is not None
+
+
+def _resolved_as_found(op: str, num_parameters: int, double: bool) -> str:
+    return _resolved(op, _dynamo.function, num_parameters, double)
+
+
+for _now in (_load, _is_found, _resolved_as_found):
+    vars(_now)["_dynamo_marked_constant"] = True
 
 
 def _trace(function: Callable, num_parameters: int, double: bool) -> str:

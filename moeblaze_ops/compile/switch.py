@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops import config, sources
+from moeblaze_ops.arguments.traced_activations import in_dynamo_by
 from moeblaze_ops.compile import peft
 from moeblaze_ops.compile.attempts import compiled_by_attempts, rewrite, rewritten
 from moeblaze_ops.compile.records import FrameRecord, keep
@@ -88,6 +89,14 @@ def on_trace() -> None:
     """
     if torch_internals.inductor_is_loaded():
         install_lowerings()
+
+
+@cache
+def follow_functions() -> None:
+    """Let compiled calls of ``moe`` take a function as it is now, and compile once more when what it reads has changed."""
+    from moeblaze_ops.lowering.tracing.read_functions import comptime, function_in
+
+    in_dynamo_by(comptime, function_in, torch.compiler.disable)
 
 
 def cache_key(devices: Iterable[torch.device] = ()) -> str:

@@ -58,8 +58,9 @@ def _say() -> None:
 def verdict(records: list[Record]) -> tuple[str, bool]:
     """The line on these records, empty where there was nothing like a layer; and whether anything was left."""
     rewritten, left = [], []
-    for entry, record in outcomes(records):
-        name = record.place.name_of(entry.module_path) or short_place(entry.source)
+    found = ((entry, record, place) for entry, record in outcomes(records) for place in record.places)
+    for entry, record, place in found:  # blocks of equal code share a graph
+        name = place.name_of(entry.module_path) or short_place(entry.source)
         if entry.reason is None and record.dropped is None:
             rewritten.append(name)
         else:

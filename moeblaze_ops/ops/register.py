@@ -20,6 +20,7 @@ from moeblaze_ops.arguments.separate_experts import (
     with_experts_joined,
     with_shapes_joined,
 )
+from moeblaze_ops.arguments.traced_activations import follow_in_dynamo
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.arguments.validation_values import check_tensor
 from moeblaze_ops.ops.autodiff import autograd_kernel, differentiated, kernel_without_gradient
@@ -52,9 +53,13 @@ _REFUSED = (*(kind + device for kind in _WITHOUT_STRIDES for device in ("CPU", "
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def on_trace(call: Callable[[], None]) -> None:
-    """Have ``call`` called whenever a compiler traces an op: before it looks up a cache or lowers anything."""
+def on_trace(call: Callable[[], None], with_function: Callable[[], None]) -> None:
+    """Have ``call`` called whenever a compiler traces an op: before it looks up a cache or lowers anything.
+
+    ``with_function`` is called before Dynamo traces a call with an activation that is a function.
+    """
     _on_trace.append(call)
+    follow_in_dynamo(with_function)
 
 
 def register_op(

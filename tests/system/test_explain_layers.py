@@ -367,6 +367,12 @@ def test_all_layers_are_said_at_info_level(caplog, nothing_said):
     assert said(caplog, nn.Linear(16, 16), x, level=logging.INFO) == []
 
 
+def test_blocks_that_share_a_graph_are_counted_each(caplog, nothing_said):
+    lines = said(caplog, Blocks(breaks=True), torch.randn(6, 16), level=logging.INFO)
+    assert lines == ["moeblaze: 3 of 3 layers rewritten: layers.*"]
+    assert len(moeblaze_ops.report().candidates) == 3
+
+
 def test_quiet(caplog, nothing_said, monkeypatch):
     monkeypatch.setattr(config, "quiet", True)
     assert said(caplog, Mixed(), torch.randn(6, 16), level=logging.INFO) == []

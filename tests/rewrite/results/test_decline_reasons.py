@@ -193,3 +193,18 @@ def test_a_function_without_gradient_of_a_layer_is_none():
 
     (layer,) = rewrite_of(Indexed(), torch.randn(10, zoo.D)).candidates
     assert layer.reason is None
+
+
+def test_a_router_by_itself_is_none():
+    """NLLB's, with a capacity: its experts are behind a graph break."""
+
+    def router(x, weight):
+        probs = (x @ weight).softmax(-1)
+        first = F.one_hot(probs.argmax(-1), 4)
+        second = F.one_hot(probs.masked_fill(first.bool(), float("-inf")).argmax(-1), 4)
+        scores = [(probs * mask).sum(-1, keepdim=True) for mask in (first, second)]
+        places = first.cumsum(0) - 1, second.cumsum(0) - 1 + first.sum(0)
+        kept = [mask * (place < 6) for mask, place in zip((first, second), places, strict=True)]
+        return scores[0] * kept[0] + scores[1] * kept[1]
+
+    assert not rewrite_of(router, torch.randn(12, 8), torch.randn(8, 4)).candidates

@@ -303,10 +303,12 @@ class _Reader(nn.Module):
      "partial", "global"],
 )  # fmt: skip
 def test_a_number_that_is_read_elsewhere_may_change(name, monkeypatch):
-    """Its formula is that of now; in compiled code a number that is not the function's own is that of the first call."""
+    """Compiled code is compiled once more; where the number is in a tensor, or the function has all of self, the graph breaks."""
     x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
     w_up, w_down = torch.randn(2, 3, 4, 4)
     reader = _Reader()
+    torch._dynamo.reset()
+    compiled = torch.compile(reader, backend="eager", fullgraph=name not in ("text", "tensor", "array"))
     for number in (1.0, 0.5, 2.0):
         reader.number = reader.numbers[0] = reader.array[0] = reader.inner.alpha = number
         reader.tensor.fill_(number)
@@ -314,7 +316,60 @@ def test_a_number_that_is_read_elsewhere_may_change(name, monkeypatch):
         function = _of_a_global if name == "global" else reader.activation(name)
         rows = torch.einsum("td,tkfd->tkf", x, w_up[experts])
         expected = torch.einsum("tk,tkf,tkdf->td", weights, function(rows), w_down[experts])
-        torch.testing.assert_close(reader(x, name, weights, experts, w_up, w_down), expected, rtol=1e-4, atol=1e-4)
+        for run in (reader, compiled):
+            torch.testing.assert_close(run(x, name, weights, experts, w_up, w_down), expected, rtol=1e-4, atol=1e-4)
+
+
+def _writes_an_attribute(reader, number):
+    reader.number = number
+    return lambda h: F.silu(h) * reader.number
+
+
+def _writes_an_element(reader, number):
+    reader.numbers[0] = number
+    return lambda h: F.silu(h) * reader.numbers[0]
+
+
+def _writes_a_global(reader, number):
+    global SLOPE
+    SLOPE = number
+    return lambda h: F.silu(h) * SLOPE
+
+
+def _writes_a_cell(reader, number):
+    reader.set_closed(number)
+    return reader.closed
+
+
+@pytest.mark.parametrize("write", [_writes_an_attribute, _writes_an_element, _writes_a_global, _writes_a_cell])
+def test_a_number_that_traced_code_writes_is_that_of_now(write):
+    x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
+    w_up, w_down = torch.randn(2, 3, 4, 4)
+    reader, slope = _Reader(), 1.0
+
+    def set_slope(number):
+        nonlocal slope
+        slope = number
+
+    reader.set_closed, reader.closed = set_slope, lambda h: F.silu(h) * slope
+    torch._dynamo.reset()
+    operands = x, weights, experts, w_up, w_down
+    compiled = torch.compile(lambda number: moe(*operands, activation=write(reader, number)), backend="eager")
+    for number in (2.0, 0.5, 3.0):
+        torch.testing.assert_close(compiled(number), moe(*operands, activation=f"silu(h) * {number}"))
+
+
+def test_layers_of_one_class_have_their_own_numbers():
+    """Blocks that are compiled one by one share code: what is guarded is what the block at hand reads."""
+    operands = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices, *torch.randn(2, 3, 4, 4)
+    readers = [_Reader() for _ in range(3)]
+    torch._dynamo.reset()
+    for reader, number in zip(readers, (2.0, 0.5, 3.0), strict=True):
+        reader.number = number
+        reader.compile(backend="eager", fullgraph=True)
+    for reader in (*readers, *readers):
+        expected = moe(*operands, activation=f"silu(h) * {reader.number}")
+        torch.testing.assert_close(reader(operands[0], "attribute", *operands[1:]), expected)
 
 
 class _AllEqual:
