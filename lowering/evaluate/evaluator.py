@@ -200,8 +200,11 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
 
     def _element_stack(self, value: Value, indices: Indices, depth: int) -> Expr:
         xs, dim = value.args
-        at = indices[dim]
-        rest = (*indices[:dim], *indices[dim + 1 :])
+        return self.one_of(value, indices, indices[dim], (*indices[:dim], *indices[dim + 1 :]), depth)
+
+    def one_of(self, value: Value, indices: Indices, at: Expr, rest: Indices, depth: int) -> Expr:
+        """The element of ``value`` at ``indices``: that of its part ``at`` at ``rest``."""
+        xs = value.args[0]
         if at.kind == "const" and self.algebra.fits(at, len(xs)):
             return self.element(xs[at.args[0]], rest, depth)
         if at.kind == "var" and at.args[2] == "r":  # of a sum, and not any token

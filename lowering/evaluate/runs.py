@@ -22,6 +22,7 @@ class RunRules:
     element: Callable[..., Expr]
     coordinates: Callable[..., list[Expr] | None]
     landed: Callable[..., Expr]
+    one_of: Callable[..., Expr]
     _starts: dict[Value, tuple[Size, ...]]
 
     def _element_cat(self, value: Value, indices: "Indices", depth: int) -> Expr:
@@ -33,6 +34,10 @@ class RunRules:
                 local = self.algebra.linear(-start, [(1, at)])
                 if lower_bound(local) >= 0 and self.algebra.fits(local, x.shape[dim]):
                     return self.element(x, (*indices[:dim], local, *indices[dim + 1 :]), depth)
+        size = xs[0].shape[dim]
+        if isinstance(size, int) and size > 1 and all(x.shape == xs[0].shape for x in xs):  # E parts of C rows: E x C rows
+            rest = (*indices[:dim], self.algebra.mod(at, size), *indices[dim + 1 :])
+            return self.one_of(value, indices, self.algebra.div(at, size), rest, depth)
         return self.algebra.leaf(value, indices)
 
     def _starts_of(self, joined: Value) -> tuple[Size, ...]:

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_ops.lowering.graph.arguments import argument_of, written_arguments
@@ -122,6 +123,34 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(written, found.append)
     return [other for other in dict.fromkeys(found) if isinstance(fake_of(other), torch.Tensor)]
+
+
+def is_written(nodes: set[fx.Node], since: fx.Node | None = None) -> bool:
+    """Whether something writes to memory of these nodes, behind the first of them or behind another one."""
+    storages = {storage_of(node) for node in nodes}
+    step = min(nodes) if since is None else since
+    while step.op != "root" and not any(storage_of(written) in storages for written in written_nodes(step)):
+        step = step.next
+    return step.op != "root"
+
+
+def constant_of(node: fx.Node, are_written: Callable[[set[fx.Node]], bool] = is_written) -> float | None:
+    """The element of a tensor that is made of numbers of Python's alone, as torch computes it; None if anything writes to them.
+
+        torch.ceil(4.5 * torch.tensor(1.25)).to(torch.int64)            6
+    """
+    fake = fake_of(node)
+    constant = getattr(fake, "constant", None)
+    if not isinstance(fake, FakeTensor) or constant is None or fake.requires_grad:
+        return None
+    made_of = {node}
+    stack = [node]
+    while stack:
+        operands = [operand for operand in stack.pop().all_input_nodes if operand not in made_of]
+        made_of.update(operands)
+        stack += operands
+    is_made = all(step.op in ("call_function", "call_method") for step in made_of)
+    return constant.item() if is_made and not are_written(made_of) else None
 
 
 def _has_unknown_writes(node: fx.Node) -> bool:
@@ -314,6 +343,8 @@ class GraphView:
         self._history.setdefault(node, []).append((self.position[self._node], value))
 
     def _compute(self, node: fx.Node, written: str | None) -> Any:
+        if written is None and (number := constant_of(node, self._are_written)) is not None:
+            return self.make("full", number)
         name, args, kwargs = called_instead(node)
         form = self.table.get(written or name) if is_on_plain_tensors(node) else self.table.get(_dtensor_method(node))
         if form is None or "out" in node.kwargs:
@@ -330,6 +361,13 @@ class GraphView:
         if alike and isinstance(found, Value):
             self._of_ids.add(found)
         return found if alike else self._without_gradient(found, self.opaque(node))
+
+    def _are_written(self, nodes: set[fx.Node]) -> bool:
+        return not self._written.isdisjoint(map(storage_of, nodes))
+
+    @cached_property
+    def _written(self) -> frozenset[int | None]:
+        return frozenset(storage_of(written) for node in self.graph.nodes for written in written_nodes(node))
 
     def _without_gradient(self, found: Any, opaque: Any) -> Any:
         """What is computed without gradient: ids have none anyway."""

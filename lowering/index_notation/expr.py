@@ -25,7 +25,7 @@ Kinds (``Expr.kind``) and their ``args``:
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Indices: TypeAlias = tuple["Expr", ...]
 
@@ -99,6 +99,11 @@ def lower_bound(e: Expr) -> float:
 def factors_of(e: Expr) -> tuple[Expr, ...]:
     """What a product is of; anything else is its own only factor."""
     return e.args if e.kind == "mul" else (e,)
+
+
+def leaves_of(e: Expr) -> set[Any]:
+    """The tensors that an expression reads."""
+    return {leaf.args[0] for leaf in subexpressions(e, lambda s: s.kind == "leaf")}
 
 
 def differ(a: "Expr", b: "Expr") -> bool:

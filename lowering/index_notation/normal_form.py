@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import permutations
 from typing import Any
 
 import sympy
@@ -18,6 +19,7 @@ from moeblaze_ops.lowering.index_notation.expr import (
     Expr,
     TooLarge,
     factors_of,
+    leaves_of,
     subexpressions,
 )
 from moeblaze_ops.lowering.index_notation.indicators import is_count, is_indicator
@@ -185,11 +187,29 @@ class Algebra:
                 flat += parts
             else:
                 flat.append(term)
+        flat = self._joined(flat)
         if constant != 0:
             flat.append(self.const(constant))
         if not flat:
             return self.zero
         return flat[0] if len(flat) == 1 else self._intern("add", *sorted(flat, key=lambda t: t.uid))
+
+    def _joined(self, terms: list[Expr]) -> list[Expr]:
+        """Terms of which no two are products over parts of a range, one behind the other: that is one over the whole range.
+
+            a[:, :n] @ w[:, :n].T + a[:, n:] @ w[:, n:].T
+        """
+        products = [t for t in terms if t.kind == "sum" and t.args[0].args[2] == "d" and isinstance(t.args[0].args[1], int)]
+        read = {product: leaves_of(product) for product in products} if len(products) > 1 else {}
+        for first, second in permutations(read, 2):
+            if read[first] != read[second]:
+                continue
+            (var, body), (row, rest) = self.open(first), self.open(second)
+            if self.substitute(body, {var: self.linear(var.args[1], [(1, row)])}) is rest:
+                whole = self.fresh((body,), var.args[1] + row.args[1], "d")
+                others = list((Counter(terms) - Counter((first, second))).elements())  # one of them may be added twice
+                return self._joined([*others, self.sum(whole, self.substitute(body, {var: whole}))])
+        return terms
 
     def mul(self, *factors: Expr) -> Expr:
         _limit(factors, "mul")
@@ -268,7 +288,7 @@ class Algebra:
             return only
         if (only := self._only_counted(var, body)) is not None:
             return only
-        if (split := self._over_both(var, body)) is not None:
+        if (split := self._over_both(self.sum, var, body)) is not None:
             return split
         factors = factors_of(body)
         outside = [f for f in factors if var not in f.free]
@@ -313,24 +333,28 @@ class Algebra:
                     return self.substitute(self.mul(*(f for f in factors if f not in (place_hit, key_hit))), row)
         return None
 
-    def _over_both(self, var: Expr, body: Expr) -> Expr | None:
-        """The sum over n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
+    def _over_both(self, over: Callable[[Expr, Expr], Expr], var: Expr, body: Expr) -> Expr | None:
+        """The sum ``over`` n = a C + b of what depends on a = n // C and b = n % C alone, as one over a and one over b."""
         if var.args[2] != "r":
             return None
-        sizes = {part.args[1] for part in subexpressions(body, lambda e: e.kind in ("div", "mod") and e.args[0] is var, over=var)}
-        if len(sizes) != 1:
+        parts = set(subexpressions(body, lambda e: e.kind in ("div", "mod") and e.args[0] is var, over=var))
+        sizes = {part.args[1] for part in parts}
+        if len(sizes) != 1 and not (sizes and all(isinstance(n, int) for n in sizes)):
             return None
-        (size,) = sizes
-        ratio = sympy.cancel(sympy.sympify(var.args[1]) / sympy.sympify(size))
-        if sympy.denom(ratio) != 1:
+        size = min(sizes)
+        wholes = {n: _exact_quotient(n, size) if size != 0 else None for n in (*sizes, var.args[1])}
+        if None in wholes.values():
             return None
-        outer = self.fresh((body,), size_of(ratio))
+        outer = self.fresh((body,), wholes[var.args[1]])
         inner = self.fresh((body, outer), size)
-        replaced = self.substitute(body, {self._intern("div", var, size): outer, self._intern("mod", var, size): inner})
-        return None if var in replaced.free else self.sum(outer, self.sum(inner, replaced))
+        in_both = {"div": lambda n: self.div(outer, n), "mod": lambda n: self.linear(0, [(size, self.mod(outer, n)), (1, inner)])}
+        replaced = self.substitute(body, {part: in_both[part.kind](wholes[part.args[1]]) for part in parts})
+        return None if var in replaced.free else over(outer, over(inner, replaced))
 
     def any(self, var: Expr, body: Expr) -> Expr:
-        return self._close("any", var, body) if var in body.free else body
+        if var not in body.free:
+            return body
+        return self._over_both(self.any, var, body) or self._close("any", var, body)
 
     def prefix(self, var: Expr, body: Expr, upto: Expr) -> Expr:
         return self._close("prefix", var, body, upto)

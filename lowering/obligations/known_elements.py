@@ -13,15 +13,17 @@ from torch import fx
 from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
 from moeblaze_ops.lowering.forms.masks import hits_in
 from moeblaze_ops.lowering.forms.table import TABLE
-from moeblaze_ops.lowering.graph.fake_values import fake_of, storage_of
-from moeblaze_ops.lowering.graph.functional_view import GraphView, target_name, written_nodes
+from moeblaze_ops.lowering.graph.fake_values import fake_of
+from moeblaze_ops.lowering.graph.functional_view import GraphView, constant_of, is_written, target_name
 from moeblaze_ops.lowering.graph.operators import PROJECTIONS
 from moeblaze_ops.lowering.obligations.markers import hit_number
 
 
-def known_element(node: fx.Node) -> int | None:
-    """The only element of a tensor that is made of elements of hits alone; None for any other tensor."""
+def known_element(node: fx.Node) -> float | None:
+    """The only element of a tensor that is made of elements of hits alone, or of numbers alone; None for any other tensor."""
     fake = fake_of(node)
+    if (constant := constant_of(node)) is not None:
+        return constant
     chain = _chain(node) if isinstance(fake, torch.Tensor) and not fake.is_floating_point() else None
     if chain is None or not all(isinstance(size, int) and size == 1 for size in fake.shape) or is_written(chain):
         return None
@@ -103,12 +105,3 @@ def _value(node: fx.Node, steps: set[fx.Node]) -> Any:
         copies[step] = graph.node_copy(step, copies.__getitem__)
         copies[step].meta["example_value"] = fake_of(step)
     return GraphView(graph, TABLE, numbers_only=True).value(copies[node])
-
-
-def is_written(nodes: set[fx.Node], since: fx.Node | None = None) -> bool:
-    """Whether something writes to memory of these nodes, behind the first of them or behind another one."""
-    storages = {storage_of(node) for node in nodes}
-    step = min(nodes) if since is None else since
-    while step.op != "root" and not any(storage_of(written) in storages for written in written_nodes(step)):
-        step = step.next
-    return step.op != "root"

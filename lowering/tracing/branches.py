@@ -206,7 +206,9 @@ class Branches:
             return self._round(tx, at, instruction, original)
         self._inspect(tx, instruction)
         if instruction.opname.startswith("POP_JUMP") and tx.stack and instruction.opname.endswith(("_TRUE", "_FALSE")):
-            condition = tx.stack[-1] = _known(tx, realized(tx.stack[-1]))
+            asked = realized(tx.stack[-1])
+            condition = tx.stack[-1] = _known(tx, asked)
+            self.differs |= condition is not asked
             if _depends_on_data(condition) and self._begin(tx, at, instruction, condition, original):
                 return True
         return self._do(tx, at, instruction, original)

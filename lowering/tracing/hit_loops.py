@@ -252,8 +252,8 @@ def _element(tx: Any, hits: Hits, expert: int) -> TensorVariable:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", hit_number, (hits.tensor.as_proxy(), expert), {}))
 
 
-def known_number(variable: VariableTracker) -> int | None:
-    """The only element of a tensor that is made of elements of hits alone, in the round of an expert."""
+def known_number(variable: VariableTracker) -> float | None:
+    """The only element of a tensor that is made of elements of hits alone, in the round of an expert, or of numbers alone."""
     return known_element(variable.as_proxy().node) if type(variable) is TensorVariable else None
 
 
@@ -296,7 +296,7 @@ def handled(tx: Any, function: Any, args: list[VariableTracker]) -> VariableTrac
     if function is operator.index and type(args[0]) is TensorVariable:
         return args[0].call_method(tx, "item", [], {})
     if function is int and len(args) == 1 and (number := known_number(args[0])) is not None:
-        return ConstantVariable.create(number)
+        return ConstantVariable.create(int(number))
     return None
 
 
@@ -401,4 +401,6 @@ def handled_method(tx: Any, x: VariableTracker, name: str, args: list[VariableTr
         return _hits_in(x) or Numbers(x.call_method(tx, "clone", [], {}))
     asks = name in _ASK_NUMBERS or (name == "tolist" and fake.dim() == 0)
     number = known_number(x) if asks and not args else None
-    return None if number is None else ConstantVariable.create(number)
+    if number is None:
+        return None
+    return ConstantVariable.create(number if name in ("item", "tolist") else int(number))

@@ -20,7 +20,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import CellVariable, NullVariable
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.obligations.known_elements import is_written
+from moeblaze_ops.lowering.graph.functional_view import is_written
 from moeblaze_ops.lowering.obligations.markers import some_rows
 from moeblaze_ops.lowering.tracing.hit_loops import Condition, Declined, HitIterator
 

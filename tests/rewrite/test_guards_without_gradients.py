@@ -53,6 +53,31 @@ def by_lists(self, x, weights, ids):
     return out
 
 
+def by_ends(self, x, weights, ids):
+    """DeepSeek-MoE's own: as many counts as the highest id says, of ids in three axes."""
+    out, flat = torch.zeros_like(x), ids.view(2, -1, K).view(-1)
+    order, ends = flat.argsort(), flat.bincount().cpu().numpy().cumsum(0)
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if start == end:
+            continue
+        chosen = order[start:end]
+        rows = self.experts[e](x[chosen // K]).mul_(weights.view(-1, 1)[chosen])
+        out = out.to(rows.dtype)
+        out.scatter_reduce_(0, (chosen // K).view(-1, 1).repeat(1, D), rows, reduce="sum")
+    return out
+
+
+def of_selected_rows(self, x, weights, ids):
+    """The weights of an expert among those of the tokens that chose it."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        chosen = (ids == e).any(dim=-1)
+        if chosen.any():
+            out[chosen] += expert(x[chosen]) * weights[chosen][ids[chosen] == e].unsqueeze(-1)
+    return out
+
+
 def _compiled(layer, x):
     """The output and the gradients of the compiled layer, of the layer, and how many layers were rewritten."""
     torch._dynamo.reset()
@@ -70,7 +95,7 @@ def _compiled(layer, x):
 
 
 @pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("infer", [by_counts, by_masks, by_lists], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("infer", [by_counts, by_masks, by_lists, by_ends, of_selected_rows], ids=lambda f: f.__name__)
 def test_guards(infer, idle):
     torch.manual_seed(0)
     layer, x = Layer(torch.no_grad()(infer)), torch.randn(T, D)
@@ -92,6 +117,16 @@ def writes_more(self, x, weights, ids):
     return out
 
 
+def of_other_rows(self, x, weights, ids):
+    """The weights of an expert among those of the tokens that chose it first, of which there may be fewer."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        chosen = (ids[:, :1] == e).any(dim=-1)
+        if chosen.any():
+            out[chosen] += expert(x[chosen]) * weights[chosen][ids[chosen] == e].unsqueeze(-1)
+    return out
+
+
 def gives_up_a_gradient(self, x, weights, ids):
     """Without rows the sum has the gradient that it came with."""
     out = x * self.experts[0][2].bias
@@ -103,7 +138,8 @@ def gives_up_a_gradient(self, x, weights, ids):
     return out
 
 
-@pytest.mark.parametrize("infer", [torch.no_grad()(writes_more), gives_up_a_gradient], ids=["writes_more", "gives_up_a_gradient"])
+@pytest.mark.parametrize("infer", [torch.no_grad()(writes_more), of_other_rows, gives_up_a_gradient],
+                         ids=["writes_more", "of_other_rows", "gives_up_a_gradient"])  # fmt: skip
 def test_twins(infer):
     torch.manual_seed(0)
     layer, x = Layer(infer), torch.randn(T, D)

@@ -77,7 +77,8 @@ def _find_scores(algebra: Algebra, finder: Finder, routings: Sequence[Routing], 
     """Scores of all experts, of which the layer uses those that the ids choose; the others are zero, or any numbers."""
     if len({r.expert for r in routings} - {None}) < len(routings):
         return None
-    for scores in ({r.expert: r.score for r in routings}, {r.expert: algebra.mul(*r.weights) for r in routings}):
+    kept = {r.expert: algebra.mul(r.score, *([] if r.kept is None else [r.kept])) for r in routings}
+    for scores in ({r.expert: r.score for r in routings}, {r.expert: algebra.mul(*r.weights) for r in routings}, kept):
         experts, targets, count = by_number(scores)
         found = finder.find_scaled(targets, experts, count, depth) or finder.find_turned(targets, experts, count, depth)
         if found is not None:

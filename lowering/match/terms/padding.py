@@ -164,7 +164,9 @@ def _position(algebra: Algebra, placed: _Placed, place: Expr, token: Expr) -> _P
         return None
     places, rows = place.args[1], [e.args[0].args[1] for e in (position.count, *position.behind)]
     has_room = all(isinstance(n, int) for n in (places, *rows)) and sum(rows) <= places
-    return position if has_room or any(_is_below(mark, number, places) for mark in marks) else None
+    row, counted = algebra.open(position.count)
+    few = not position.behind and any(_is_of_few(algebra, mark, row, places) for mark in factors_of(counted))
+    return position if has_room or few or any(_is_below(mark, number, places) for mark in marks) else None
 
 
 def _under(algebra: Algebra, position: Expr, marks: set[Expr]) -> Expr:
@@ -195,6 +197,18 @@ def _is_below(mark: Expr, number: Expr, bound: object) -> bool:
         return False
     limit = mark.args[1][1]
     return limit.kind == "const" and isinstance(bound, int) and limit.args[0] + (mark.args[0] == "le") <= bound
+
+
+def _is_of_few(algebra: Algebra, mark: Expr, row: Expr, places: object) -> bool:
+    """Whether a mark is 1 for a certain number of rows at most, each of which a number names.
+
+        torch.zeros_like(scores).scatter(0, scores.topk(capacity, dim=0).indices, 1)
+    """
+    if mark.kind not in ("sum", "any") or not all(isinstance(n, int) for n in (places, mark.args[0].args[1])):
+        return False
+    number, body = algebra.open(mark)
+    hits = [f for f in factors_of(body) if f.kind == "eq" and row in f.args]
+    return number.args[1] <= places and any(row not in side.free for f in hits for side in f.args if side is not row)
 
 
 def _running_count(algebra: Algebra, number: Expr) -> _Position | None:

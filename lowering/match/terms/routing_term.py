@@ -163,6 +163,8 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
     slot, body = algebra.open(core) if core.kind in ("sum", "any") else (None, core)
     parts = body.args if body.kind == "mul" and slot is not None else (body,)
     comparisons = [p for p in parts if p.kind == "eq" and _expert_of(p, expert) is not None]
+    if not comparisons and is_indicator(factor):
+        return None  # it says of another thing than ids whether a token is kept
     prove(len(comparisons) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
     weights = (*around, *_without_markers(tuple(p for p in parts if p is not comparisons[0])))
     if dtype is not None and weights:

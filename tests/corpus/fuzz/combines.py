@@ -242,10 +242,11 @@ def _placed(layer: Layer, rng: random.Random) -> list[str]:
     """Places ``[E, C]`` that running counts give, and one-hot products: some tokens may have none."""
     expert_method(layer, rng)
     C = rng.choice((2, 3, 5))
+    kept = rng.choice((f"(place >= 0) & (place < {C})", f"(place >= 0) & (place < torch.ceil(torch.tensor({C} - 0.5)).long())"))
     return [
         *_scores(layer, rng), "flat = ids.t().reshape(-1)", "chosen = F.one_hot(flat, E)",
         f"place = (chosen.cumsum(0) * chosen - 1).view(K, T, E){rng.choice(('.amax(0)', '.max(dim=0).values', '.max(0)[0]'))}",
-        f"kept = (place >= 0) & (place < {C})",
+        f"kept = {kept}",
         f"places = F.one_hot({rng.choice(('place.masked_fill(~kept, 0)', 'place * kept', 'torch.where(kept, place, 0)'))}, {C})",
         "hot = " + rng.choice(("places * kept.unsqueeze(-1)", "places.masked_fill(~kept.unsqueeze(-1), 0)")),
         "rows = torch.einsum('tec,td->ecd', hot.to(x.dtype), x)", "y = torch.stack([self.expert(e, rows[e]) for e in range(E)])",

@@ -160,6 +160,9 @@ def expert_method(layer: Layer, rng: random.Random) -> None:
         axes, (i, o) = ("oi" if linear else "io"), ("hd" if name == "down" else "dh")
         einsum = f"torch.einsum('...{i},{axes.replace('i', i).replace('o', o)}->...{o}', {rows}, {weight})"
         texts = (f"F.linear({rows}, {weight})", f"{rows} @ {weight}.t()", einsum) if linear else (f"{rows} @ {weight}", einsum)
+        if name == "down" and linear and rng.random() < 0.2:
+            parts = f"zip({rows}.split(H // 2, dim=-1), {weight}.split(H // 2, dim=1))"
+            texts = (f"sum(F.linear(part, of) for part, of in {parts})",)
         text = rng.choice(texts)
         return text + bias(layer, name, "[e]")
 

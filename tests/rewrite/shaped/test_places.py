@@ -150,7 +150,38 @@ def places_of_slots(self, x, probabilities, behind=1, ids=None):
     return self.combined(x, combine, dispatch)
 
 
-SPELLINGS = (places_of_slots, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, switch, fairscale)
+def _of_any(self, x, probabilities, keep, shares=None):
+    """DeepSpeed's gate of any number of slots; ``keep(mask, location)`` drops tokens, ``shares`` are of more than are kept."""
+    ids = probabilities.topk(2).indices
+    mask = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, ids, 1)
+    kept, location = keep(mask, torch.cumsum(mask, dim=0) - 1)
+    gates = probabilities * (kept if shares is None else mask)
+    gates = gates / torch.clamp(gates.sum(dim=-1, keepdim=True), min=torch.finfo(gates.dtype).eps)
+    place = (location * kept).unsqueeze(-1) == torch.arange(self.places)
+    combine = torch.einsum("se,sec->sec", gates, place.to(x.dtype))
+    return self.combined(x, combine, combine.bool())
+
+
+def deepspeed_of_any(self, x, probabilities):
+    return _of_any(self, x, probabilities, lambda mask, location: (mask * torch.lt(location, self.places), location))
+
+
+def _with_highest_scores(probabilities, rows):
+    def keep(mask, _):
+        highest = torch.topk(probabilities * mask, k=rows, dim=0, sorted=False).indices
+        mask = torch.logical_and(mask, torch.zeros_like(probabilities).scatter(0, highest, 1))
+        return mask, torch.cumsum(mask, dim=0) - 1
+
+    return keep
+
+
+def deepspeed_by_scores(self, x, probabilities):
+    """An expert takes the tokens with its highest scores, as many as it has places."""
+    return _of_any(self, x, probabilities, _with_highest_scores(probabilities, self.places))
+
+
+SPELLINGS = (places_of_slots, gshard, gshard_by_token, masks_apart, renormalised, deepspeed, deepspeed_of_two, deepspeed_of_any,
+             deepspeed_by_scores, switch, fairscale)  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
@@ -275,7 +306,18 @@ def places_of_the_same_slots(self, x, probabilities):
     return places_of_slots(self, x, probabilities, ids=probabilities.topk(2).indices // 2)
 
 
-NEAR = (shared_places, behind_the_last_place, counted_over_slots_apart, second_slots_from_zero, weighted_twice,
+def more_tokens_than_places(self, x, probabilities):
+    """The last one has none."""
+    return _of_any(self, x, probabilities, _with_highest_scores(probabilities, self.places + 1))
+
+
+def dropped_to_the_first_place(self, x, probabilities):
+    """A token that is dropped keeps its share, and takes the first place, too."""
+    return _of_any(self, x, probabilities, lambda mask, at: (mask * torch.lt(at, self.places), at), shares="of all")
+
+
+NEAR = (more_tokens_than_places, dropped_to_the_first_place, shared_places, behind_the_last_place, counted_over_slots_apart,
+        second_slots_from_zero, weighted_twice,
         places_of_all_tokens, places_of_the_same_slots, dispatched_by_others, signed_weights,
         counted_in_another_order)  # fmt: skip
 
