@@ -312,8 +312,7 @@ def test_python_objects_are_not_changed_for_experts_without_tokens(name):
     assert check(STATE[name]) == 0
 
 
-@pytest.mark.parametrize("loop", ["unique", "bincount"])
-@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize(("name", "loop"), zip(ALIASES, ["unique", "bincount"] * 2, strict=True))
 def test_ids_that_change_behind_a_helper(name, loop):
     assert check(changed(ALIASES[name], loop=loop)) == 0
 

@@ -26,7 +26,7 @@ def test_one_graph(combine):
 _SPLIT_TENSORS = (split.split_list, split.split_scaled, split.routing_map)
 
 
-@pytest.mark.parametrize("combine", [f for f in split.SPLIT if f not in _SPLIT_TENSORS], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combine", [f for f in split.SPLIT if f not in _SPLIT_TENSORS][::4], ids=lambda f: f.__name__)
 def test_spellings_break_without_us(combine):
     layer = make_layer(combine)
     assert not guarded.captures(layer, torch.randn(T, zoo.D))
@@ -48,12 +48,13 @@ _IN_INFERENCE = (*split.SCATTERED, *split.SPLIT, *split.SPLIT_ELSEWHERE)
 @pytest.mark.parametrize(
     ("combine", "numbers_of_tokens"),
     [
-        pytest.param(combine, (T,) if number % 3 else (T, 5), id=combine.__name__)
+        pytest.param(combine, (T,) if number % 4 else (T, 5), id=combine.__name__)
         for number, combine in enumerate(_IN_INFERENCE)
+        if number % 2 == 0 or combine in split.SCATTERED
     ],
 )
 def test_inference(combine, numbers_of_tokens):
-    """Every third spelling with another number of tokens as well, for which Dynamo compiles again, for any number."""
+    """Every fourth spelling with another number of tokens as well, for which Dynamo compiles again, for any number."""
     layer = make_layer(combine)
     with rewriting_backend() as backend, moeblaze_compile.recording() as records, torch.no_grad():
         run = torch.compile(layer, backend=backend, fullgraph=True)

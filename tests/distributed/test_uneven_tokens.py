@@ -43,7 +43,7 @@ def without_router(results: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in results.items() if "router" not in key}
 
 
-def check_steps(name: str, steps=None, first_only: bool = False, backend: str = "aot_eager", **settings) -> None:
+def check_steps(name: str, steps=None, first_only: bool = False, backend: str = "eager", **settings) -> None:
     """Steps of one compiled callable. ``first_only``: all tokens choose experts of the first rank."""
     from moeblaze_ops import config
     from tests.tools import sharded_layers as harness
@@ -87,9 +87,9 @@ def check_checkpointed(within_graph: bool) -> None:
 
     model = sharded("stacked_loop")
     if within_graph:
-        run, graphs, reports = compiled(Checkpointed(model))
+        run, graphs, reports = compiled(Checkpointed(model), "aot_eager")
     else:
-        once, graphs, reports = compiled(model)
+        once, graphs, reports = compiled(model, "aot_eager")
         run = Checkpointed(once)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for number, counts in enumerate(FEW_STEPS):
@@ -107,7 +107,7 @@ def check_too_many() -> None:
 
     config.tokens_per_rank = 8
     try:
-        run, _, _ = compiled(sharded("dense_einsum"))
+        run, _, _ = compiled(sharded("dense_einsum"), "aot_eager")
         for count in (9, 7, 5):
             x, error = harness.tokens_of(0, zoo.D, count), None
             try:
@@ -207,7 +207,7 @@ def check_calls() -> None:
     for promised, questions in ((None, 1), (24, 0)):
         config.tokens_per_rank = promised
         try:
-            run, _, _ = compiled(sharded("dense_einsum"))
+            run, _, _ = compiled(sharded("dense_einsum"), "aot_eager")
             x = harness.tokens_of(dist.get_rank(), zoo.D).requires_grad_()
             run(x).sum().backward()  # compiles
             out, forward = harness.collectives(lambda run=run, x=x: run(x))
@@ -221,15 +221,17 @@ def check_calls() -> None:
 
 # Equal numbers of tokens meet every spelling, in `test_sharded_tokens`. Here is one of each kind of layer.
 CHECKS = {
-    "stacked_loop": functools.partial(check_steps, "stacked_loop"),
-    "dense_einsum": functools.partial(check_steps, "dense_einsum", FEW_STEPS),
+    "stacked_loop": functools.partial(check_steps, "stacked_loop", backend="aot_eager"),
     "loop_mixtral": functools.partial(check_steps, "loop_mixtral", FEW_STEPS),
     "sorted_transformers": functools.partial(check_steps, "sorted_transformers", WITHOUT_NONE),
     "skipped experts": check_skipped_experts,
-    "all to one rank": functools.partial(check_steps, "stacked_loop", FEW_STEPS, first_only=True),
-    "room for all rows": functools.partial(check_steps, "stacked_loop", FEW_STEPS, arrived_rows="bound"),
-    "keeps the input": functools.partial(check_steps, "gpt_oss_loop", FEW_STEPS, keep="input"),
-    "promised number": functools.partial(check_steps, "stacked_loop", FEW_STEPS, tokens_per_rank=64),
+    "all to one rank, room for all rows": functools.partial(
+        check_steps, "stacked_loop", FEW_STEPS, first_only=True, arrived_rows="bound"
+    ),
+    "keeps the input": functools.partial(check_steps, "gpt_oss_loop", FEW_STEPS, backend="aot_eager", keep="input"),
+    "promised number, all to one rank": functools.partial(
+        check_steps, "dense_einsum", FEW_STEPS, first_only=True, tokens_per_rank=64
+    ),
     "through Inductor": functools.partial(check_steps, "masked_sum", FEW_STEPS, backend="inductor"),
     "checkpointed from outside": functools.partial(check_checkpointed, within_graph=False),
     "checkpointed in the graph": functools.partial(check_checkpointed, within_graph=True),
@@ -238,7 +240,8 @@ CHECKS = {
     "asks for each layer": check_asks_for_each_layer,
     "calls": check_calls,
 }
-RANKS = {2: CHECKS, 4: {"stacked_loop": functools.partial(check_steps, "stacked_loop", exchange="all_gather")}}
+OF_FOUR = functools.partial(check_steps, "stacked_loop", backend="aot_eager", exchange="all_gather")
+RANKS = {2: CHECKS, 4: {"stacked_loop": OF_FOUR}}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -71,6 +72,8 @@ def _work(rank: int, ranks: int, checks: dict[str, Callable[[], None]], folder: 
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
         compile_quickly()
+        # Calls of operators are what ranks have to agree on; to build loops of theirs in C++ takes longer than all else.
+        torch._inductor.config.fallback_by_default = True
         keep_what_is_imported()
     else:
         torch.cuda.set_device(rank)

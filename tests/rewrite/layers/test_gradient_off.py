@@ -51,11 +51,10 @@ def with_and_without(self, x):
     return F.mse_loss(self.layer(x), y + 1) + self.beside(x)
 
 
-SPELLINGS = (zoo.masked_sum, zoo.loop_mixtral, zoo.dense_then_gather)
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("combine", [whole_layer, without_router, of_detached_tokens, with_and_without], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("combine", "spelling"), [
+    (whole_layer, zoo.dense_then_gather), (without_router, zoo.masked_sum), (of_detached_tokens, zoo.loop_mixtral),
+    (with_and_without, zoo.loop_mixtral),
+], ids=lambda f: f.__name__)  # fmt: skip
 def test_layers_without_gradients(fp64, combine, spelling):
     backend = check_against_eager(Beside(combine, spelling), torch.randn(T, zoo.D))
     assert_replaced(backend)
@@ -80,16 +79,15 @@ def test_layers_with_gradients(fp64, combine):
     assert_replaced(check_against_eager(Beside(combine), torch.randn(T, zoo.D)))
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
-def test_layers_in_inference_mode(fp64, spelling):
-    layer, x = zoo.ModuleListMoE(spelling), torch.randn(T, zoo.D)
+def test_layers_in_inference_mode(fp64):
+    layer, x = zoo.ModuleListMoE(zoo.masked_sum), torch.randn(T, zoo.D)
     run, backend = compiled(torch.inference_mode()(layer.forward))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch.testing.assert_close(run(x), layer(x))
     assert_replaced(backend)
 
 
-@pytest.mark.parametrize("name", ["gathered_einsum", "stacked_loop", "dense_einsum", "packed_loop", "dbrx_loop"])
+@pytest.mark.parametrize("name", ["gathered_einsum", "packed_loop"])
 def test_views_of_weights_for_a_layer_in_inference_mode(fp64, name):
     """AOTAutograd does not trace views, made in such a block, of what was made outside."""
     layer, x = zoo.stacked(name), torch.randn(zoo.D, T).T
@@ -215,9 +213,10 @@ class Masked(nn.Module):
         return self.combine(self.experts, x, scores * mask, mask)
 
 
-@pytest.mark.parametrize("num_tokens", [T, 1])
-@pytest.mark.parametrize("combine", [chosen_rows, all_rows], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("mask", [mask_of_ones, mask_of_truths, mask_by_one_hot], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("mask", "combine", "num_tokens"), [
+    (mask_of_ones, all_rows, T), (mask_of_ones, chosen_rows, 1), (mask_of_truths, chosen_rows, T), (mask_by_one_hot, all_rows, T),
+    (mask_by_one_hot, chosen_rows, 1),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_masks_of_ids_without_gradients(fp64, mask, combine, num_tokens):
     backend = check_against_eager(Masked(mask, combine), torch.randn(num_tokens, zoo.D))
     assert len(backend.rewritten) == 1 and not backend.reasons

@@ -92,9 +92,10 @@ class _Functional(nn.Module):
         return _weighted(self, x, weights, ids, y)
 
 
-@pytest.mark.parametrize("shape", [(10,), (2, 5), (1,)], ids=["TD", "BSD", "one_token"])
 @pytest.mark.parametrize(
-    "experts", [of_weights, of_weights_and_tokens, of_weights_and_scores, of_computed_weights], ids=lambda f: f.__name__
+    ("experts", "shape"),
+    [(of_weights, (2, 5)), (of_weights_and_tokens, (10,)), (of_weights_and_scores, (1,)), (of_computed_weights, (10,))],
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_experts_by_vmap(fp64, experts, shape):
     assert_replaced(check_against_eager(_stacked(experts), torch.randn(*shape, zoo.D)))

@@ -21,14 +21,13 @@ _LOOPS = OLD_SPELLINGS - {"where"}
 """``where`` gives the experts their places where others stand between them."""
 
 
-def _cases():
-    for combine in corpus.IN_ONE_GRAPH:
-        for number, kind in enumerate(KINDS):
-            if kind in ("mixture", "all") and not combine.__name__.startswith("dense"):
-                continue  # of selected rows
-            if kind in ("mixture", "all") and combine is corpus.dense_slots:
-                continue  # shares of its own for each slot
-            yield pytest.param(combine, kind, PLACES[number % 3], id=f"{combine.__name__}-{kind}")
+# A loop over all rows has experts of each kind, others have one or two in turns.
+CASES = [
+    *((corpus.dense, kind, PLACES[number % 3]) for number, kind in enumerate(KINDS)),
+    (corpus.dense_in_place, "all", "mixed"), (corpus.dense_stack, "mixture", "behind"),
+    (corpus.dense_slots, "identity", "behind"), (corpus.loop, "constant", "mixed"), (corpus.loop_on_residual, "zero", "in front"),
+    (corpus.loop_unweighted, "identity", "behind"), (corpus.loop_unweighted, "zero", "in front"),
+]  # fmt: skip
 
 
 def _check(layer, T: int = 20):
@@ -39,21 +38,19 @@ def _check(layer, T: int = 20):
     return found
 
 
-@pytest.mark.parametrize(("combine", "kind", "place"), _cases())
+@pytest.mark.parametrize(("combine", "kind", "place"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_rewritten(combine, kind, place):
     _check(corpus.Layer(combine, KINDS[kind], place))
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["identity", "zero", "constant"])
+@pytest.mark.parametrize(("kind", "place"), zip(["identity", "zero", "constant"], PLACES, strict=True))
 def test_places(kind, place, monkeypatch):
     """No id of these is taken for a wrong one."""
     monkeypatch.setattr(config, "check_expert_ids", True)
     _check(corpus.Layer(corpus.loop, KINDS[kind], place))
 
 
-@pytest.mark.parametrize("T", [0, 1])
-@pytest.mark.parametrize("kind", ["identity", "constant", "mixture"])
+@pytest.mark.parametrize(("kind", "T"), [("identity", 1), ("constant", 1), ("mixture", 0)])
 def test_few_tokens(kind, T):
     _check(corpus.Layer(corpus.dense, KINDS[kind], "in front"), T)
 

@@ -90,7 +90,7 @@ def test_graph_is_left_as_it_was(monkeypatch, place):
     assert len(rewrite.rewrite_graph(gm).rewritten) == 2
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["candidate", "redirected"])
 def test_compile_goes_on(monkeypatch, place):
     _break(monkeypatch, place)
     backend = check_against_eager(_two_layers(), torch.randn(6, zoo.D))

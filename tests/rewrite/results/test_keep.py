@@ -41,7 +41,7 @@ def test_keep_input(fp64, monkeypatch, name):
     assert backend.rewritten[0].became == f"expert_mlp({backend.rewritten[0].activation})"
 
 
-@pytest.mark.parametrize("name", ["packed_loop", "sorted_transformers_bias", "dense_llama4"])
+@pytest.mark.parametrize("name", ["sorted_transformers_bias", "dense_llama4"])
 def test_keep_eight_bits(monkeypatch, name):
     """The output as it is with h kept, bit for bit; gradients by what 8 bits lose."""
     layer, x, results = stacked(name), torch.randn(10, zoo.D), {}
@@ -68,9 +68,9 @@ def test_keep_input_with_a_formula(fp64, monkeypatch):
     assert found.became == "expert_mlp(g * tanh(softplus(g)) * u)"
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
-    ("num_bytes", "op"), [(None, "expert_down.default"), (1 << 40, "expert_down.default"), (1000, "expert_mlp.default")]
+    ("num_bytes", "op", "dynamic"),
+    [(None, "expert_down.default", False), (1 << 40, "expert_down.default", True), (1000, "expert_mlp.default", True)],
 )
 def test_keep_auto_follows_the_free_memory(fp64, monkeypatch, free_memory, num_bytes, op, dynamic):
     monkeypatch.setattr(config, "keep", "auto")
@@ -110,8 +110,7 @@ def chunks_of_1024(fp64, monkeypatch):
     monkeypatch.setattr(config, "max_layer_transient_bytes", 1)
 
 
-@pytest.mark.parametrize("num_tokens", [1024, 1025, 2100])
-@pytest.mark.parametrize("name", _CHUNKED)
+@pytest.mark.parametrize(("name", "num_tokens"), zip(_CHUNKED, (1024, 1025, 2100, 1025), strict=True))
 def test_more_tokens_than_a_chunk(chunks_of_1024, monkeypatch, name, num_tokens):
     monkeypatch.setattr(config, "keep", "input")
     backend = check_against_eager(stacked(name), torch.randn(num_tokens, zoo.D))

@@ -25,12 +25,16 @@ def test_separate_experts(fp64, combine):
     assert_replaced(check_against_eager(zoo.ModuleListMoE(combine), x, aot=True, same_strides=True))
 
 
-def _few_rows(spellings):
-    """Spellings with one row, with one expert a token, and with one token, in turns."""
-    return [(each, *((1, 1), (7, 1), (1, 2))[number % 3]) for number, each in enumerate(spellings)]
-
-
-@pytest.mark.parametrize("combine, num_tokens, top_k", _few_rows(zoo.SEPARATE), ids=lambda f: getattr(f, "__name__", None))
+# One row, one expert a token, or one token, for spellings that read their axes in different ways.
+@pytest.mark.parametrize(
+    "combine, num_tokens, top_k",
+    [
+        (zoo.masked_sum, 1, 1), (zoo.masked_per_slot, 1, 2), (zoo.loop_mixtral, 7, 1), (zoo.loop_boolean_mask, 7, 1),
+        (zoo.loop_flat_mask, 1, 2), (zoo.loop_joined_slots, 1, 1), (zoo.joined_hits, 7, 1), (zoo.joined_inverse, 1, 1),
+        (zoo.nonzero_where, 1, 1), (zoo.nonzero_stored, 1, 2), (zoo.dense_modules, 1, 1), (zoo.dense_then_gather, 7, 1),
+    ],
+    ids=lambda f: getattr(f, "__name__", None),
+)  # fmt: skip
 def test_few_rows(fp64, combine, num_tokens, top_k):
     layer = zoo.ModuleListMoE(combine, K=top_k)
     backend = check_against_eager(layer, torch.randn(num_tokens, zoo.D))
@@ -52,7 +56,13 @@ def test_stacked_experts(fp64, name):
     assert not any(candidate.copied_bytes for candidate in backend.rewritten)
 
 
-@pytest.mark.parametrize("name, num_tokens, top_k", _few_rows(_CASES))
+@pytest.mark.parametrize(
+    "name, num_tokens, top_k",
+    [
+        ("stacked_loop", 1, 1), ("sorted_transformers", 7, 1), ("sorted_torchtune", 1, 2), ("sorted_scaled_wide", 1, 1),
+        ("gathered_bmm", 1, 2), ("dense_einsum", 7, 1), ("dense_llama4", 1, 1), ("einsum_masked_tokens", 7, 1),
+    ],
+)  # fmt: skip
 def test_few_rows_of_stacked_experts(fp64, name, num_tokens, top_k):
     backend = check_against_eager(stacked(name, K=top_k), torch.randn(num_tokens, zoo.D))
     assert len(backend.rewritten) == 1 and not backend.reasons
@@ -72,7 +82,7 @@ def test_dynamic_token_count(fp64, name):
     assert_replaced(backend)
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", ["gpt_oss_loop", "gathered_bmm", "dense_bmm", "sorted_scaled_wide", "einsum_dispatched"])
 def test_half_precision(name):
     torch.manual_seed(0)
     layer = stacked(name).to(torch.bfloat16)
@@ -192,11 +202,10 @@ def _first_token_is_zero(out):
     out[0] = 0
 
 
-_CHANGES = [_first_token_is_zero, lambda out: out.mul_(2), lambda out: out.t()[3].add_(1), lambda out: out.view(-1)[:9].zero_()]
-
-
-@pytest.mark.parametrize("change", _CHANGES)
-@pytest.mark.parametrize("combine", [zoo.masked_sum, zoo.masked_inplace, zoo.masked_add_method, zoo.loop_mixtral])
+@pytest.mark.parametrize(("combine", "change"), [
+    (zoo.masked_sum, _first_token_is_zero), (zoo.masked_inplace, lambda out: out.mul_(2)),
+    (zoo.masked_add_method, lambda out: out.t()[3].add_(1)), (zoo.loop_mixtral, lambda out: out.view(-1)[:9].zero_()),
+])  # fmt: skip
 def test_tokens_that_are_written_to_between_layers(fp64, combine, change):
     """The second layer reads what was written, wherever it finds its tokens."""
     backend = check_against_eager(_Between(combine, change), torch.randn(10, zoo.D))

@@ -47,10 +47,12 @@ _READERS = {
 
 @pytest.mark.parametrize(
     ("reader", "tokens"),
-    [(reader, tokens) for i, reader in enumerate(_READERS) for j, tokens in enumerate(TOKENS) if (j - i) % 5 in (0, 1)],
-)
+    [
+        ("as_strided", "transposed"), ("own strides", "sequence first"), ("is_contiguous", "channels first"),
+        ("stride", "strided"), ("caller", "expanded"), ("caller", "transposed"),
+    ],
+)  # fmt: skip
 def test_readers_of_strides_read_what_was_written(fp64, reader, tokens):
-    """Each reader with two kinds of tokens, and each kind of tokens with two readers."""
     module, x = _Read(_READERS[reader]), TOKENS[tokens]()
     backend = check_against_eager(module, x, aot=True)
     assert len(backend.rewritten) == 1

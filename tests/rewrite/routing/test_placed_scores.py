@@ -53,8 +53,9 @@ def turned(scores, token, ids, weights):
     return scores.t().index_put((ids, token[:, None]), weights).t()
 
 
-@pytest.mark.parametrize("chosen", [1, K])
-@pytest.mark.parametrize("place", [column, added_in_place, expanded, one_after_another, accumulated, turned])
+@pytest.mark.parametrize(("place", "chosen"), [
+    (column, K), (added_in_place, 1), (expanded, K), (one_after_another, 1), (accumulated, K), (turned, K),
+])  # fmt: skip
 def test_placed(place, chosen):
     backend = check_against_eager(Layer(place, chosen), torch.randn(7, D))
     assert len(backend.rewritten) == 1 and not backend.reasons

@@ -81,10 +81,13 @@ def of_sums(layer, x, weights, ids):
 ACTIVATIONS = {"silu": F.silu, "relu2": lambda h: F.relu(h) ** 2, "not_zero_at_zero": torch.sigmoid}
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("combine", [added, by_mask, all_scaled, written, of_scores, of_sums],
-                         ids=["added", "by_mask", "all_scaled", "written", "of_scores", "of_sums"])  # fmt: skip
+# Each spelling with an activation that is zero at zero and one that is not, each activation with a bias and without.
+@pytest.mark.parametrize(("combine", "activation", "bias"), [
+    (added, "silu", True), (added, "not_zero_at_zero", False), (by_mask, "relu2", False), (by_mask, "not_zero_at_zero", True),
+    (all_scaled, "silu", False), (all_scaled, "not_zero_at_zero", True), (written, "relu2", True),
+    (written, "not_zero_at_zero", False), (of_scores, "silu", True), (of_scores, "not_zero_at_zero", False),
+    (of_sums, "relu2", False), (of_sums, "not_zero_at_zero", False),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_rewritten(combine, activation, bias):
     layer = Layer(combine, ACTIVATIONS[activation], bias).double()
     rewriting = check_against_eager(layer, torch.randn(T, zoo.D, dtype=torch.float64), tolerance=1e-9)

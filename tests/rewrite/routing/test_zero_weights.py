@@ -77,8 +77,7 @@ OTHERS = (_rounded, _less_the_least, _signed)
 REASONS = {"ROUTING", "SLOT_WEIGHTS", "STATEMENT"}
 
 
-@pytest.mark.parametrize("choose", FADING, ids=lambda f: f.__name__.strip("_"))
-@pytest.mark.parametrize("combine", zoo.NONZERO, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("combine", "choose"), [*zip(zoo.NONZERO, FADING, strict=True), (zoo.nonzero_where, _softmax)])
 def test_weights_that_underflow(fp64, combine, choose):
     layer, x = _Layer(combine, choose), torch.randn(12, zoo.D)
     assert (choose(layer.logits(x))[0] == 0).any()
@@ -86,8 +85,10 @@ def test_weights_that_underflow(fp64, combine, choose):
     assert len(backend.rewritten) == 1 and not backend.reasons
 
 
-@pytest.mark.parametrize("choose", OTHERS, ids=lambda f: f.__name__.strip("_"))
-@pytest.mark.parametrize("combine", zoo.NONZERO, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("combine", "choose"), [
+    *((zoo.nonzero_where, choose) for choose in OTHERS), (zoo.nonzero_loop, _rounded), (zoo.nonzero_mask, _less_the_least),
+    (zoo.nonzero_joined, _signed), (zoo.nonzero_stored, _rounded),
+])  # fmt: skip
 def test_weights_that_may_be_zero_otherwise(fp64, combine, choose):
     """A mask of all scores says which slots are unused; rows that are looked for are of the slots themselves."""
     layer, x = _Layer(combine, choose), torch.randn(12, zoo.D)

@@ -62,10 +62,10 @@ def unless_full(self, x, weights, ids):
     return out
 
 
-@pytest.mark.parametrize("expert", [zoo.GluMLP, zoo.PlainMLP])
-@pytest.mark.parametrize(
-    "combine", [masked, rows, first_of_each_sequence, without_weights, unless_full], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize(("combine", "expert"), [
+    (masked, zoo.GluMLP), (masked, zoo.PlainMLP), (rows, zoo.PlainMLP), (first_of_each_sequence, zoo.GluMLP),
+    (without_weights, zoo.PlainMLP), (unless_full, zoo.GluMLP),
+], ids=lambda f: f.__name__)  # fmt: skip
 def test_rewritten(combine, expert):
     backend = check_against_eager(zoo.ModuleListMoE(combine, expert=expert), torch.randn(20, zoo.D))
     (found,) = backend.rewritten

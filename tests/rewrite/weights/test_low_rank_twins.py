@@ -104,8 +104,8 @@ def test_the_layer_itself_becomes_products(layer):
     assert [c.became for c in backend.rewritten] == [BECAME]
 
 
-# How a layer is spelled decides where its factors are found, and a twin what is found: each meets three or more of the other.
-CASES = [(layer, twin) for i, layer in enumerate(LAYERS) for j, twin in enumerate(TWINS) if (i + j) % 7 in (0, 1, 3)]
+# How a layer is spelled decides where its factors are found, and a twin what is found: each meets two or more of the other.
+CASES = [(layer, twin) for i, layer in enumerate(LAYERS) for j, twin in enumerate(TWINS) if (i + j) % 7 in (0, 3)]
 
 
 @pytest.mark.parametrize(("layer", "twin"), CASES)

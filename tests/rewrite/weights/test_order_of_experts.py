@@ -44,17 +44,19 @@ class Layer(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("num_ids", [E, E + 2])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(("name", "bias", "num_ids"), [
+    *((name, number % 2 == 0, (E, E + 2)[number // 2]) for number, name in enumerate(ORDERS)), ("the next one", False, E + 2),
+])  # fmt: skip
 def test_every_part_is_read_once(name, bias, num_ids):
     layer = Layer(ORDERS[name], ORDERS[name], bias=bias, num_ids=num_ids)
     backend = check_against_eager(layer, torch.randn(T, D))
     assert len(backend.rewritten) == 1 and "index_add_" not in backend.operators()
 
 
-@pytest.mark.parametrize("beta_of", [lambda e: e, ORDERS["the next one"], ORDERS["from the end"]])
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(("name", "beta_of"), [
+    ("the next one", lambda e: e), ("the former one", ORDERS["the next one"]), ("from the end", ORDERS["from the end"]),
+    ("every second one", ORDERS["from the end"]),
+])  # fmt: skip
 def test_parameters_of_activations_are_those_of_the_expert(name, beta_of):
     layer = Layer(ORDERS[name], ORDERS[name], beta_of=beta_of)
     assert len(check_against_eager(layer, torch.randn(T, D)).rewritten) == 1

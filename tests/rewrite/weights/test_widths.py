@@ -38,9 +38,9 @@ def masked(self, x, weights, ids):
     return sum((weights * (ids == e)).sum(-1, keepdim=True) * self.expert(e, x) for e in range(E))
 
 
-@pytest.mark.parametrize("keep", ["preactivation", "input"])
-@pytest.mark.parametrize("width", [5, H, 2 * D])
-@pytest.mark.parametrize("combine", [loop, masked], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("combine", "width", "keep"), [
+    (loop, 5, "preactivation"), (loop, 2 * D, "input"), (masked, H, "preactivation"), (masked, 5, "input"),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_widths(fp64, monkeypatch, combine, width, keep):
     monkeypatch.setattr(config, "keep", keep)
     backend = check_against_eager(Heads(width, combine), torch.randn(T, D), aot=True)
