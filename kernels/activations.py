@@ -50,6 +50,16 @@ def result_of(program, result):
 
 
 @triton.jit
+def _sigmoid(x):
+    """``1 / (1 + exp(-x))``, zero below 2 ** -64, in five instructions, two of the special unit; a quotient takes eight.
+
+    Its last step is no product: LLVM would fuse that with a sum behind it in some rows of a tile and in others not.
+    """
+    one_more = tl.exp2(x * -1.4426950408889634) + 1.0
+    return tl.rsqrt(one_more * one_more)
+
+
+@triton.jit
 def _log1p(x):
     one_more = x + 1.0
     added = one_more - 1.0
@@ -100,7 +110,7 @@ def _apply(FUNCTION: tl.constexpr, x, y, z):
     elif FUNCTION == "sub":
         return x - y
     elif FUNCTION == "sigmoid":
-        return tl.sigmoid(x)
+        return _sigmoid(x)
     elif FUNCTION == "where":
         return tl.where(x, y, z)
     elif FUNCTION == "maximum":

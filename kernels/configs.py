@@ -92,6 +92,15 @@ def feeds_from_shared_memory(capability: tuple[int, int]) -> bool:
     return capability[0] in (9, 10)
 
 
+def joins_columns(tile: GemmConfig, capability: tuple[int, int]) -> bool:
+    """True if gate and up are one product of twice the columns, in a tile of the projection to both.
+
+    Tensor cores that read shared memory multiply 64 rows or more by up to 256 columns and leave halves of the columns to each
+    thread.
+    """
+    return tile.block_m >= 64 and feeds_from_shared_memory(capability)
+
+
 def block_rows(rows_per_expert: int | None) -> int:
     """BLOCK_M for an expert with this many rows on average; the whole schedule entry when that is symbolic."""
     if rows_per_expert is None:
@@ -101,6 +110,8 @@ def block_rows(rows_per_expert: int | None) -> int:
 
 _MOST_VALUE_STEPS, _MOST_GRADIENT_STEPS = 14, 23
 """Steps of an activation, and of its gradient, that leave registers to a wide tile."""
+_FEW_GRADIENT_STEPS = 9
+"""Steps of a gradient that leave registers to the widest tile."""
 
 
 def choose_expert_up(
@@ -141,7 +152,8 @@ def choose_expert_rows(
     elif block_m < 64:
         tile = GemmConfig(block_m, 128, 256, 16, 4, 3)
     else:
-        tile = GemmConfig(block_m, 256 if feeds_from_shared_memory(capability) else 128, 128, 16, 8, 4)
+        is_wide = feeds_from_shared_memory(capability)
+        tile = GemmConfig(block_m, 256 if is_wide else 128, 128, 16, 8, 3 if is_wide else 4)
     return _fit(tile, operands, contraction, columns, 1, capability)
 
 
@@ -152,14 +164,19 @@ def choose_expert_down_backward(
     rows_per_expert: int | None,
     capability: tuple[int, int],
     num_steps: int = 0,
+    reads_eight_bits: bool = False,
 ) -> GemmConfig:
     """Tile of ``[rows, D] @ [D, F]`` whose epilogue also holds strips of h, dh and a; of a long gradient fewer a thread."""
     is_long = num_steps > _MOST_GRADIENT_STEPS
+    is_short = num_steps <= _FEW_GRADIENT_STEPS and not reads_eight_bits and operands.element_size == 2
+    fits_widest = is_short and capability[0] == 9 and F is not None and F % 256 == 0
     block_m = block_rows(rows_per_expert)
     if not operands.tensor_cores:
         tile = GemmConfig(min(block_m, 64), 32, 64, 16, 4, 3)
     elif block_m < 64:
         tile = GemmConfig(block_m, 64, 256, 16, 4, 3)
+    elif fits_widest and block_m == 128:
+        tile = GemmConfig(block_m, 256, 128, 16, 8, 4)
     else:
         tile = GemmConfig(block_m, 128 if operands.element_size == 2 and not is_long else 64, 128, 16, 8, 4)
     fitted = _fit(tile, operands, D, F, 1, capability)
@@ -167,12 +184,14 @@ def choose_expert_down_backward(
 
 
 def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capability: tuple[int, int]) -> GemmConfig:
-    """Tile of ``[F, rows] @ [rows, D]``, contracted over the rows of one expert."""
+    """Tile of ``[D, rows] @ [rows, F]``, contracted over the rows of one expert: BLOCK_M of D, BLOCK_N of F."""
     if not operands.tensor_cores:
-        tile = GemmConfig(64, 64, 64, 8, 4, 3)
+        tile = GemmConfig(64, 64, 64, 8, 4, 2)
+    elif feeds_from_shared_memory(capability) and (F is None or -(-F // 128) % 2 == 0):
+        tile = GemmConfig(128, 256, 128, 8, 8, 4)
     else:
-        tile = GemmConfig(128, 256 if feeds_from_shared_memory(capability) else 128, 128, 8, 8, 3)
-    fitted = _fit(replace(tile, block_m=_clip(tile.block_m, F)), operands, None, D, 1, capability)
+        tile = GemmConfig(128, 128, 128, 8, 4 if feeds_from_shared_memory(capability) else 8, 3)
+    fitted = _fit(replace(tile, block_m=_clip(tile.block_m, D)), operands, None, F, 1, capability)
     # The pipeline spends every other stage on the index that the gather waits for: stages come cheaper here.
     return replace(fitted, num_stages=2 * fitted.num_stages - 1)
 

@@ -1,7 +1,7 @@
 """How launchers reach the device: traceable launches, and what they may ask about sizes, devices and precision."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,6 +129,17 @@ def most_row_tiles(blocks_B2: Tensor, num_rows: int, block_m: int) -> int:
     if static_size(num_entries) is not None and static_size(num_rows) is not None:
         num_entries = min(num_entries, num_rows)
     return num_entries * (ROW_BLOCK // block_m)
+
+
+def has_wide_offsets(tensors: Iterable[Tensor], first_axis: int = 1) -> bool:
+    """True if elements that differ in these axes may lie further apart than 32 bits count: those of one expert of a weight."""
+    for tensor in tensors:
+        sizes, strides = tensor.shape[first_axis:], tensor.stride()[first_axis:]
+        if not all(isinstance(number, int) for number in (*sizes, *strides)):
+            return True
+        if sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) >= 2**31:
+            return True
+    return False
 
 
 def gate_and_up(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -98,38 +98,46 @@ def load_parameters(params_ptr, expert, NUM_PARAMETERS: tl.constexpr):
 
 
 @triton.jit
-def rows_times_weight(
+def offsets_of(indices, stride, WIDE: tl.constexpr):
+    """``indices * stride`` in 64 bits where WIDE, in 32 where all fit: offsets that stay in registers take half as many."""
+    if WIDE:
+        return indices.to(tl.int64) * stride
+    else:
+        return indices * stride
+
+
+@triton.jit
+def add_rows_times_weight(
+    accumulator,
     row_pointers,
     stride_row_k,
     w_ptr,
     stride_w_k,
-    stride_w_n,
-    cols,
+    w_cols,
+    col_in,
     num_contracted,
-    num_cols,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
 ):
-    """fp32 ``[BLOCK_M, BLOCK_N]`` product of whole rows, one pointer each, with columns of one expert's weight.
+    """``accumulator`` plus the product of whole rows, one pointer each, with columns of one expert's weight, whose offsets are
+    ``w_cols``.
 
-    Every pointer must be readable: rows past an expert's end repeat a row that exists, since a row of the
-    product depends on no other row, and a clamped pointer costs the loop nothing while a mask does.
+    Every pointer must be readable: rows past an expert's end may be any, since a row of the product depends on no other
+    row, and a clamped pointer costs the loop nothing while a mask does.
     """
     ks = tl.arange(0, BLOCK_K)
     row_tile = row_pointers[:, None] + ks[None, :] * stride_row_k  # [BLOCK_M, BLOCK_K]
-    w_tile = w_ptr + ks.to(tl.int64)[:, None] * stride_w_k + cols.to(tl.int64)[None, :] * stride_w_n  # [BLOCK_K, BLOCK_N]
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The weight's one pointer moves and the offsets stay: a pointer for each element would be twice the registers to step.
+    w_offsets = ks.to(w_cols.dtype)[:, None] * stride_w_k + w_cols[None, :]  # [BLOCK_K, BLOCK_N]
     for k in range(0, num_contracted, BLOCK_K):
         in_k = k + ks < num_contracted
         rows = load_tile(row_tile, in_k, in_k, True, EVEN_K)  # [BLOCK_M, BLOCK_K]
-        w = load_tile(w_tile, in_k, cols < num_cols, EVEN_K, EVEN_N)  # [BLOCK_K, BLOCK_N]
+        w = load_tile(w_ptr + w_offsets, in_k, col_in, EVEN_K, EVEN_N)  # [BLOCK_K, BLOCK_N]
         accumulator = multiply_add(rows, w, accumulator, ALLOW_TF32)
         row_tile += BLOCK_K * stride_row_k
-        w_tile += BLOCK_K * stride_w_k
+        w_ptr += BLOCK_K * stride_w_k
     return accumulator
 
 
@@ -150,7 +158,7 @@ def add_low_rank(
 ):
     """``accumulator`` plus the product of R more columns of whole rows with columns of one expert's low-rank factor.
 
-    Pointers are as for ``rows_times_weight``.
+    Pointers are as for ``add_rows_times_weight``.
     """
     rs = tl.arange(0, BLOCK_R)
     row_tile = row_pointers[:, None] + rs[None, :] * stride_row_r  # [BLOCK_M, BLOCK_R]

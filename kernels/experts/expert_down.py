@@ -20,6 +20,7 @@ from moeblaze_ops.kernels.launch import (
     allows_tf32,
     capability,
     ceil_div,
+    has_wide_offsets,
     is_multiple,
     launch,
     low_rank_blocks,
@@ -33,16 +34,18 @@ from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows
 from moeblaze_ops.kernels.select import mean_rows, why_portable
 from moeblaze_ops.kernels.tiles import (
+    ROWS_PER_ENTRY,
     add_low_rank,
+    add_rows_times_weight,
     count_row_tiles,
     grouped_order,
     load_slot_weights,
     locate_row_tile,
-    rows_times_weight,
+    offsets_of,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _expert_down_kernel(
     a_ptr,
     w_ptr,
@@ -54,6 +57,7 @@ def _expert_down_kernel(
     v_ptr,
     lora_ptr,
     y_ptr,
+    N,
     F,
     D,
     stride_a_n,
@@ -73,6 +77,7 @@ def _expert_down_kernel(
     SINGLE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -82,34 +87,33 @@ def _expert_down_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
     num_col_tiles = tl.cdiv(D, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile >= num_row_tiles * num_col_tiles:
-        return
-    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    # What is read before the first product is read side by side, not one number after the other.
     expert = tl.load(blocks_ptr + entry)
     first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    if row_tile >= count_row_tiles(tl.load(blocks_ptr), BLOCK_M):
+        return
     end_row = tl.load(offsets_ptr + expert + 1)
-    if first_row >= end_row:
+    if (first_row >= end_row) & (BLOCK_M < ROWS_PER_ENTRY):
         return
 
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     col_in = cols < D
     expert = expert.to(tl.int64)
-    y = rows_times_weight(
-        a_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_a_n,
+    # Rows past the end are others' or hold anything: their products are never stored, and the loop needs no mask.
+    read_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    y = add_rows_times_weight(
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
+        a_ptr + read_rows * stride_a_n,
         stride_a_f,
         w_ptr + expert * stride_w_e,
         stride_w_f,
-        stride_w_d,
-        cols,
+        offsets_of(cols, stride_w_d, WIDE),
+        col_in,
         F,
-        D,
-        BLOCK_M,
-        BLOCK_N,
         BLOCK_K,
         EVEN_F,
         EVEN_D,
@@ -118,7 +122,7 @@ def _expert_down_kernel(
     if R > 0:
         y = add_low_rank(
             y,
-            v_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_v_n,
+            v_ptr + read_rows * stride_v_n,
             stride_v_r,
             lora_ptr + expert * stride_lora_e,
             stride_lora_r,
@@ -234,6 +238,7 @@ def _launch_portable(
         v_NR,
         lora_b_ERD,
         y_ND,
+        a_NF.shape[0],
         F,
         D,
         *a_NF.stride(),
@@ -246,6 +251,7 @@ def _launch_portable(
         SINGLE=slots_N is not None,
         HAS_WEIGHTS=weights_TK is not None,
         HAS_BIAS=bool(b_down),
+        WIDE=has_wide_offsets(w_down),
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_k),
         EVEN_D=is_multiple(D, config.block_n),

@@ -36,6 +36,7 @@ from moeblaze_ops.kernels.launch import (
     allows_tf32,
     capability,
     ceil_div,
+    has_wide_offsets,
     is_multiple,
     launch,
     low_rank_blocks,
@@ -47,13 +48,15 @@ from moeblaze_ops.kernels.launch import (
 from moeblaze_ops.kernels.rows.row_parts import RowPart
 from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
+    ROWS_PER_ENTRY,
     add_low_rank,
+    add_rows_times_weight,
     count_row_tiles,
     grouped_order,
     load_parameters,
     load_slot_weights,
     locate_row_tile,
-    rows_times_weight,
+    offsets_of,
 )
 
 
@@ -62,6 +65,12 @@ def _load_h(row_ptrs, cols, F, stride_h_f, mask):
     if row_ptrs.dtype.element_ty == tl.int8:
         return load_eight_bits(row_ptrs, cols, F, mask)
     return tl.load(row_ptrs + cols[None, :] * stride_h_f, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _halves(tile):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -147,6 +156,7 @@ def _expert_down_backward_kernel(
     GATED: tl.constexpr,
     NUM_PARAMETERS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_F: tl.constexpr,
@@ -156,17 +166,16 @@ def _expert_down_backward_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
     num_col_tiles = tl.cdiv(F, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile >= num_row_tiles * num_col_tiles:
-        return
-    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    # What is read before the first product is read side by side, not one number after the other.
     expert = tl.load(blocks_ptr + entry)
     first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    if row_tile >= count_row_tiles(tl.load(blocks_ptr), BLOCK_M):
+        return
     end_row = tl.load(offsets_ptr + expert + 1)
-    if first_row >= end_row:
+    if (first_row >= end_row) & (BLOCK_M < ROWS_PER_ENTRY):
         return
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -174,17 +183,15 @@ def _expert_down_backward_kernel(
     row_in = rows < end_row
     # Rows past the end read token 0: none of their results is stored, and the loop needs no mask.
     slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
-    da = rows_times_weight(
+    da = add_rows_times_weight(
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
         dout_ptr + (slots // TOP_K).to(tl.int64) * stride_dout_t,
         stride_dout_d,
         w_ptr + expert.to(tl.int64) * stride_w_e,
         stride_w_d,
-        stride_w_f,
-        cols,
+        offsets_of(cols, stride_w_f, WIDE),
+        cols < F,
         D,
-        F,
-        BLOCK_M,
-        BLOCK_N,
         BLOCK_K,
         EVEN_D,
         EVEN_F,
@@ -210,18 +217,18 @@ def _expert_down_backward_kernel(
     if HAS_WEIGHTS:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
     # Strips keep h, dh and a of one strip in registers at a time, beside the product.
-    halves = tl.permute(tl.reshape(da, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-    left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2] each
-    first_col = col_tile * BLOCK_N
+    strips = _halves(da)
+    if BLOCK_N > 128:
+        strips = _halves(strips[0]) + _halves(strips[1])
+    STRIP_N: tl.constexpr = BLOCK_N // len(strips)
     parameters = load_parameters(params_ptr, expert, NUM_PARAMETERS)
-    dots = tl.zeros((BLOCK_M,), tl.float32)
-    for strip in tl.static_range(2):
+    for strip in tl.static_range(len(strips)):
         sums = _write_strip(
-            left if strip == 0 else right,
+            strips[strip],
             scale,
             rows,
             row_in,
-            first_col + strip * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2),
+            col_tile * BLOCK_N + strip * STRIP_N + tl.arange(0, STRIP_N),
             F,
             h_ptr,
             stride_h_n,
@@ -233,15 +240,18 @@ def _expert_down_backward_kernel(
             ACTIVATION,
             GATED,
         )
-        dots += sums[0]
         if strip == 0:
-            shares = sums
-        for i in tl.static_range(NUM_PARAMETERS):
-            if strip == 1:
-                place = (i * num_col_tiles + col_tile).to(tl.int64) * N
-                tl.store(shares_ptr + place + rows, shares[1 + i] + sums[1 + i], mask=row_in)
+            totals = sums
+        else:
+            added = ()
+            for i in tl.static_range(1 + NUM_PARAMETERS):
+                added = added + (totals[i] + sums[i],)  # type: ignore[assignment]
+            totals = added
+    for i in tl.static_range(NUM_PARAMETERS):
+        place = (i * num_col_tiles + col_tile).to(tl.int64) * N
+        tl.store(shares_ptr + place + rows, totals[1 + i], mask=row_in)
     if HAS_WEIGHTS:
-        tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, dots, mask=row_in)
+        tl.store(partials_ptr + col_tile.to(tl.int64) * N + rows, totals[0], mask=row_in)
 
 
 @triton.jit(do_not_specialize=["num_slots", "N"])
@@ -346,7 +356,7 @@ def _launch(
             given = (dout_TD, h_NGF, w_down, weights_TK, slots_N, ends_E1, blocks_B2, top_k, activation)
             hopper_ops.down_backward(*given, *written, early, q_NR, lora_a_ERF, params_EP, shares_PCN)
     else:
-        config = _choose_config(dout_TD, num_rows, w_down, activation)
+        config = _choose_config(dout_TD, h_NGF, w_down, activation)
         num_partials = ceil_div(F, config.block_n)
         partials_CN = None if weights_TK is None else _new_partials(h_NGF, num_partials, b_down)
         shares_PCN = _new_shares(params_EP, num_partials, h_NGF)
@@ -411,15 +421,16 @@ def _new_partials(h_NGF, num_partials, b_down):
     return h_NGF.new_empty_strided((num_partials + len(b_down), N), (N, 1), dtype=torch.float32)
 
 
-def _choose_config(dout_TD, num_rows, w_down, activation):
+def _choose_config(dout_TD, h_NGF, w_down, activation):
     num_experts, F, D = w_down[0].shape
     return choose_expert_down_backward(
         operands(dout_TD),
         static_size(D),
         static_size(F),
-        mean_rows(num_rows, num_experts),
+        mean_rows(h_NGF.shape[0], num_experts),
         capability(dout_TD),
         gradient_cost(activation).num_steps,
+        h_NGF.dtype == torch.int8,
     )
 
 
@@ -479,6 +490,7 @@ def _launch_portable(
         GATED=G == 2,
         NUM_PARAMETERS=num_parameters(activation),
         HAS_WEIGHTS=weights_TK is not None,
+        WIDE=has_wide_offsets([w]),
         ALLOW_TF32=allows_tf32(),
         EVEN_D=is_multiple(D, config.block_k),
         EVEN_F=is_multiple(F, config.block_n),

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeblaze_ops.kernels.activations import activate
-from moeblaze_ops.kernels.configs import choose_expert_up
+from moeblaze_ops.kernels.configs import choose_expert_up, joins_columns
 from moeblaze_ops.kernels.eight_bits import row_width as bytes_of_row
 from moeblaze_ops.kernels.eight_bits import without_memory
 from moeblaze_ops.kernels.experts.eight_bit_rows import row_width, store_eight_bits
@@ -33,6 +33,7 @@ from moeblaze_ops.kernels.launch import (
     capability,
     ceil_div,
     gate_and_up,
+    has_wide_offsets,
     is_multiple,
     launch,
     low_rank_blocks,
@@ -44,7 +45,9 @@ from moeblaze_ops.kernels.launch import (
 from moeblaze_ops.kernels.rows.row_parts import RowPart
 from moeblaze_ops.kernels.select import mean_rows, readable, why_portable
 from moeblaze_ops.kernels.tiles import (
+    ROWS_PER_ENTRY,
     add_low_rank,
+    add_rows_times_weight,
     count_row_tiles,
     grouped_order,
     load_parameters,
@@ -52,6 +55,7 @@ from moeblaze_ops.kernels.tiles import (
     load_tile,
     locate_row_tile,
     multiply_add,
+    offsets_of,
 )
 
 
@@ -76,6 +80,7 @@ def _expert_up_kernel(
     stride_x_t,
     stride_x_d,
     stride_gate_e,
+    stride_gate_g,
     stride_gate_f,
     stride_gate_d,
     stride_up_e,
@@ -97,6 +102,8 @@ def _expert_up_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    JOINED: tl.constexpr,
+    WIDE: tl.constexpr,
     NUM_PARAMETERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -111,17 +118,16 @@ def _expert_up_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
     num_col_tiles = tl.cdiv(F, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile >= num_row_tiles * num_col_tiles:
-        return
-    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    # What is read before the first product is read side by side, not one number after the other.
     expert = tl.load(blocks_ptr + entry)
     first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    if row_tile >= count_row_tiles(tl.load(blocks_ptr), BLOCK_M):
+        return
     end_row = tl.load(offsets_ptr + expert + 1)
-    if first_row >= end_row:
+    if (first_row >= end_row) & (BLOCK_M < ROWS_PER_ENTRY):
         return
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -133,23 +139,40 @@ def _expert_up_kernel(
     slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
     expert = expert.to(tl.int64)
 
-    wide_cols = cols.to(tl.int64)[None, :]
-    wide_ks = ks.to(tl.int64)[:, None]
-    tokens = (slots // TOP_K).to(tl.int64)
-    x_tile = x_ptr + tokens[:, None] * stride_x_t + ks[None, :] * stride_x_d  # [BLOCK_M, BLOCK_K]
-    gate_tile = gate_ptr + expert * stride_gate_e + wide_ks * stride_gate_d + wide_cols * stride_gate_f  # [BLOCK_K, BLOCK_N]
-    up_tile = up_ptr + expert * stride_up_e + wide_ks * stride_up_d + wide_cols * stride_up_f  # [BLOCK_K, BLOCK_N]
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, D, BLOCK_K):
-        in_k = k + ks < D
-        x = load_tile(x_tile, row_in, in_k, True, EVEN_D)  # [BLOCK_M, BLOCK_K]
-        gate = multiply_add(x, load_tile(gate_tile, in_k, col_in, EVEN_D, EVEN_F), gate, ALLOW_TF32)
-        x_tile += BLOCK_K * stride_x_d
-        gate_tile += BLOCK_K * stride_gate_d
-        if GATED:
-            up = multiply_add(x, load_tile(up_tile, in_k, col_in, EVEN_D, EVEN_F), up, ALLOW_TF32)
-            up_tile += BLOCK_K * stride_up_d
+    x_rows = x_ptr + (slots // TOP_K).to(tl.int64) * stride_x_t
+    gate_ptr += expert * stride_gate_e
+    gate_cols = offsets_of(cols, stride_gate_f, WIDE)
+    if GATED and JOINED:
+        # Columns of gate and of up side by side: tensor cores that read shared memory then read x once for both.
+        both = tl.arange(0, 2 * BLOCK_N)
+        both_in = col_tile * BLOCK_N + both % BLOCK_N < F
+        both_cols = both // BLOCK_N * stride_gate_g + (col_tile * BLOCK_N + both % BLOCK_N) * stride_gate_f
+        sums = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+        sums = add_rows_times_weight(
+            sums, x_rows, stride_x_d, gate_ptr, stride_gate_d, both_cols, both_in, D, BLOCK_K, EVEN_D, EVEN_F, ALLOW_TF32
+        )
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    elif GATED:
+        up_ptr += expert * stride_up_e
+        x_tile = x_rows[:, None] + ks[None, :] * stride_x_d  # [BLOCK_M, BLOCK_K]
+        gate_offsets = ks.to(gate_cols.dtype)[:, None] * stride_gate_d + gate_cols[None, :]  # [BLOCK_K, BLOCK_N]
+        up_offsets = ks.to(gate_cols.dtype)[:, None] * stride_up_d + offsets_of(cols, stride_up_f, WIDE)[None, :]
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, D, BLOCK_K):
+            in_k = k + ks < D
+            x = load_tile(x_tile, row_in, in_k, True, EVEN_D)  # [BLOCK_M, BLOCK_K]
+            gate = multiply_add(x, load_tile(gate_ptr + gate_offsets, in_k, col_in, EVEN_D, EVEN_F), gate, ALLOW_TF32)
+            up = multiply_add(x, load_tile(up_ptr + up_offsets, in_k, col_in, EVEN_D, EVEN_F), up, ALLOW_TF32)
+            x_tile += BLOCK_K * stride_x_d
+            gate_ptr += BLOCK_K * stride_gate_d
+            up_ptr += BLOCK_K * stride_up_d
+    else:
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        gate = add_rows_times_weight(
+            gate, x_rows, stride_x_d, gate_ptr, stride_gate_d, gate_cols, col_in, D, BLOCK_K, EVEN_D, EVEN_F, ALLOW_TF32
+        )
+        up = gate
 
     if R > 0:
         u_rows = u_ptr + tl.minimum(rows, end_row - 1).to(tl.int64) * stride_u_n
@@ -269,6 +292,8 @@ def launch_expert_up(
         capability(x_TD),
         value_cost(activation).num_steps,
     )
+    wide = has_wide_offsets(w_up)
+    joined = len(w_up) == 1 and not wide and joins_columns(config, capability(x_TD))
     for _, ends_E1, blocks_B2 in [whole] if parts is None else parts:
         num_row_tiles = most_row_tiles(blocks_B2, num_rows, config.block_m)
         launch(
@@ -291,7 +316,9 @@ def launch_expert_up(
             D,
             F,
             *x_TD.stride(),
-            *gate.stride(),
+            gate.stride(0),
+            w_up[0].stride(1),
+            *gate.stride()[1:],
             *up.stride(),
             *(gate_bias.stride() if b_up else (0, 0)),
             *(up_bias.stride() if b_up else (0, 0)),
@@ -302,6 +329,8 @@ def launch_expert_up(
             TOP_K=positions_TK.shape[1],
             ACTIVATION=value_program(activation),
             GATED=gated,
+            JOINED=joined,
+            WIDE=wide,
             NUM_PARAMETERS=num_parameters(activation),
             HAS_BIAS=bool(b_up),
             HAS_WEIGHTS=weighted,

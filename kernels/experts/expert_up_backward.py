@@ -8,8 +8,7 @@ For row r in expert order, of expert e:
 
 ``dxe`` is ``[N, D]``, written once in dh's dtype and gathered by ``combine``; where it would be large, it exists for a
 range of columns at a time (``row_chunks``), and with one expert a token not at all (``single_rows``). A program computes one
-tile of BLOCK_M rows by BLOCK_N columns of D. Its one loop runs through gate and then up, so that the pipeline does not drain
-between.
+tile of BLOCK_M rows by BLOCK_N columns of D. Gate and up that are one matrix of 2 F rows are contracted as one.
 """
 
 import sys
@@ -28,6 +27,7 @@ from moeblaze_ops.kernels.launch import (
     capability,
     ceil_div,
     gate_and_up,
+    has_wide_offsets,
     is_multiple,
     launch,
     low_rank_blocks,
@@ -42,17 +42,18 @@ from moeblaze_ops.kernels.rows.row_chunks import row_chunks
 from moeblaze_ops.kernels.rows.single_rows import fill_unused_tokens, has_single_rows, num_channels, product_strides
 from moeblaze_ops.kernels.select import is_batch_invariant, mean_rows, why_portable
 from moeblaze_ops.kernels.tiles import (
+    ROWS_PER_ENTRY,
     add_channels,
     add_low_rank,
+    add_rows_times_weight,
     count_row_tiles,
     grouped_order,
-    load_tile,
     locate_row_tile,
-    multiply_add,
+    offsets_of,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _expert_up_backward_kernel(
     dh_ptr,
     gate_ptr,
@@ -65,6 +66,7 @@ def _expert_up_backward_kernel(
     du_ptr,
     lora_ptr,
     dx_ptr,
+    N,
     F,
     D,
     stride_dh_n,
@@ -89,6 +91,7 @@ def _expert_up_backward_kernel(
     SINGLE: tl.constexpr,
     CHANNELS: tl.constexpr,
     G: tl.constexpr,
+    WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -98,50 +101,42 @@ def _expert_up_backward_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    num_row_tiles = count_row_tiles(tl.load(blocks_ptr), BLOCK_M)
     num_col_tiles = tl.cdiv(D, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile >= num_row_tiles * num_col_tiles:
-        return
-    row_tile, col_tile = grouped_order(tile, num_row_tiles, num_col_tiles, GROUP)
+    row_tile, col_tile = grouped_order(tl.program_id(0), tl.num_programs(0) // num_col_tiles, num_col_tiles, GROUP)
     entry, skipped = locate_row_tile(row_tile, BLOCK_M)
+    # What is read before the first product is read side by side, not one number after the other.
     expert = tl.load(blocks_ptr + entry)
     first_row = tl.load(blocks_ptr + entry + 1) + skipped
+    if row_tile >= count_row_tiles(tl.load(blocks_ptr), BLOCK_M):
+        return
     end_row = tl.load(offsets_ptr + expert + 1)
-    if first_row >= end_row:
+    if (first_row >= end_row) & (BLOCK_M < ROWS_PER_ENTRY):
         return
 
     rows = first_row + tl.arange(0, BLOCK_M)
     cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    fs = tl.arange(0, BLOCK_K)
     col_in = cols < D
     expert = expert.to(tl.int64)
-    wide_cols = cols.to(tl.int64)[None, :]
-    wide_fs = fs.to(tl.int64)[:, None]
-    # Rows past the end repeat the last one: their products are never stored, and the loop needs no mask.
-    last_row = tl.minimum(rows, end_row - 1)
-    dh_rows = dh_ptr + last_row.to(tl.int64)[:, None] * stride_dh_n  # [BLOCK_M, 1]
+    # Rows past the end are others' or hold anything: their products are never stored, and the loop needs no mask.
+    read_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    dh_rows = dh_ptr + read_rows * stride_dh_n
     gate_ptr += expert * stride_gate_e
-    up_ptr += expert * stride_up_e
-
-    steps = tl.cdiv(F, BLOCK_K)
+    gate_cols = offsets_of(cols, stride_gate_d, WIDE)
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(0, G * steps):
-        is_up = step >= steps
-        f = tl.where(is_up, step - steps, step) * BLOCK_K
-        w_ptr = tl.where(is_up, up_ptr, gate_ptr)
-        stride_f = tl.where(is_up, stride_up_f, stride_gate_f)
-        stride_d = tl.where(is_up, stride_up_d, stride_gate_d)
-        in_f = f + fs < F
-        dh_tile = dh_rows + tl.where(is_up, stride_dh_g, 0) + (f + fs)[None, :] * stride_dh_f  # [BLOCK_M, BLOCK_K]
-        w_tile = w_ptr + (f + wide_fs) * stride_f + wide_cols * stride_d  # [BLOCK_K, BLOCK_N]
-        dh = load_tile(dh_tile, in_f, in_f, True, EVEN_F)
-        w = load_tile(w_tile, in_f, col_in, EVEN_F, EVEN_D)
-        accumulator = multiply_add(dh, w, accumulator, ALLOW_TF32)
+    accumulator = add_rows_times_weight(
+        accumulator, dh_rows, stride_dh_f, gate_ptr, stride_gate_f, gate_cols, col_in, F, BLOCK_K, EVEN_F, EVEN_D, ALLOW_TF32
+    )
+    if G == 2:
+        dh_rows += stride_dh_g
+        up_ptr += expert * stride_up_e
+        up_cols = offsets_of(cols, stride_up_d, WIDE)
+        accumulator = add_rows_times_weight(
+            accumulator, dh_rows, stride_dh_f, up_ptr, stride_up_f, up_cols, col_in, F, BLOCK_K, EVEN_F, EVEN_D, ALLOW_TF32
+        )
     if R > 0:
         accumulator = add_low_rank(
             accumulator,
-            du_ptr + last_row.to(tl.int64) * stride_du_n,
+            du_ptr + read_rows * stride_du_n,
             stride_du_r,
             lora_ptr + expert * stride_lora_e,
             stride_lora_r,
@@ -342,6 +337,7 @@ def _launch_portable(
     width, dh_NGF, w_up, offsets_E1, blocks_B2, dx_ND, slots_N, left_TC, right_CD, du_NR, lora_a_ERD
 ) -> None:
     """Fills ``dx_ND``, a range of ``width`` columns: all ranges have the same tiles. With slots, its rows are tokens."""
+    dh_NGF, w_up = _as_one_matrix(dh_NGF, w_up)
     num_experts, _, F, D = w_up[0].shape
     num_rows, G, _ = dh_NGF.shape
     config = choose_expert_rows(
@@ -364,6 +360,7 @@ def _launch_portable(
         du_NR,
         lora_a_ERD,
         dx_ND,
+        num_rows,
         F,
         D,
         *dh_NGF.stride(),
@@ -376,8 +373,18 @@ def _launch_portable(
         SINGLE=slots_N is not None,
         CHANNELS=num_channels(product),
         G=G,
+        WIDE=has_wide_offsets(w_up),
         ALLOW_TF32=allows_tf32(),
         EVEN_F=is_multiple(F, config.block_k),
         EVEN_D=is_multiple(D, config.block_n),
         **config.options,
     )
+
+
+def _as_one_matrix(dh_NGF, w_up):
+    """Both without their second half where the halves follow each other in memory, [N, 1, 2 F] and [E, 1, 2 F, D]."""
+    (_, dh_g, dh_f), (_, w_g, w_f, _), F = dh_NGF.stride(), w_up[0].stride(), w_up[0].shape[2]
+    is_known = all(isinstance(number, int) for number in (F, dh_g, dh_f, w_g, w_f))
+    if len(w_up) == 1 and is_known and (dh_g, w_g) == (F * dh_f, F * w_f):
+        return dh_NGF.flatten(1).unsqueeze(1), [w_up[0].flatten(1, 2).unsqueeze(1)]
+    return dh_NGF, w_up

@@ -3,9 +3,10 @@
     dw[e, g, f, :] = sum over rows r of e:  scale[r] * grouped[r, g, f] * gathered[slots[r] // K, :]
 
 ``grouped`` is in expert order (dh, or the scaled activation) and ``gathered`` in token order (x, or dout), read through the
-index along the contraction. A program computes one BLOCK_M x BLOCK_N tile of ``[G * F, D]`` for one expert and walks over all
-of its rows; full blocks need no masks, and the last partial one is peeled off. Masked rows load as zero on *both* sides, so
-Inf or NaN of the next expert's rows cannot leak in. An expert without rows gets zeros.
+index along the contraction. A program computes one tile of BLOCK_M columns of D by BLOCK_N of F for one expert, so that few
+columns are read by index, and walks over all of its rows; full blocks need no masks, and the last partial one is peeled off.
+Masked rows load as zero on *both* sides, so Inf or NaN of the next expert's rows cannot leak in. An expert without rows gets
+zeros.
 
 The same kernel adds to gradients that exist, of any float dtype: the program that owns a tile sums its rows in fp32, adds
 what the tile held and rounds once. An expert without rows keeps what it has. Where the rows come in parts, experts that
@@ -23,13 +24,14 @@ from moeblaze_ops.kernels.launch import (
     allows_tf32,
     capability,
     ceil_div,
+    has_wide_offsets,
     is_multiple,
     launch,
     operands,
     static_size,
 )
 from moeblaze_ops.kernels.select import readable, why_portable
-from moeblaze_ops.kernels.tiles import grouped_order, load_slot_weights, load_tile, multiply_add
+from moeblaze_ops.kernels.tiles import grouped_order, load_slot_weights, load_tile, multiply_add, offsets_of
 
 
 @triton.jit
@@ -43,32 +45,35 @@ def _add_row_block(
     D,
     gathered_ptr,
     grouped_ptr,
+    grouped_offsets,
     weights_ptr,
     slots_ptr,
     stride_gathered_t,
     stride_gathered_d,
-    stride_grouped_n,
-    stride_grouped_f,
     stride_weights_t,
     stride_weights_k,
     TOP_K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     FULL: tl.constexpr,
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
 ):
     """``accumulator`` plus the outer products of BLOCK_K rows; FULL means that every row is in."""
-    slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
-    tokens = (slots // TOP_K).to(tl.int64)
-    grouped_tile = grouped_ptr + rows.to(tl.int64)[:, None] * stride_grouped_n + cols_f[None, :] * stride_grouped_f
-    gathered_tile = gathered_ptr + tokens[:, None] * stride_gathered_t + cols_d[None, :] * stride_gathered_d
-    grouped = load_tile(grouped_tile, row_in, cols_f < F, FULL, EVEN_F)  # [BLOCK_K, BLOCK_M]
-    gathered = load_tile(gathered_tile, row_in, cols_d < D, FULL, EVEN_D)  # [BLOCK_K, BLOCK_N]
+    # A mask would have the gather wait for more than the slots.
+    if FULL:
+        slots = tl.load(slots_ptr + rows)
+    else:
+        slots = tl.load(slots_ptr + rows, mask=row_in, other=0)
+    rows_of_tokens = offsets_of(slots // TOP_K, stride_gathered_t, WIDE)
+    gathered_tile = gathered_ptr + rows_of_tokens[:, None] + cols_d[None, :] * stride_gathered_d
+    gathered = load_tile(gathered_tile, row_in, cols_d < D, FULL, EVEN_D)  # [BLOCK_K, BLOCK_M]
+    grouped = load_tile(grouped_ptr + grouped_offsets, row_in, cols_f < F, FULL, EVEN_F)  # [BLOCK_K, BLOCK_N]
     if HAS_WEIGHTS:
         scale = load_slot_weights(weights_ptr, slots, row_in, stride_weights_t, stride_weights_k, TOP_K)
         grouped = (grouped.to(tl.float32) * scale[:, None]).to(gathered.dtype)
-    return multiply_add(tl.trans(grouped), gathered, accumulator, ALLOW_TF32)
+    return multiply_add(tl.trans(gathered), grouped, accumulator, ALLOW_TF32)
 
 
 @triton.jit
@@ -96,6 +101,7 @@ def _expert_weight_grad_kernel(
     G: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    WIDE: tl.constexpr,
     ALLOW_TF32: tl.constexpr,
     EVEN_F: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -106,22 +112,24 @@ def _expert_weight_grad_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    num_f_tiles = tl.cdiv(F, BLOCK_M)
-    num_d_tiles = tl.cdiv(D, BLOCK_N)
+    num_f_tiles = tl.cdiv(F, BLOCK_N)
+    num_d_tiles = tl.cdiv(D, BLOCK_M)
     tiles_per_expert = G * num_f_tiles * num_d_tiles
     expert = tl.program_id(0) // tiles_per_expert
-    row_tile, d_tile = grouped_order(tl.program_id(0) % tiles_per_expert, G * num_f_tiles, num_d_tiles, GROUP)
-    g = row_tile // num_f_tiles
-    cols_f = row_tile % num_f_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols_d = d_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    grouped_ptr += g.to(tl.int64) * stride_grouped_g
+    f_tile, d_tile = grouped_order(tl.program_id(0) % tiles_per_expert, G * num_f_tiles, num_d_tiles, GROUP)
+    g = f_tile // num_f_tiles
+    cols_f = f_tile % num_f_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols_d = d_tile * BLOCK_M + tl.arange(0, BLOCK_M)
 
     first = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1)
     full_end = first + (end - first) // BLOCK_K * BLOCK_K
+    ks = tl.arange(0, BLOCK_K)
+    grouped_ptr += first.to(tl.int64) * stride_grouped_n + g.to(tl.int64) * stride_grouped_g
+    grouped_offsets = ks[:, None] * stride_grouped_n + cols_f[None, :] * stride_grouped_f
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for row in range(first, full_end, BLOCK_K):
-        rows = row + tl.arange(0, BLOCK_K)
+        rows = row + ks
         accumulator = _add_row_block(
             accumulator,
             rows,
@@ -132,23 +140,24 @@ def _expert_weight_grad_kernel(
             D,
             gathered_ptr,
             grouped_ptr,
+            grouped_offsets,
             weights_ptr,
             slots_ptr,
             stride_gathered_t,
             stride_gathered_d,
-            stride_grouped_n,
-            stride_grouped_f,
             stride_weights_t,
             stride_weights_k,
             TOP_K,
             HAS_WEIGHTS,
+            WIDE,
             ALLOW_TF32,
             True,
             EVEN_F,
             EVEN_D,
         )
+        grouped_ptr += BLOCK_K * stride_grouped_n
     if full_end < end:
-        rows = full_end + tl.arange(0, BLOCK_K)
+        rows = full_end + ks
         accumulator = _add_row_block(
             accumulator,
             rows,
@@ -159,16 +168,16 @@ def _expert_weight_grad_kernel(
             D,
             gathered_ptr,
             grouped_ptr,
+            grouped_offsets,
             weights_ptr,
             slots_ptr,
             stride_gathered_t,
             stride_gathered_d,
-            stride_grouped_n,
-            stride_grouped_f,
             stride_weights_t,
             stride_weights_k,
             TOP_K,
             HAS_WEIGHTS,
+            WIDE,
             ALLOW_TF32,
             False,
             EVEN_F,
@@ -176,28 +185,28 @@ def _expert_weight_grad_kernel(
         )
 
     dw_ptr += expert.to(tl.int64) * stride_dw_e + g.to(tl.int64) * stride_dw_g
-    dw_rows = dw_ptr + cols_f.to(tl.int64)[:, None] * stride_dw_f
-    f_in = (cols_f < F)[:, None]
+    dw_rows = dw_ptr + cols_d.to(tl.int64)[:, None] * stride_dw_d
+    d_in = (cols_d < D)[:, None]
     if ACCUMULATE:
         is_fresh = False
         if HAS_FRESH:
             is_fresh = tl.load(fresh_ptr + expert) != 0
         # Half by half: what dW held would not fit in registers beside the whole tile.
         left, right = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        half_d = d_tile * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+        half_f = f_tile % num_f_tiles * BLOCK_N + tl.arange(0, BLOCK_N // 2)
         if is_fresh | (first < end):
-            _add_tile(left, dw_rows, half_d, f_in, D, stride_dw_d, is_fresh)
-            _add_tile(right, dw_rows, half_d + BLOCK_N // 2, f_in, D, stride_dw_d, is_fresh)
+            _add_tile(left, dw_rows, half_f, d_in, F, stride_dw_f, is_fresh)
+            _add_tile(right, dw_rows, half_f + BLOCK_N // 2, d_in, F, stride_dw_f, is_fresh)
     else:
-        dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d  # [BLOCK_M, BLOCK_N]
-        tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=f_in & (cols_d < D)[None, :])
+        dw_tile = dw_rows + cols_f.to(tl.int64)[None, :] * stride_dw_f  # [BLOCK_M, BLOCK_N]
+        tl.store(dw_tile, accumulator.to(dw_ptr.dtype.element_ty), mask=d_in & (cols_f < F)[None, :])
 
 
 @triton.jit
-def _add_tile(values, dw_rows, cols_d, rows_in, D, stride_dw_d, is_fresh):
+def _add_tile(values, dw_rows, cols_f, rows_in, F, stride_dw_f, is_fresh):
     """``values`` plus what dW holds there, unless it is fresh, back to dW."""
-    dw_tile = dw_rows + cols_d.to(tl.int64)[None, :] * stride_dw_d
-    tile_in = rows_in & (cols_d < D)[None, :]
+    dw_tile = dw_rows + cols_f.to(tl.int64)[None, :] * stride_dw_f
+    tile_in = rows_in & (cols_f < F)[None, :]
     sums = values + tl.load(dw_tile, mask=tile_in & (is_fresh == 0), other=0.0).to(tl.float32)
     tl.store(dw_tile, sums.to(dw_rows.dtype.element_ty), mask=tile_in)
 
@@ -291,7 +300,7 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
     config = choose_weight_grad(operands(gathered_TD), static_size(F), static_size(D), capability(gathered_TD))
     launch(
         _expert_weight_grad_kernel,
-        num_experts * G * ceil_div(F, config.block_m) * ceil_div(D, config.block_n),
+        num_experts * G * ceil_div(F, config.block_n) * ceil_div(D, config.block_m),
         gathered_TD,
         grouped_NGF,
         weights_TK,
@@ -308,9 +317,10 @@ def _launch_portable(gathered_TD, grouped_NGF, dw_EGFD, weights_TK, slots_N, off
         G=G,
         TOP_K=top_k,
         HAS_WEIGHTS=weights_TK is not None,
+        WIDE=has_wide_offsets([gathered_TD], first_axis=0),
         ALLOW_TF32=allows_tf32(),
-        EVEN_F=is_multiple(F, config.block_m),
-        EVEN_D=is_multiple(D, config.block_n),
+        EVEN_F=is_multiple(F, config.block_n),
+        EVEN_D=is_multiple(D, config.block_m),
         ACCUMULATE=accumulate,
         HAS_FRESH=fresh_E is not None,
         **config.options,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeblaze_ops.kernels.configs import choose_router_block, choose_router_product, router_parts
 from moeblaze_ops.kernels.launch import allows_tf32, capability, ceil_div, is_multiple, launch, operands, static_size
-from moeblaze_ops.kernels.tiles import load_tile, multiply_add, rows_times_weight
+from moeblaze_ops.kernels.tiles import add_rows_times_weight, load_tile, multiply_add, offsets_of
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -41,8 +41,9 @@ def _router_logits_kernel(
     tokens = (tl.program_id(0) // num_expert_tiles).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(0) % num_expert_tiles * BLOCK_E + tl.arange(0, BLOCK_E)
     rows = x_ptr + tl.minimum(tokens, T - 1) * stride_x_t
-    logits = rows_times_weight(
-        rows, stride_x_d, w_ptr, stride_w_d, stride_w_e, experts, D, E, BLOCK_T, BLOCK_E, BLOCK_D, EVEN_D, EVEN_E, ALLOW_TF32
+    columns, logits = offsets_of(experts, stride_w_e, True), tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    logits = add_rows_times_weight(
+        logits, rows, stride_x_d, w_ptr, stride_w_d, columns, experts < E, D, BLOCK_D, EVEN_D, EVEN_E, ALLOW_TF32
     )
     is_in = (tokens < T)[:, None] & (experts < E)[None, :]
     tl.store(logits_ptr + tokens[:, None] * E + experts[None, :], logits.to(logits_ptr.dtype.element_ty), mask=is_in)

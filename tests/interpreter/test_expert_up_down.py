@@ -3,6 +3,7 @@ import torch
 
 from moeblaze_ops.arguments.activations import ACTIVATIONS, activation_of
 from moeblaze_ops.kernels import configs
+from moeblaze_ops.kernels.experts import expert_down, expert_down_backward, expert_up, expert_up_backward
 from moeblaze_ops.kernels.experts.expert_down import launch_expert_down
 from moeblaze_ops.kernels.experts.expert_down_backward import launch_expert_down_backward
 from moeblaze_ops.kernels.experts.expert_up import launch_expert_up
@@ -121,6 +122,17 @@ def test_weight_on_input(case):
 def test_ungated_split_of_a_whole_schedule_entry(monkeypatch):
     monkeypatch.setattr(configs, "block_rows", lambda rows_per_expert: configs.ROW_BLOCK)
     layer = layer_for("ragged_tail", "relu2", dtype=torch.float16, sizes=(3, 2, 32, 16))
+    check_forward(layer)
+    check_backward(layer)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_gated_tiles_of_a_whole_schedule_entry(monkeypatch, is_wide):
+    """Gate and up as one product, then as two with offsets of 64 bits; four strips of a gradient."""
+    monkeypatch.setattr(configs, "block_rows", lambda rows_per_expert: configs.ROW_BLOCK)
+    for kernel in (expert_up, expert_down, expert_down_backward, expert_up_backward) if is_wide else ():
+        monkeypatch.setattr(kernel, "has_wide_offsets", lambda weights: True)
+    layer = layer_for("ragged_tail", dtype=torch.float16, sizes=(3, 2, 32, 256))
     check_forward(layer)
     check_backward(layer)
 

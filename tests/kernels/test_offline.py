@@ -185,7 +185,7 @@ def test_formulas_compile_without_spills(name, capability):
     expert_launches = [launch for launch in launches if "_expert_" in launch.name]
     assert len(expert_launches) == 2 + len(learned)
     for launch in expert_launches:
-        assert compile_launch(launch, capability).spill_bytes <= (64 if learned else 32), launch.name
+        assert compile_launch(launch, capability).spill_bytes <= (80 if learned else 32), launch.name
 
 
 # Each kernel for every target, with large tiles and with small ones and biases; each other layer for the target with the least
@@ -193,6 +193,8 @@ def test_formulas_compile_without_spills(name, capability):
 TARGETS = [
     *(("many_rows", capability) for capability in CAPABILITIES),
     *(("few_rows", capability) for capability in CAPABILITIES),
+    ("many_rows", (8, 9)),
+    ("many_rows", (12, 0)),
     ("middling_rows_weight_on_input", (9, 0)),
     ("ungated", (8, 0)),
     ("fp32", (8, 0)),
