@@ -188,7 +188,7 @@ def choose_weight_grad(operands: Operands, F: int | None, D: int | None, capabil
     if not operands.tensor_cores:
         tile = GemmConfig(64, 64, 64, 8, 4, 2)
     elif feeds_from_shared_memory(capability) and (F is None or -(-F // 128) % 2 == 0):
-        tile = GemmConfig(128, 256, 128, 8, 8, 4)
+        tile = GemmConfig(128, 256, 128, 8, 8, 3)
     else:
         tile = GemmConfig(128, 128, 128, 8, 4 if feeds_from_shared_memory(capability) else 8, 3)
     fitted = _fit(replace(tile, block_m=_clip(tile.block_m, D)), operands, None, F, 1, capability)

@@ -35,6 +35,7 @@ LAYERS = {
     "middling_rows_weight_on_input": (torch.float16, (1024, 16, 1, 1024, 512), "geglu", True, True),
     "ungated": (torch.bfloat16, (8192, 8, 2, 1024, 4096), "relu2", False, False),
     "fp32": (torch.float32, (8192, 8, 2, 512, 1024), "swiglu", False, False),
+    "unaligned_rows": (torch.bfloat16, (8192, 8, 2, 776, 256), "swiglu", False, False),
 }
 
 
@@ -205,6 +206,15 @@ TARGETS = [
 @pytest.mark.parametrize(("layer", "capability"), TARGETS, ids=name_of)
 def test_kernels_compile_without_spills(layer, capability):
     check_resources(layer, capability, on_tensor_cores=LAYERS[layer][0] != torch.float32)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)], ids=name_of)
+def test_rows_of_other_widths_than_multiples_of_16_fit(capability):
+    """One operand of two may take all stages then, and registers may spill: such rows are read number by number."""
+    with recorded_launches(capability) as launches:
+        train(*LAYERS["unaligned_rows"])
+    for launch in launches:
+        assert compile_launch(launch, capability).shared_bytes <= shared_memory_bytes(capability), launch.name
 
 
 def keep_eight_bits(dtype, sizes, activation, bias, weight_on_input):
