@@ -106,7 +106,7 @@ def _by_name(found: dict[str, Any], names: frozenset[str]) -> list[tuple[Any, bo
 
 def _attributes_of(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, bool]]:
     """The attributes of an object by these names, and by those in the code of its methods and properties among them."""
-    names = names | _called_by_signs(type(value))
+    names = names | _called_by_signs(type(value))  # type: ignore[arg-type]
     todo, seen = sorted(names), names
     while todo:
         name = todo.pop()

@@ -90,7 +90,9 @@ def _check(layer, rewritten):
 
 
 @pytest.mark.parametrize(("factor", "least"), [(1.0, 4), (0.1, 3), (1.1, 4), (10.0, 4)])
-@pytest.mark.parametrize("capacity", [of_tensors, of_a_number, by_the_larger, is_changed, of_no_numbers], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "capacity", [of_tensors, of_a_number, by_the_larger, is_changed, of_no_numbers], ids=lambda f: f.__name__
+)
 def test_capacity_of_numbers(capacity, factor, least):
     _check(Layer(capacity, factor, least), 1)
 
