@@ -141,7 +141,7 @@ def constant_of(node: fx.Node, are_written: Callable[[set[fx.Node]], bool] = is_
     """
     fake = fake_of(node)
     constant = getattr(fake, "constant", None)
-    if not isinstance(fake, FakeTensor) or constant is None or fake.requires_grad:
+    if not isinstance(fake, FakeTensor) or constant is None or constant.numel() != 1 or fake.requires_grad:
         return None
     made_of = {node}
     stack = [node]

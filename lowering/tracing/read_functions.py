@@ -113,10 +113,20 @@ class _Reader:
         if any(isinstance(each, str) and each.startswith(OF_TENSORS) for each in expected):
             raise _Unknown
         self.names = self.names.union(*(names_in(each) for each in expected if isinstance(each, CodeType)))
+        found = self.output.root_tx.f_globals
+
+        def in_frame(frame: dict[str, Any]) -> bool:
+            try:
+                return reads(source.get_value({"G": found, "L": frame}, {}, {})) == expected
+            except (AttributeError, LookupError, TypeError, ValueError):  # it is not there any more
+                return False
 
         def reads_the_same(builder: Any, guard: Any) -> None:
             said = [f"an activation reads the same of {guard.name or 'globals'}"]
-            builder.get_guard_manager(guard).add_lambda_guard(lambda now: reads(now) == expected, said, None)
+            if isinstance(value, dict):  # of which Dynamo asks for each key, and nothing else
+                builder.guard_manager.root.add_lambda_guard(in_frame, said, None)
+            else:
+                builder.get_guard_manager(guard).add_lambda_guard(lambda now: reads(now) == expected, said, None)
 
         self.guards.append(source.make_guard(reads_the_same))
 

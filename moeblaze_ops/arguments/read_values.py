@@ -4,24 +4,28 @@
     def quick(h): return h * torch.sigmoid(SLOPE * h)  a global number
     lambda h, s=2.0: self.act(h) * s                   a default, and a function of self
 
-Of objects those attributes are looked at that have a name, or a text, which the code of the functions on the way to them holds;
-of lists of modules all. What a function counts, and what it asks the world outside, is not known.
+Of objects those attributes are looked at that have a name, or a text, which the code of the functions on the way to them holds,
+or that of their methods for signs; of lists of modules all. What a function counts, and what it asks the world outside, is not
+known.
 """
 
 import dis
 import functools
 import inspect
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from numbers import Number
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-_DEPTH = 5
-_NUMBERS = (bool, int, float, str)
-
-
+_NUMBERS = (Number, str, bytes, range, torch.dtype)
+_NAMED = ("__init__", "__new__", "__call__", "__eq__", "__hash__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__")
+_LISTS = (list, tuple, set, frozenset, deque)
+_Seen: TypeAlias = dict[tuple[int, frozenset[str], bool], Any]
 OF_TENSORS = ("tensor ", "array ")
 """How the text of what a tensor or an array holds begins."""
 
@@ -31,15 +35,16 @@ def values_read_by(function: Any, names: frozenset[str] = frozenset(), *, called
 
     ``names`` are in the code of functions that hold it, where it is no function itself, and ``called`` says whether they call it.
     """
-    return tuple(_read(function, names, _DEPTH, called))
+    return tuple(_read(function, names, {}, called))
 
 
 def values_of(found: dict[str, Any], names: frozenset[str]) -> tuple[str | CodeType, ...]:
     """What code with these names may read now of what is ``found`` by name."""
-    return tuple(each for held, called in _by_name(found, names) for each in _read(held, names, _DEPTH, called))
+    seen: _Seen = {}
+    return tuple(each for held, called in _by_name(found, names) for each in _read(held, names, seen, called))
 
 
-def _read(value: Any, names: frozenset[str], depth: int, called: bool = True) -> Iterator[str | CodeType]:
+def _read(value: Any, names: frozenset[str], seen: _Seen, called: bool = True) -> Iterator[str | CodeType]:
     if value is None or isinstance(value, _NUMBERS):
         yield repr(value)
     elif isinstance(value, Tensor):
@@ -51,9 +56,15 @@ def _read(value: Any, names: frozenset[str], depth: int, called: bool = True) ->
         if code is not None:
             yield code
             names |= names_in(code)
-        if depth and not _is_of_torch(value):
+        if isinstance(value, (*_LISTS, dict)):
+            yield f"{len(value)} of"
+        key = id(value), names, called
+        if key in seen:
+            yield f"number {list(seen).index(key)} again"
+        elif not _is_of_torch(value):
+            seen[key] = value
             for held, called in _held_by(value, names):
-                yield from _read(held, names, depth - 1, called)
+                yield from _read(held, names, seen, called)
 
 
 def _held_by(value: Any, names: frozenset[str]) -> Iterable[tuple[Any, bool]]:
@@ -63,17 +74,17 @@ def _held_by(value: Any, names: frozenset[str]) -> Iterable[tuple[Any, bool]]:
             closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             cells = [(cell.cell_contents, may_call(name, names)) for name, cell in closed if cell != CellType()]
             return (*cells, *_all(value.__defaults__ or ()), *_all((value.__kwdefaults__ or {}).values()),
-                    *_by_name(value.__globals__, names))  # fmt: skip
+                    *_by_name(value.__globals__, names), *_by_name(vars(value), names))  # fmt: skip
         case MethodType():
             return ((value.__func__, True), (value.__self__, False))
         case functools.partial():
-            return _all((value.func, *value.args, *value.keywords.values()))
+            return (*_all((value.func, *value.args, *value.keywords.values())), *_by_name(vars(value), names))
         case ModuleType():
             return _by_name(vars(value), names)
-        case list() | tuple():
-            return _all(value)
+        case _ if isinstance(value, _LISTS):
+            return (*_all(value), *_attributes_of(value, names))
         case dict():
-            return _all(value.values())
+            return (*_all(value), *_all(value.values()), *_attributes_of(value, names))
         case nn.Sequential() | nn.ModuleList() | nn.ModuleDict():
             return (*_all(value.children()), *_attributes_of(value, names))
         case _:
@@ -95,18 +106,26 @@ def _by_name(found: dict[str, Any], names: frozenset[str]) -> list[tuple[Any, bo
 
 def _attributes_of(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, bool]]:
     """The attributes of an object by these names, and by those in the code of its methods and properties among them."""
+    names = names | _called_by_signs(type(value))  # type: ignore[arg-type]
     todo, seen = sorted(names), names
     while todo:
         name = todo.pop()
         held = inspect.getattr_static(value, name, None)
         if held is None and isinstance(value, nn.Module):
             held = value._modules.get(name)
-        method = getattr(held, "fget", None) or getattr(held, "__func__", held)
+        method = held.__func__ if isinstance(held, classmethod | staticmethod) else getattr(held, "fget", None) or held
         if isinstance(method, FunctionType):
             new = names_in(method.__code__) - seen
             todo, seen = [*todo, *sorted(new)], seen | new
         if held is not None:
             yield (getattr(value, name) if inspect.ismemberdescriptor(held) else method), may_call(name, seen)
+
+
+@functools.cache
+def _called_by_signs(owner: type) -> frozenset[str]:
+    """The methods of a user's class that no code names: ``self[0]`` calls ``__getitem__``, ``self.other`` ``__getattr__``."""
+    found = (each for base in owner.__mro__ for each in vars(base).items() if isinstance(each[1], FunctionType))
+    return frozenset(name for name, held in found if name.startswith("__") and name not in _NAMED and not _is_of_torch(held))
 
 
 def _code_of(value: Any) -> CodeType | None:
@@ -132,4 +151,5 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 def _is_of_torch(value: Any) -> bool:
     """True if it is a function of torch, whose globals are none of the user's: ``F.silu``."""
-    return isinstance(value, FunctionType | type) and value.__module__.partition(".")[0] == "torch"
+    name = value.__globals__.get("__name__", "") if isinstance(value, FunctionType) else getattr(value, "__module__", "")
+    return isinstance(value, FunctionType | type) and name.partition(".")[0] == "torch"

@@ -42,6 +42,11 @@ def of_the_gates(gates, factor, least):
     return torch.tensor(5) if capacity < least else capacity
 
 
+def of_no_numbers(gates, factor, least):
+    """A tensor that has no element is beside them."""
+    return of_tensors(gates, factor, least) + torch.tensor([]).sum().long()
+
+
 class Layer(nn.Module):
     def __init__(self, capacity, factor=1.0, least=4, late=False):
         super().__init__()
@@ -85,7 +90,9 @@ def _check(layer, rewritten):
 
 
 @pytest.mark.parametrize(("factor", "least"), [(1.0, 4), (0.1, 3), (1.1, 4), (10.0, 4)])
-@pytest.mark.parametrize("capacity", [of_tensors, of_a_number, by_the_larger, is_changed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "capacity", [of_tensors, of_a_number, by_the_larger, is_changed, of_no_numbers], ids=lambda f: f.__name__
+)
 def test_capacity_of_numbers(capacity, factor, least):
     _check(Layer(capacity, factor, least), 1)
 

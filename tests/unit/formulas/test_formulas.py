@@ -1,7 +1,9 @@
 """Formulas of activations: their text, their canonical form, their derivative, and what is refused."""
 
+import collections
 import functools
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -318,6 +320,93 @@ def test_a_number_that_is_read_elsewhere_may_change(name, monkeypatch):
         expected = torch.einsum("tk,tkf,tkdf->td", weights, function(rows), w_down[experts])
         for run in (reader, compiled):
             torch.testing.assert_close(run(x, name, weights, experts, w_up, w_down), expected, rtol=1e-4, atol=1e-4)
+
+
+class _Signs:
+    """Its methods are called by signs, or by another name."""
+
+    def __init__(self):
+        self.number, self.other = 1.0, types.SimpleNamespace()
+
+    def __getitem__(self, _):
+        return self.number
+
+    def __len__(self):
+        return int(self.number * 4)
+
+    def __getattr__(self, name):
+        if name != "any_name":
+            raise AttributeError(name)
+        return self.__dict__["number"]
+
+    def scaled(self, h):
+        return F.silu(h) * self.number
+
+
+class _Dict(dict):
+    pass
+
+
+def _calls(depth, number):
+    """A function behind many."""
+    inner = _calls(depth - 1, number) if depth else lambda h: F.silu(h) * number[0]
+    return lambda h: inner(h)
+
+
+@functools.wraps(F.silu)
+def _wrapping(h):
+    return F.silu(h) * _wrapped_number[0]
+
+
+_wrapped_number = [1.0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["item", "len", "getattr", "bound", "wraps", "calls", "nested", "key", "frozenset", "deque", "bytes", "dtype", "attribute",
+     "dict", "subclass", "moved"],
+)  # fmt: skip
+def test_what_else_a_function_reads_may_change(name):
+    signs, owner, box, nested, named, moved = _Signs(), _Signs(), [1.0], [[[[[[[1.0]]]]]]], {"a": 1.0}, [[1.0], []]
+    signs.bound, own = owner.scaled, _Dict(a=1.0)
+
+    def act(h):
+        return F.silu(h) * act.number
+
+    functions = {
+        "item": lambda h: F.silu(h) * signs[0],
+        "len": lambda h: F.silu(h) * len(signs),
+        "getattr": lambda h: F.silu(h) * signs.any_name,
+        "bound": lambda h: signs.bound(h),
+        "wraps": _wrapping,
+        "calls": _calls(8, box),
+        "nested": lambda h: F.silu(h) * nested[0][0][0][0][0][0][0],
+        "key": lambda h: F.silu(h) * max(named),
+        "frozenset": lambda h: F.silu(h) * max(box[0]),
+        "deque": lambda h: F.silu(h) * box[0][0],
+        "bytes": lambda h: F.silu(h) * float(box[0]),
+        "dtype": lambda h: F.silu(h) * box[0].itemsize,
+        "attribute": act,
+        "dict": lambda h: F.silu(h) * named["a"],
+        "subclass": lambda h: F.silu(h) * own["a"],
+        "moved": lambda h: F.silu(h) * (2 * len(moved[0]) + 1),
+    }
+    x, weights, experts = torch.randn(5, 4), torch.rand(5, 2), torch.rand(5, 3).topk(2).indices
+    w_up, w_down = torch.randn(2, 3, 4, 4)
+    torch._dynamo.reset()
+    function = functions[name]
+    compiled = torch.compile(lambda: moe(x, weights, experts, w_up, w_down, activation=function), backend="eager", fullgraph=True)
+    for number in (1.0, 0.5, 2.0):
+        signs.number = owner.number = act.number = own["a"] = _wrapped_number[0] = nested[0][0][0][0][0][0][0] = number
+        named.clear()
+        named.update({number: 1.0} if name == "key" else {"a": number})
+        kinds = {"frozenset": frozenset([number]), "deque": collections.deque([number]), "bytes": str(number).encode(),
+                 "dtype": torch.float32 if number < 1 else torch.float64}  # fmt: skip
+        box[0], moved[:] = kinds.get(name, number), ([[1.0], []] if number == 1 else [[], [1.0]])
+        rows = function(torch.einsum("td,tkfd->tkf", x, w_up[experts]))
+        expected = torch.einsum("tk,tkf,tkdf->td", weights, rows, w_down[experts])
+        for run in (compiled, lambda: moe(x, weights, experts, w_up, w_down, activation=function)):
+            torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
 
 
 def _writes_an_attribute(reader, number):
