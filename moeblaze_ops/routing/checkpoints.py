@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-
 _carriers: list[Callable[[Callable], Callable]] = []
 
 
