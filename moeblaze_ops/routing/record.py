@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from moeblaze_ops.arguments.validation_values import kind_of, refuse_type
 from moeblaze_ops.explanation import folded
+from moeblaze_ops.routing.checkpoints import carry_over_checkpoints
 from moeblaze_ops.routing.choice import Choice, Watch
 
 
@@ -53,8 +54,9 @@ def record_routing(model: nn.Module, *, layers: Callable[[str, nn.Module], bool]
 
     A choice is a ``torch.topk`` along the last axis, or ``moeblaze_ops.route``, of a module of the model. Whatever is compiled
     runs as written in the meantime, so that layers are recorded whether or not they are rewritten. A layer that is called
-    several times has the tokens of all calls. Under ``replay_routing`` a record is what the routers would have chosen. Backward
-    under activation checkpointing calls layers again, and belongs outside.
+    several times has the tokens of all calls. Under ``replay_routing`` a record is what the routers would have chosen. What
+    ``torch.utils.checkpoint`` calls again in backward is not recorded again, and runs as written, as it did in forward; backward
+    of what was called outside belongs outside.
 
     Args:
         model: any module.
@@ -79,6 +81,7 @@ def watching(
     if layers is not None and not callable(layers):
         refuse_type(op, "layers", "be a function of a name and a module", kind_of(layers))
     calls = _Calls(model)
+    carry_over_checkpoints(_carried)
 
     def leave(module: nn.Module, args: tuple, output: Any) -> None:
         choice, name = calls.leave(module), calls.names.get(module)
@@ -86,12 +89,40 @@ def watching(
             notice(name, choice)
 
     handles = [register_module_forward_pre_hook(calls.enter), register_module_forward_hook(leave, always_call=True)]
+    _here.watches += 1
     try:
         with torch.compiler.set_stance("force_eager"), calls:
             yield
     finally:
+        _here.watches -= 1
         for handle in handles:
             handle.remove()
+
+
+class _Here(local):
+    """Of this thread: how many watch modules, and whether it repeats what was watched."""
+
+    def __init__(self) -> None:
+        self.watches, self.repeats = 0, False
+
+
+_here = _Here()
+
+
+def _carried(function: Callable) -> Callable:
+    """``function`` in a later call: of what is watched now, it runs as written again, and is not watched."""
+    if not (_here.watches or _here.repeats):
+        return function
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        before, _here.repeats = _here.repeats, True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return function(*args, **kwargs)
+        finally:
+            _here.repeats = before
+
+    return again
 
 
 class _Calls(Watch):
@@ -117,9 +148,9 @@ class _Calls(Watch):
         return None
 
     def notice(self, choice: Choice) -> None:
-        if self._open:
+        if self._open and not _here.repeats:
             # A copy: the layer may write to its ids, or have the next ones written to the same memory.
             self._open[-1] = self._open[-1][0], Choice(choice.ids.detach().clone(), choice.width)
 
     def _is_watched(self, module: nn.Module) -> bool:
-        return module in self.names and get_ident() == self._thread
+        return module in self.names and get_ident() == self._thread and not _here.repeats

@@ -76,60 +76,74 @@ class _Told:
 
 
 class _OfThread(threading.local):
-    """What modules are told in this thread, by ``_key``."""
+    """What modules are told in this thread, by their ids."""
 
     def __init__(self) -> None:
-        self.told: dict[str, _Told] = {}
+        self.told: dict[int, _Told] = {}
+
+
+class _Here(threading.local):
+    """What one module is told in this thread."""
+
+    def __init__(self) -> None:
+        self.told: _Told | None = None
 
 
 @dataclass
 class _Replaced:
-    """The ``forward`` that a module had as an attribute of its own, and for what it has another one, in all threads."""
+    """The ``forward`` that a module had as an attribute of its own, and for what it has another one, in all threads.
+
+    What is told here is read from it and not by a key: that would be a constant of compiled code, which blocks share.
+    """
 
     forward: Callable | None
     told: list[_Told] = field(default_factory=list)
+    here: _Here = field(default_factory=_Here)
 
 
 _of_thread = _OfThread()
-_replaced: dict[str, _Replaced] = {}
+_replaced: dict[int, _Replaced] = {}
 _lock = threading.Lock()
 
 
-def _key(module: nn.Module) -> str:
-    return str(id(module))
-
-
 @contextlib.contextmanager
-def _telling(told: dict[str, _Told]) -> Iterator[None]:
+def _telling(told: dict[int, _Told]) -> Iterator[None]:
     """Tell modules what to choose in this thread, and tell the others nothing."""
-    before, _of_thread.told = _of_thread.told, told
+    before = _of_thread.told
     with _lock:
         for own in told.values():
             for module in own.modules:
                 _replace(module, own)
+        _tell(told)
     try:
         yield
     finally:
-        _of_thread.told = before
         with _lock:
+            _tell(before)
             for own in told.values():
                 for module in own.modules:
                     _restore(module, own)
 
 
+def _tell(told: dict[int, _Told]) -> None:
+    for key in (_of_thread.told.keys() | told.keys()) & _replaced.keys():
+        _replaced[key].here.told = told.get(key)
+    _of_thread.told = told
+
+
 def _replace(module: nn.Module, told: _Told) -> None:
-    key = _key(module)
+    key = id(module)
     if key not in _replaced:
         _replaced[key] = _Replaced(module.__dict__.get("forward"))
-        module.forward = _replayed(module.forward, key)
+        module.forward = _replayed(module.forward, _replaced[key])
     _replaced[key].told.append(told)
 
 
 def _restore(module: nn.Module, told: _Told) -> None:
-    replaced = _replaced[_key(module)]
+    replaced = _replaced[id(module)]
     replaced.told = [other for other in replaced.told if other is not told]
     if not replaced.told:
-        del module.forward, _replaced[_key(module)]
+        del module.forward, _replaced[id(module)]
         if replaced.forward is not None:
             module.forward = replaced.forward
 
@@ -145,11 +159,11 @@ def _carried(function: Callable) -> Callable:
     return again
 
 
-def _replayed(forward: Callable, key: str) -> Callable:
+def _replayed(forward: Callable, replaced: _Replaced) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
-        told = _of_thread.told.get(key)
+        told = replaced.here.told
         if told is None and _is_thread_of_autograd():
-            told = _told_elsewhere(key)
+            told = _told_elsewhere(replaced)
         if told is None:
             if torch.compiler.is_compiling():
                 # Behind it Dynamo lets a replay be entered in a region of checkpointing.
@@ -173,9 +187,9 @@ def _is_thread_of_autograd() -> bool:
 _is_thread_of_autograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _told_elsewhere(key: str) -> _Told | None:
+def _told_elsewhere(replaced: _Replaced) -> _Told | None:
     """What a module is told that backward calls again by another function than ``torch.utils.checkpoint``."""
-    told = [told for told in _replaced[key].told if _key(told.modules[0]) == key]
+    told = [told for told in replaced.told if _replaced.get(id(told.modules[0])) is replaced]
     if not told:
         return None
     if len(told) > 1 or torch.compiler.is_compiling():
@@ -225,7 +239,7 @@ class _Replay(Watch):
 
 def _checked(
     model: nn.Module, ids: RoutingRecord | Mapping[str, Tensor], mask: Tensor | Mapping[str, Tensor] | None
-) -> dict[str, _Told]:
+) -> dict[int, _Told]:
     """What each module is told to choose."""
     if not isinstance(model, nn.Module):
         refuse_type("replay_routing", "model", "be an nn.Module", kind_of(model))
@@ -252,7 +266,7 @@ def _checked(
             _check_mask(name, mask_T, ids_TK)
         callers = [modules[name[:dot]] for dot, letter in enumerate(name) if letter == "."] + [modules[""]] * (name != "")
         told.append(_Told([modules[name], *callers], name, ids_TK.long(), mask_T, widths.get(name)))
-    return {_key(own.modules[0]): own for own in _with_bounds(told)}
+    return {id(own.modules[0]): own for own in _with_bounds(told)}
 
 
 def _with_bounds(told: list[_Told]) -> Iterator[_Told]:

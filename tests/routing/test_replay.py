@@ -182,6 +182,23 @@ def test_other_ids_of_one_shape_compile_nothing():
     assert len(graphs) == 2
 
 
+def test_blocks_that_are_compiled_one_by_one_share_a_graph():
+    layers, x = [ModuleListMoE() for _ in range(3)], torch.randn(T, D)
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+        ids = torch.rand(T, E).topk(K).indices
+        with moeblaze_ops.replay_routing(layer, {"": ids}):
+            torch.testing.assert_close(layer(x), layer.forward(x))
+    assert len(graphs) == 1
+
+
 def test_several_calls_are_recorded_in_order():
     model = ModuleListMoE()
     first, second = torch.randn(3, D), torch.randn(5, D)

@@ -197,6 +197,27 @@ def test_a_record_is_that_of_its_thread():
     assert record.ids[""].shape == (3, K)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_backward_calls_again_is_not_recorded(inside, use_reentrant, batches):
+    """It runs as written, as its forward did, where that is compiled outside of the record, and with the ids of a replay."""
+    model, x = Block(ModuleListMoE(), use_reentrant), batches[0]
+    ids = ids_of(model)
+    (expected,) = one_by_one(model, [(x, ids)])
+    torch._dynamo.reset()
+    with rewriting_backend() as backend:
+        model.layer.compile(backend=backend)
+        model(x)
+        with moeblaze_ops.replay_routing(model, ids), moeblaze_ops.record_routing(model) as record:
+            loss = model(x).square().sum()
+            if inside:
+                torch.autograd.backward(loss)  # in its method no mode is on
+        if not inside:
+            loss.backward()
+    torch.testing.assert_close(gradients(model, x), expected)
+    assert record.ids["layer"].shape == (T, K)
+
+
 @pytest.mark.parametrize("run", ["eager", "compiled"])
 def test_calls_of_one_record_in_order(run, batches):
     """A router that is called twice, by microbatches of other lengths than those of the record."""
