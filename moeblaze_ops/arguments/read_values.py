@@ -5,8 +5,8 @@
     lambda h, s=2.0: self.act(h) * s                   a default, and a function of self
 
 Of objects those attributes are looked at that have a name, or a text, which the code of the functions on the way to them holds,
-or that of their methods for signs; of lists of modules all. What a function counts, and what it asks the world outside, is not
-known.
+or that of their methods for signs; of lists of modules all. What is behind more than five functions or containers, what a
+function counts, and what it asks the world outside, is not known.
 """
 
 import dis
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 _NUMBERS = (Number, str, bytes, range, torch.dtype)
 _NAMED = ("__init__", "__new__", "__call__", "__eq__", "__hash__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__")
 _LISTS = (list, tuple, set, frozenset, deque)
-_Seen: TypeAlias = dict[tuple[int, frozenset[str], bool], Any]
+_DEPTH = 5
+_Seen: TypeAlias = dict[tuple[int, frozenset[str], bool, int], Any]
 OF_TENSORS = ("tensor ", "array ")
 """How the text of what a tensor or an array holds begins."""
 
@@ -35,16 +36,16 @@ def values_read_by(function: Any, names: frozenset[str] = frozenset(), *, called
 
     ``names`` are in the code of functions that hold it, where it is no function itself, and ``called`` says whether they call it.
     """
-    return tuple(_read(function, names, {}, called))
+    return tuple(_read(function, names, {}, _DEPTH, called))
 
 
 def values_of(found: dict[str, Any], names: frozenset[str]) -> tuple[str | CodeType, ...]:
     """What code with these names may read now of what is ``found`` by name."""
     seen: _Seen = {}
-    return tuple(each for held, called in _by_name(found, names) for each in _read(held, names, seen, called))
+    return tuple(each for held, called in _by_name(found, names) for each in _read(held, names, seen, _DEPTH, called))
 
 
-def _read(value: Any, names: frozenset[str], seen: _Seen, called: bool = True) -> Iterator[str | CodeType]:
+def _read(value: Any, names: frozenset[str], seen: _Seen, depth: int, called: bool = True) -> Iterator[str | CodeType]:
     if value is None or isinstance(value, _NUMBERS):
         yield repr(value)
     elif isinstance(value, Tensor):
@@ -58,13 +59,13 @@ def _read(value: Any, names: frozenset[str], seen: _Seen, called: bool = True) -
             names |= names_in(code)
         if isinstance(value, (*_LISTS, dict)):
             yield f"{len(value)} of"
-        key = id(value), names, called
+        key = id(value), names, called, depth
         if key in seen:
             yield f"number {list(seen).index(key)} again"
-        elif not _is_of_torch(value):
+        elif depth and not _is_of_torch(value):
             seen[key] = value
             for held, called in _held_by(value, names):
-                yield from _read(held, names, seen, called)
+                yield from _read(held, names, seen, depth - 1, called)
 
 
 def _held_by(value: Any, names: frozenset[str]) -> Iterable[tuple[Any, bool]]:
