@@ -10,11 +10,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def why_no_kernels(device: torch.device) -> str | None:
-    """What keeps a GPU from running the kernels, or None."""
+def why_no_kernels(device: torch.device, found: tuple[int, int]) -> str | None:
+    """What keeps a GPU of this compute capability from running the kernels, or None."""
     if torch.version.hip is not None:
         return "the kernels are CUDA's, and this torch is built for ROCm"
-    major, minor = capability(device)
+    major, minor = found
     return f"the kernels need compute capability 8.0 or newer, {device} has {major}.{minor}" if major < 8 else None
 
 

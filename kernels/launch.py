@@ -164,9 +164,10 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
     """Compute capability of the device of ``tensor``, which has to run the kernels; that of a Hopper for the interpreter's."""
     if tensor.device.type != "cuda":
         return (9, 0)
-    if (lacks := devices.why_no_kernels(tensor.device)) is not None:
+    found = devices.capability(tensor.device)
+    if (lacks := devices.why_no_kernels(tensor.device, found)) is not None:
         raise NotImplementedError(f"moeblaze: {lacks}")
-    return devices.capability(tensor.device)
+    return found
 
 
 def operands(tensor: torch.Tensor) -> Operands:

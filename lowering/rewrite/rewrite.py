@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moeblaze_ops.arguments.validation import require
-from moeblaze_ops.kernels.devices import why_no_kernels
+from moeblaze_ops.kernels.devices import capability, why_no_kernels
 from moeblaze_ops.lowering.graph.effects import has_effect
 from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, graph_modules, target_name
@@ -241,7 +241,7 @@ def _replaced(edits: Edits, result: MoEMatch | Decline, router: RouterMatch | No
     device = fake_of(result.x.node).device
     autocast_off = insert.without_autocast(device.type) if result.region.in_autocast else nullcontext()
     try:
-        lacks = why_no_kernels(device) if device.type == "cuda" else None
+        lacks = why_no_kernels(device, capability(device)) if device.type == "cuda" else None
         prove(lacks is None, Reason.OPERANDS, lacks or "")
         with autocast_off:
             out, became = insert_layer_ops(insert, result, router)

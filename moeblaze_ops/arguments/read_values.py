@@ -26,7 +26,7 @@ _NUMBERS = (Number, str, bytes, range, torch.dtype)
 _NAMED = ("__init__", "__new__", "__call__", "__eq__", "__hash__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__")
 _LISTS = (list, tuple, set, frozenset, deque)
 _DEPTH = 5
-_Seen: TypeAlias = dict[tuple[int, frozenset[str], bool, int], Any]
+_Seen: TypeAlias = dict[tuple[int, frozenset[str], bool, int], tuple[int, Any]]
 OF_TENSORS = ("tensor ", "array ")
 """How the text of what a tensor or an array holds begins."""
 
@@ -61,9 +61,9 @@ def _read(value: Any, names: frozenset[str], seen: _Seen, depth: int, called: bo
             yield f"{len(value)} of"
         key = id(value), names, called, depth
         if key in seen:
-            yield f"number {list(seen).index(key)} again"
+            yield f"number {seen[key][0]} again"
         elif depth and not _is_of_torch(value):
-            seen[key] = value
+            seen[key] = len(seen), value  # which keeps its id
             for held, called in _held_by(value, names):
                 yield from _read(held, names, seen, depth - 1, called)
 
