@@ -111,7 +111,8 @@ def _is_found() -> bool:
 
 
 def _resolved_as_found(op: str, num_parameters: int, double: bool) -> str:
-    return _resolved(op, _dynamo.function, num_parameters, double)
+    function, _dynamo.function = _dynamo.function, None  # which may hold a model
+    return _resolved(op, function, num_parameters, double)
 
 
 for _now in (_load, _is_found, _resolved_as_found):
