@@ -20,11 +20,11 @@ shift
 """.replace("RATE", RATE)
 
 _BOTH = """
-unshare -nmu sh -c 'touch "$FOLDER/unshared"; exec sh -c "$HOST" host 1 "$@"' second "$@" &
+unshare -nmu sh -c 'touch "$FOLDER/unshared"; sh -c "$HOST" host 1 "$@"; touch "$FOLDER/ended"; sleep infinity' second "$@" &
 until [ -e "$FOLDER/unshared" ]; do sleep 0.05; done
 ip link add wire type veth peer name wire netns $!
 sh -c "$HOST" host 0 "$@"
-wait
+until [ -e "$FOLDER/ended" ]; do sleep 0.05; done
 """
 
 
@@ -38,7 +38,10 @@ def two_hosts_are_possible() -> bool:
 
 
 def run_on_two_hosts(program: Sequence[str], folder: str, timeout_s: float) -> None:
-    """Run a program on each of two hosts, with the environment of its ``torchrun`` for a host of two ranks, until both end."""
+    """Run a program on each of two hosts, with the environment of its ``torchrun`` for a host of two ranks, until both end.
+
+    A host that has ended keeps its network until the other has: with it the wire would go, and the other's address.
+    """
     settings = {**os.environ, "FOLDER": folder, "HOST": _HOST}
     command = ["unshare", "-Urnmupf", "--kill-child", "sh", "-c", _BOTH, "first", *program]
     subprocess.run(command, env=settings, timeout=timeout_s, check=True)
