@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_int
 
 from moeblaze_ops.lowering.graph.fake_values import fake_of
-from moeblaze_ops.lowering.torch_internals import marked_dynamic
+from moeblaze_ops.lowering.torch_internals.frames import marked_dynamic
 
 
 class SymbolicWeight(Exception):

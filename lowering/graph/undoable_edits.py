@@ -9,7 +9,7 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from moeblaze_ops.lowering.graph.fake_values import fake_mode_of, fake_result
-from moeblaze_ops.lowering.torch_internals import saved_tensors_hooks_are_disabled
+from moeblaze_ops.lowering.torch_internals.graphs import saved_tensors_hooks_are_disabled
 
 
 class Edits:

@@ -15,7 +15,7 @@ import operator
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import inductor
 from moeblaze_ops.ops.accumulation import is_in_use
 from moeblaze_ops.ops.weight_grad import expert_weight_grad_or_add
 
@@ -24,7 +24,7 @@ _CAST = torch.ops.prims.convert_element_type.default
 
 def accumulate_in_place(node: fx.Node) -> bool:
     """Give ``node``, an ``expert_weight_grad`` in a graph after autograd, the parameters that its results are for, and say so."""
-    if not is_in_use() or not torch_internals.may_return_nothing():
+    if not is_in_use() or not inductor.may_return_nothing():
         return False
     graph = node.graph
     (output,) = graph.find_nodes(op="output")

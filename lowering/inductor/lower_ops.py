@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moeblaze_ops import config
 from moeblaze_ops.arguments.separate_experts import reads_in_place
-from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.inductor import cpu_activations
 from moeblaze_ops.lowering.inductor.accumulated_gradients import accumulate_in_place
 from moeblaze_ops.lowering.inductor.pinned_routing import ROUTED, pin_before_partition
@@ -30,6 +29,7 @@ from moeblaze_ops.lowering.inductor.router_losses import count_by_dispatch, coun
 from moeblaze_ops.lowering.inductor.router_products import replace_by_invariant_product, replace_router_product
 from moeblaze_ops.lowering.inductor.whole_columns import join_columns
 from moeblaze_ops.lowering.inductor.wide_products import narrow_router_product
+from moeblaze_ops.lowering.torch_internals import inductor
 from moeblaze_ops.ops.register import LAUNCHERS, ON_CPU, OVERWRITING, PACKAGED
 from moeblaze_ops.ops.sharded.all_to_all import row_numbers
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank, expert_up_backward_by_rank
@@ -41,42 +41,42 @@ from moeblaze_ops.ops.weight_grad import expert_weight_grad, expert_weight_grad_
 
 def register_lowerings() -> None:
     """Register a lowering for every op that has a launcher or lists, what joins an op after autograd, and what is kept for it."""
-    torch_internals.launch_nothing_for_no_rows()
+    inductor.launch_nothing_for_no_rows()
     pin_before_partition()
     by_rank = (expert_mlp_by_rank, expert_up_backward_by_rank)
     talk = (most_tokens, row_numbers, meet, met, gather_rows, sum_parts, *by_rank, experts_over_ranks_backward)
-    torch_internals.keep_order_of_talk(talk)
-    torch_internals.register_lowering(met, _lower_met)
-    torch_internals.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
-    torch_internals.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
-    torch_internals.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
+    inductor.keep_order_of_talk(talk)
+    inductor.register_lowering(met, _lower_met)
+    inductor.register_rewrite(torch.ops.aten.add.Tensor, add_router_gradient)
+    inductor.register_rewrite(torch.ops.aten.mm.default, replace_router_product)
+    inductor.register_rewrite(torch.ops.aten.mm.default, narrow_router_product, joint=True)
     for product in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.aten.addmm.default):
-        torch_internals.register_visit(product, replace_by_invariant_product, joint=False)
-    torch_internals.register_visit(torch.ops.aten.cat.default, join_columns)
-    torch_internals.register_visit(expert_weight_grad, accumulate_in_place, joint=False)
-    torch_internals.register_lowering(expert_weight_grad_or_add, torch_internals.results_may_be_none(expert_weight_grad_or_add))
-    torch_internals.register_rewrite(torch.ops.aten.add.Tensor, join_router_gradients, joint=True)
-    torch_internals.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
+        inductor.register_visit(product, replace_by_invariant_product, joint=False)
+    inductor.register_visit(torch.ops.aten.cat.default, join_columns)
+    inductor.register_visit(expert_weight_grad, accumulate_in_place, joint=False)
+    inductor.register_lowering(expert_weight_grad_or_add, inductor.results_may_be_none(expert_weight_grad_or_add))
+    inductor.register_rewrite(torch.ops.aten.add.Tensor, join_router_gradients, joint=True)
+    inductor.register_visit(torch.ops.moeblaze.expert_counts.default, count_by_dispatch)
     for reduction in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList):
-        torch_internals.register_visit(reduction, count_one_hot)
+        inductor.register_visit(reduction, count_one_hot)
     for op in ROUTED:
-        torch_internals.register_visit(op, repeat_weights)
+        inductor.register_visit(op, repeat_weights)
     for op, launcher in LAUNCHERS.items():
         register_traced_lowering(op, launcher, _must_call)
     register_traced_lowering(experts_over_ranks_backward, lambda: gradients_over_ranks, _leaves_room, in_order=True)
     for op in cpu_activations.IMPLEMENTATIONS:
-        torch_internals.register_lowering(ON_CPU[op], torch_internals.fallback(ON_CPU[op]))
+        inductor.register_lowering(ON_CPU[op], inductor.fallback(ON_CPU[op]))
     for op in PACKAGED.keys() - LAUNCHERS.keys():
-        torch_internals.register_lowering(op, _call_of(op))
+        inductor.register_lowering(op, _call_of(op))
     # What add_router_gradient adds in place; Inductor itself refuses ops with a decomposition where $CI is set.
     in_place = torch.ops.aten.addmm_.default
-    torch_internals.register_lowering(in_place, torch_internals.fallback(in_place))
+    inductor.register_lowering(in_place, inductor.fallback(in_place))
 
 
 def _lower_met(shard: Any, group: str, layer: str) -> Any:
     """The hosts meet, and the shard is read as it is. A CUDA graph has no hosts in it."""
-    if not torch_internals.makes_cuda_graphs():
-        torch_internals.for_its_effect(meet)(shard, group, layer)
+    if not inductor.makes_cuda_graphs():
+        inductor.for_its_effect(meet)(shard, group, layer)
     return shard
 
 
@@ -97,7 +97,7 @@ def register_traced_lowering(
     call_op, call_on_cpu = _call_of(op), _call_of(op, ON_CPU.get(op, op))
 
     def lower(*args, **kwargs):
-        node = torch_internals.current_node()
+        node = inductor.current_node()
         leaves, structure = tree_flatten(_in_schema_order(op, node.args, node.kwargs))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         fakes = [leaves[i].meta["val"] for i in positions]
@@ -110,7 +110,7 @@ def register_traced_lowering(
 
         devices = {fake.device.type for fake in fakes if isinstance(fake, torch.Tensor)}
         if devices == {"cpu"}:
-            as_called = config.batch_invariant or torch_internals.is_packaging()
+            as_called = config.batch_invariant or inductor.is_packaging()
             if op not in cpu_activations.IMPLEMENTATIONS or as_called:
                 return call_on_cpu(*args, **kwargs)
             chosen = partial(cpu_activations.IMPLEMENTATIONS.get, op)
@@ -123,18 +123,18 @@ def register_traced_lowering(
             return chosen()(*arguments(values))
 
         values, _ = tree_flatten(_in_schema_order(op, args, kwargs))
-        return torch_internals.inline(torch_internals.trace(launch, fakes), [values[i] for i in positions], op.name(), in_order)
+        return inductor.inline(inductor.trace(launch, fakes), [values[i] for i in positions], op.name(), in_order)
 
     lower.__name__ = f"lower_{op.overloadpacket.__name__}"
-    torch_internals.register_lowering(op, lower)
+    inductor.register_lowering(op, lower)
 
 
 def _call_of(op: torch._ops.OpOverload, called: torch._ops.OpOverload | None = None) -> Callable:
     """The lowering that calls ``op``, or ``called`` in its place, from the generated code; AOTInductor's calls ``op`` itself."""
-    call_op, call_packaged = torch_internals.fallback(called or op), torch_internals.fallback(PACKAGED.get(op, op))
+    call_op, call_packaged = inductor.fallback(called or op), inductor.fallback(PACKAGED.get(op, op))
 
     def call(*args, **kwargs):
-        return (call_packaged if torch_internals.is_packaging() else call_op)(*args, **kwargs)
+        return (call_packaged if inductor.is_packaging() else call_op)(*args, **kwargs)
 
     return call
 
@@ -147,7 +147,7 @@ def _in_schema_order(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> li
 def _overwriting_launcher(op: torch._ops.OpOverload, node: fx.Node, args: tuple) -> Callable | None:
     """The launcher that writes a result over an argument, where the memory of that argument is the graph's."""
     position, launcher = OVERWRITING.get(op, (len(args), None))
-    given_away = position < len(args) and torch_internals.is_given_away(node.args[position], args[position])
+    given_away = position < len(args) and inductor.is_given_away(node.args[position], args[position])
     return launcher if given_away else None
 
 

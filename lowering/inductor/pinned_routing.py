@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor, fx
 
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import graphs
 from moeblaze_ops.ops.sharded.all_to_all import sum_rows
 from moeblaze_ops.ops.sharded.by_rank import expert_mlp_by_rank
 from moeblaze_ops.ops.sharded.collectives import arrived, sum_parts
@@ -45,13 +45,13 @@ _IS_BACK = (_FUNCTIONAL.wait_tensor.default, arrived, sum_rows)
 @cache
 def pin_before_partition() -> None:
     """Have all graphs of forward and backward looked through, of whatever backend."""
-    torch_internals.before_partition(_pin)
+    graphs.before_partition(_pin)
 
 
 def _pin(graph: fx.Graph) -> None:
     """Mark what may not be repeated in backward of the layers of a joint graph, as far as it could be."""
     for node in graph.nodes:
-        if node.target in (*ROUTED, expert_mlp_by_rank) and torch_internals.may_be_repeated(node):
+        if node.target in (*ROUTED, expert_mlp_by_rank) and graphs.may_be_repeated(node):
             _pin_returned(node)
             if node.target in ROUTED:
                 _pin_routing(node)
@@ -63,10 +63,10 @@ def _pin_routing(node: fx.Node) -> None:
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     chosen = [given[name] for name in _OPERANDS if isinstance(given.get(name), fx.Node)]
     for kept in dict.fromkeys((*chosen, *_deciding(chosen), *([node] if node.target in _ROUTERS else []))):
-        torch_internals.keep_for_backward(kept)
+        graphs.keep_for_backward(kept)
         for item in kept.users:
             if _gives(kept, item):
-                torch_internals.keep_for_backward(item)
+                graphs.keep_for_backward(item)
 
 
 def _pin_returned(node: fx.Node) -> None:
@@ -77,7 +77,7 @@ def _pin_returned(node: fx.Node) -> None:
         later = [user for user in step.users if user.target in (*_GOES_BACK, *_IS_BACK) or _gives(step, user) or _goes_on(user)]
         left += later
         if not later and step.target in _IS_BACK:
-            torch_internals.keep_for_backward(step)
+            graphs.keep_for_backward(step)
 
 
 def _goes_on(rows: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import graphs
 
 _OPERANDS = ("w_up", "w_down", "lora_a_ERD", "lora_b_EGFR", "lora_a_ERF", "lora_b_ERD")
 _MOST_NODES = 4096
@@ -31,7 +31,7 @@ def repeat_weights(node: fx.Node) -> None:
         weights = given.get(name) or ()
         for weight in (weights,) if isinstance(weights, fx.Node) else weights:
             for step in _steps(weight):
-                torch_internals.repeat_in_backward(step)
+                graphs.repeat_in_backward(step)
 
 
 def _steps(weight: fx.Node) -> list[fx.Node]:

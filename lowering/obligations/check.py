@@ -14,7 +14,7 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of, needs_gradient, sto
 from moeblaze_ops.lowering.graph.functional_view import graphs_of, target_name, written_nodes
 from moeblaze_ops.lowering.obligations.ids_in_range import unknown_counted_ids
 from moeblaze_ops.lowering.obligations.markers import shared_with_host
-from moeblaze_ops.lowering.torch_internals import places
+from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.ops.register import NAMESPACE
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 

@@ -34,7 +34,8 @@ from moeblaze_ops.lowering.rewrite.zero_computation import (
     with_zero_computation,
 )
 from moeblaze_ops.lowering.router.match_router import RouterMatch
-from moeblaze_ops.lowering.torch_internals import inductor_config, repeat_in_backward
+from moeblaze_ops.lowering.torch_internals.graphs import repeat_in_backward
+from moeblaze_ops.lowering.torch_internals.inductor import inductor_config
 from moeblaze_ops.memory.estimate import LayerSizes, choose_keep
 from moeblaze_ops.memory.row_ranges import choose_parts
 from moeblaze_ops.ops.expert_up import up_that_keeps

@@ -37,7 +37,8 @@ from moeblaze_ops.lowering.rewrite.result_layout import has_strides_of, laid_out
 from moeblaze_ops.lowering.rewrite.sharded import drop_unread_gathers, join_gathers, meet_before_gathers
 from moeblaze_ops.lowering.router.match_router import RouterMatch, match_router
 from moeblaze_ops.lowering.statement.certify import refusal
-from moeblaze_ops.lowering.torch_internals import counters, places
+from moeblaze_ops.lowering.torch_internals.callers import places
+from moeblaze_ops.lowering.torch_internals.frames import counters
 from moeblaze_ops.ops import direct
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from moeblaze_ops.lowering.graph.functional_view import inplace_name
 from moeblaze_ops.lowering.match.match_result import MoEMatch
 from moeblaze_ops.lowering.match.operands.weight_layout import Part, WeightView
 from moeblaze_ops.lowering.rewrite.inserter import Inserter
-from moeblaze_ops.lowering.torch_internals import places
+from moeblaze_ops.lowering.torch_internals.callers import places
 from moeblaze_ops.ops.sharded import gathered_weights
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.exchange import choose_exchange, crossed_hosts, goes_all_to_all

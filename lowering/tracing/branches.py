@@ -42,7 +42,7 @@ from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins, branch_ends, branch_forks
-from moeblaze_ops.lowering.torch_internals import CallPath, path_of_tracer
+from moeblaze_ops.lowering.torch_internals.callers import CallPath, path_of_tracer
 from moeblaze_ops.lowering.tracing.control_flow import EXIT, ControlFlow, returns
 from moeblaze_ops.lowering.tracing.done_for_real import refuse_what_is_done_for_real
 from moeblaze_ops.lowering.tracing.hit_loops import (

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from moeblaze_ops.lowering.obligations.markers import branch_begins
-from moeblaze_ops.lowering.torch_internals import trace_alone
+from moeblaze_ops.lowering.torch_internals.frames import trace_alone
 from moeblaze_ops.lowering.tracing.branches import Branches
 from moeblaze_ops.lowering.tracing.watch import tracing
 

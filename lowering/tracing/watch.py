@@ -11,7 +11,7 @@ from typing import Any
 
 from moeblaze_ops.lowering import patches
 from moeblaze_ops.lowering.patches import Replacement
-from moeblaze_ops.lowering.torch_internals import dynamo_config
+from moeblaze_ops.lowering.torch_internals.frames import dynamo_config
 from moeblaze_ops.lowering.tracing.branches import Branches
 from moeblaze_ops.lowering.tracing.calls import replaced_calls
 

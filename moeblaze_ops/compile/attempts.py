@@ -22,8 +22,9 @@ from torch import fx
 from moeblaze_ops import config
 from moeblaze_ops.compile import given_up
 from moeblaze_ops.compile.records import CaptureRecord, GraphRecord, keep
-from moeblaze_ops.lowering import patches, torch_internals
-from moeblaze_ops.lowering.torch_internals import CallPath, path_of
+from moeblaze_ops.lowering import patches
+from moeblaze_ops.lowering.torch_internals import callers, frames
+from moeblaze_ops.lowering.torch_internals.callers import CallPath, path_of
 
 try:
     from moeblaze_ops.lowering.tracing.branches import Branches
@@ -84,7 +85,7 @@ class _Tried:
 
 
 def compiled_by_attempts(
-    compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame
+    compile_frame: Callable[[CodeType], Any], frame: frames.Frame
 ) -> tuple[Any | None, Exception | None]:
     """What the first attempt that is justified compiled a frame to; or None, and what stopped Dynamo in the first that failed.
 
@@ -94,12 +95,12 @@ def compiled_by_attempts(
         patches.leave_off("attempts", why)
     if why_no_attempts() is not None:
         return None, None
-    path, resumes = torch_internals.path_to(frame.code), torch_internals.is_resumed(frame.code)
+    path, resumes = callers.path_to(frame.code), callers.is_resumed(frame.code)
     numbers = [line for *_, line in frame.code.co_lines() if line is not None]
     lines = range(min(numbers), max(numbers) + 1)
     tries: list[_Tried] = []
     for follows_branches in (True, False):
-        attempt = given_up.Attempt(path, lines, torch_internals.compiled_module(), resumes, follows_branches)
+        attempt = given_up.Attempt(path, lines, frames.compiled_module(), resumes, follows_branches)
         if given_up.is_one_too_many():
             break
         if (cause := given_up.known(attempt)) is not None:
@@ -162,7 +163,7 @@ def rewritten(report: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (attempt := _attempt.get()) is not None and not torch_internals.restarts(error):
+        if (attempt := _attempt.get()) is not None and not frames.restarts(error):
             attempt.error = error
         raise
     finally:
@@ -175,7 +176,7 @@ def _rewrite_attempted(gm: fx.GraphModule, attempt: _Attempt) -> Any:
     from moeblaze_ops.lowering.obligations.idle_experts import gradient_beside_layers, guarded_inputs, idle_experts
     from moeblaze_ops.lowering.rewrite.rewrite import rewrite_graph
 
-    traced, ends_in_break = attempt.branches, torch_internals.ends_in_break(gm)
+    traced, ends_in_break = attempt.branches, frames.ends_in_break(gm)
     work: set[fx.Node] = set()
     graded: list[fx.Node] = []
     unproven = check.unproven(gm)  # of conditions, too, which are not there any more when they are discharged
@@ -226,15 +227,15 @@ def _say_if_defect(error: Exception, where: str) -> None:
     log.warning("%s: compiled as it is written after an error of ours, please report it:", where, exc_info=error)
 
 
-def _try(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame, branches: "Branches | None") -> _Tried:
+def _try(compile_frame: Callable[[CodeType], Any], frame: frames.Frame, branches: "Branches | None") -> _Tried:
     """Compile a frame with data-dependent shapes in its graphs, and with ``branches`` on data and numbers of the host, too."""
     attempt, watched = _Attempt(branches), branches or Branches(traces=False)
-    token, forget = _attempt.set(attempt), torch_internals.counted_since()
+    token, forget = _attempt.set(attempt), frames.counted_since()
     compiled = None
     try:
         with tracing(watched):
             compiled = compile_frame(frame.code)
-        if attempt.assumes and torch_internals.resumes(compiled):
+        if attempt.assumes and frames.resumes(compiled):
             attempt.left = _BREAK
     except Exception as error:
         if attempt.error is not None:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moeblaze_ops.arguments.validation import require, require_dtype
 from moeblaze_ops.lowering.forms.table import TABLE
 from moeblaze_ops.lowering.graph.operators import CALLS, operator_name
-from moeblaze_ops.lowering.torch_internals import overload_of
+from moeblaze_ops.lowering.torch_internals.graphs import overload_of
 
 
 def declare(op: Any, function: Callable, *examples: Sequence[Any]) -> None:

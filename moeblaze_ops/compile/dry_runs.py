@@ -10,12 +10,12 @@ from torch import fx
 from moeblaze_ops.compile.attempts import rewrite
 from moeblaze_ops.compile.records import Record, kept_apart
 from moeblaze_ops.compile.switch import rewriting
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import frames, inductor
 
 
 def eager_random_numbers() -> AbstractContextManager:
     """A context in which numbers are drawn as eager mode draws them: layers that draw some inside stay as they are."""
-    return torch_internals.inductor_config.patch(fallback_random=True)
+    return inductor.inductor_config.patch(fallback_random=True)
 
 
 def dry_run(
@@ -45,10 +45,10 @@ def dry_run(
 
     with (
         rewriting(backend, rewrite_copied),
-        torch_internals.dynamo_config.patch(optimize_ddp=False),  # which would cut what was captured
+        frames.dynamo_config.patch(optimize_ddp=False),  # which would cut what was captured
         kept_apart() as records,
-        torch_internals.forgetting_frames(backend),
-        torch_internals.counting_breaks() as breaks,
+        frames.forgetting_frames(backend),
+        frames.counting_breaks() as breaks,
     ):
         output = torch.compile(function, backend=backend)(*args, **kwargs)
     return output, records, breaks

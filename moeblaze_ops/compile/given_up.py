@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from moeblaze_ops import config
-from moeblaze_ops.lowering import torch_internals
-from moeblaze_ops.lowering.torch_internals import CallPath
+from moeblaze_ops.lowering.torch_internals.callers import CallPath, after_call
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def note(attempt: Attempt, causes: Iterable[CallPath], branch: str | None, *, di
     _given_up.number += 1
     if _given_up.number == MOST and not config.quiet:
         log.warning("moeblaze: %d attempts at functions of this model were given up; no other one is made in this call", MOST)
-    torch_internals.after_call(_forget)
+    after_call(_forget)
 
 
 def is_one_too_many() -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moeblaze_ops.explanation import module_name
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import callers, frames
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Place:
         """That of a graph of a function of ``module``, which is being compiled or runs."""
         if module is None:
             return cls("", "", 0)
-        return cls(type(module).__name__, module_name(torch_internals.name_among_callers(module)), id(module))
+        return cls(type(module).__name__, module_name(callers.name_among_callers(module)), id(module))
 
     def name_of(self, module_path: str) -> str:
         """The name of a module that Dynamo calls ``module_path``, in the model; that of the class for the model itself."""
@@ -37,7 +37,7 @@ class Place:
 
 
 def _mode() -> str:
-    module, learns = torch_internals.compiled_module(), torch.is_grad_enabled()
+    module, learns = frames.compiled_module(), torch.is_grad_enabled()
     if module is None:
         return "with gradients" if learns else "without gradients"
     mode = "in training" if module.training else "in evaluation"
@@ -54,7 +54,7 @@ class GraphRecord:
     report: Any
     dropped: str | None = None
     idle: tuple = ()
-    place: Place = field(default_factory=lambda: Place.of(torch_internals.compiled_module()))
+    place: Place = field(default_factory=lambda: Place.of(frames.compiled_module()))
     mode: str = field(default_factory=_mode)
 
     @property

@@ -26,8 +26,8 @@ from moeblaze_ops.compile.records import FrameRecord, keep
 from moeblaze_ops.compile.runs import noting_places
 from moeblaze_ops.distributed import whole_weights
 from moeblaze_ops.kernels.devices import all_that_is_asked
-from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.graph import operators
+from moeblaze_ops.lowering.torch_internals import callers, frames, graphs, inductor
 from moeblaze_ops.ops import accumulation
 from moeblaze_ops.plain_words import changes_outside
 
@@ -42,10 +42,10 @@ def enable() -> None:
     """
     global _enabled
     if not _enabled:
-        torch_internals.look_again()
+        frames.look_again()
     _enabled = True
     peft.set_everywhere(True)
-    torch_internals.install_graph_hook(_rewrite_if_enabled)
+    graphs.install_graph_hook(_rewrite_if_enabled)
 
 
 def disable() -> None:
@@ -76,7 +76,7 @@ def moeblaze_backend(
         gm, example_inputs: the captured graph.
         mode, options: as for Inductor.
     """
-    backend = torch_internals.inductor_backend(mode, options, **keywords)
+    backend = frames.inductor_backend(mode, options, **keywords)
     with rewritten(rewrite(gm)):
         return backend(gm, example_inputs)
 
@@ -87,7 +87,7 @@ def on_trace() -> None:
     They run while Dynamo traces, which is before any cache is looked up, and again while AOTAutograd traces, which is before
     anything is lowered. So explicit calls of the ops need no ``enable()`` for the lowerings, nor for the hooks of this module.
     """
-    if torch_internals.inductor_is_loaded():
+    if inductor.inductor_is_loaded():
         install_lowerings()
 
 
@@ -175,24 +175,24 @@ def _rewrite_if_enabled(gm: fx.GraphModule) -> None:
         rewrite(gm)
 
 
-def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
+def _compile_frame(compile_frame: Callable[[CodeType], Any], frame: frames.Frame) -> Any:
     """Compile a frame: first with what rewriting may remove from its graph, if that is asked for."""
-    breaks = torch_internals.breaks_since()
+    breaks = frames.breaks_since()
     compiled, failure = compiled_by_attempts(compile_frame, frame) if not frame.export else (None, None)
     try:
         compiled = compile_frame(frame.code) if compiled is None else compiled
     except Exception as error:
         # What stops Dynamo where it may capture more is nearer to the cause than what it never captures.
         cause = failure or error
-        without_ops, in_loop = torch_internals.says_no_ops(error), "loop" in str(error).lower()
-        keep(FrameRecord(frame.where, str(cause), without_ops, torch_internals.place_of(cause), in_loop))
+        without_ops, in_loop = frames.says_no_ops(error), "loop" in str(error).lower()
+        keep(FrameRecord(frame.where, str(cause), without_ops, callers.place_of(cause), in_loop))
         raise
     for reason in filter(changes_outside, breaks()):
         keep(FrameRecord(frame.where, reason))
     return compiled
 
 
-def _compile_as_traceable(compile_frame: Callable[[CodeType], Any], frame: torch_internals.Frame) -> Any:
+def _compile_as_traceable(compile_frame: Callable[[CodeType], Any], frame: frames.Frame) -> Any:
     """Compile a frame, where it may be rewritten with other libraries as Dynamo can trace them."""
     if _rewrite_for(frame.backend) is None:
         return compile_frame(frame.code)
@@ -202,17 +202,17 @@ def _compile_as_traceable(compile_frame: Callable[[CodeType], Any], frame: torch
 
 def _rewrite_for(backend: Callable) -> Callable[[fx.GraphModule], Any] | None:
     """What rewrites the graphs of frames that are compiled for ``backend``, None where nothing does."""
-    if _enabled and torch_internals.is_inductor(backend):
+    if _enabled and frames.is_inductor(backend):
         return rewrite
-    compiler = torch_internals.compiler_of(backend)
+    compiler = frames.compiler_of(backend)
     return next((rewrite for rewriting, rewrite in _rewriting_backends if rewriting is compiler), None)
 
 
 _rewriting_backends: list[tuple[Callable, Callable[[fx.GraphModule], Any]]] = [(moeblaze_backend, rewrite)]
-torch_internals.install_frame_hook(_compile_as_traceable, _rewriting_first)
-torch_internals.install_key_hook(_before_lookup)
-torch_internals.keep_graphs_with_functions_of("moeblaze_ops")
-torch_internals.run_as_written(whole_weights.RunningLayer.run, calls_as_well=False)
+frames.install_frame_hook(_compile_as_traceable, _rewriting_first)
+graphs.install_key_hook(_before_lookup)
+graphs.keep_graphs_with_functions_of("moeblaze_ops")
+frames.run_as_written(whole_weights.RunningLayer.run, calls_as_well=False)
 for _talks in (whole_weights.RunningLayer.gather, whole_weights.tied):
-    torch_internals.run_as_written(_talks, calls_as_well=True)
-torch_internals.register_backend(moeblaze_backend, "moeblaze")
+    frames.run_as_written(_talks, calls_as_well=True)
+frames.register_backend(moeblaze_backend, "moeblaze")

@@ -13,7 +13,7 @@ import threading
 from moeblaze_ops import config
 from moeblaze_ops.compile.records import CaptureRecord, FrameRecord, Record, listen, outcomes
 from moeblaze_ops.explanation import folded, frame_name, short_place
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import callers
 from moeblaze_ops.plain_words import changes_outside
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def say_after_calls() -> None:
 
 def _take(record: Record) -> None:
     _unsaid.records.append(record)
-    torch_internals.after_call(_say)
+    callers.after_call(_say)
 
 
 def _say() -> None:

@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ops import compile as _switch
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import inductor
 from moeblaze_ops.ops.sharded.collectives import local_shard, most_tokens, start_gather_of_tokens
 from moeblaze_ops.ops.sharded.experts_over_ranks import experts_over_ranks
 from tests.corpus.zoo import catalogue as zoo
@@ -309,7 +309,7 @@ def test_a_kernel_over_two_axes_is_launched_for_no_rows(rows, programs):
         self.y_grid, self.z_grid = self.ceildiv("y_grid_raw_", "y_grid_div_"), "y_grid_div_"
 
     with mock.patch.object(Grid2DWithYZOverflow, "generate", as_in_torch_2_11):
-        torch_internals.launch_nothing_for_no_rows()
+        inductor.launch_nothing_for_no_rows()
         grid = Grid2DWithYZOverflow({})
         grid.generate({"YBLOCK": 16})
     values = {"ynumel": rows}

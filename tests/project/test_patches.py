@@ -62,10 +62,10 @@ def try_without(name, how, *spellings, with_inductor=False):
     import moeblaze_ops
     moeblaze_ops.enable()
     if patches.PATCHES[name].part == "launches":
-        from moeblaze_ops.lowering.torch_internals import launch_nothing_for_no_rows
+        from moeblaze_ops.lowering.torch_internals.inductor import launch_nothing_for_no_rows
         launch_nothing_for_no_rows()
     if patches.PATCHES[name].part == "order":
-        from moeblaze_ops.lowering.torch_internals import keep_order_of_talk
+        from moeblaze_ops.lowering.torch_internals.inductor import keep_order_of_talk
         keep_order_of_talk(())
     if patches.PATCHES[name].part == "repeats":
         from moeblaze_ops.lowering.inductor.pinned_routing import pin_before_partition

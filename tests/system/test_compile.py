@@ -11,13 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from moeblaze_ops import compile as moeblaze_compile
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import frames, inductor
 from tests.tools import toy_rewrite
 from tests.tools.compiling import graphs_compiled_anew
 from tests.tools.toy_rewrite import LoopMoE, tanh_layer
 
-inductor_config = torch_internals.inductor_config
-dynamo_config = torch_internals.dynamo_config
+inductor_config = inductor.inductor_config
+dynamo_config = frames.dynamo_config
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,7 @@ import moeblaze_ops
 from moeblaze_ops import compile as switch
 from moeblaze_ops import config
 from moeblaze_ops.compile.switch import install_lowerings
-from moeblaze_ops.lowering import torch_internals
+from moeblaze_ops.lowering.torch_internals import graphs
 from tests.tools.compiling import graphs_compiled_anew
 
 T, D, H, E, K = 24, 8, 12, 6, 2
@@ -169,7 +169,7 @@ def test_backward_reads_what_forward_chose(layer, monkeypatch, name):
 def test_the_test_sees_a_routing_that_is_repeated(layer, monkeypatch, name):
     """Without the marks the same programs route anew."""
     run, _, settings = MECHANISMS[name]
-    monkeypatch.setattr(torch_internals, "keep_for_backward", lambda node: None)
+    monkeypatch.setattr(graphs, "keep_for_backward", lambda node: None)
     x = torch.randn(T, D, requires_grad=True)
     torch._dynamo.reset()
     backend = Backend()

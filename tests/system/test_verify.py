@@ -10,8 +10,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import moeblaze_ops
 from moeblaze_ops import comparison, config
-from moeblaze_ops.lowering import torch_internals
 from moeblaze_ops.lowering.rewrite import rewrite
+from moeblaze_ops.lowering.torch_internals import frames
 from tests.system.test_explain_layers import Blocks, Dense, Guarded
 
 
@@ -122,7 +122,7 @@ def test_without_gradients():
 def first(monkeypatch):
     """What the backend compiles is verified; AOTAutograd runs graphs as they are in place of Inductor."""
     monkeypatch.setattr(config, "verify", "first")
-    monkeypatch.setattr(torch_internals, "inductor_backend", lambda *_: aot_eager)
+    monkeypatch.setattr(frames, "inductor_backend", lambda *_: aot_eager)
 
 
 @pytest.mark.parametrize("breaks", [False, True])

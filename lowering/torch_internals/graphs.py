@@ -1,0 +1,116 @@
+"""Graphs on their way from Dynamo to Inductor: the hook before one is looked up, keys of caches, what backward finds."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moeblaze_ops.lowering import patches
+
+
+def overload_of(op: Any) -> torch._ops.OpOverload | None:
+    """The overload of an operator that has one, also of what ``torch.library.custom_op`` gave; None for anything else."""
+    if isinstance(op, torch.library.CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket) and len(op.overloads()) == 1:
+        op = getattr(op, *op.overloads())
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+def install_key_hook(stamp: Callable[[Iterable[torch.device]], str]) -> None:
+    """Make ``stamp(devices)`` part of the keys of the FX and AOTAutograd caches of graphs with inputs on these devices.
+
+    AOTAutograd's details of a graph are a subclass of Inductor's, and all of their attributes are in the key. No setting of
+    torch would do: one that the user replaces by ``options=``, or that backward is compiled without in a thread of autograd,
+    is lost.
+    """
+
+    def replacement(original):
+        @functools.wraps(original)
+        def __init__(self, gm, example_inputs, *args, **kwargs):
+            original(self, gm, example_inputs, *args, **kwargs)
+            self.moeblaze = stamp({tensor.device for tensor in example_inputs if isinstance(tensor, torch.Tensor)})
+
+        return __init__
+
+    patches.install("keys", {"FxGraphHashDetails.__init__": replacement})
+    if patches.why_off("keys"):
+        # As its environment variable does, in all threads.
+        torch.compiler.config._config["force_disable_caches"].env_value_force = True
+
+
+def keep_graphs_with_functions_of(package: str) -> None:
+    """Let AOTAutograd's cache take graphs that call Python functions of a package whose sources are in the keys.
+
+    ``unsafe_marked_cacheable_functions`` is lost like any setting.
+    """
+
+    def replacement(original):
+        @functools.wraps(original)
+        def check_node_safe(node):
+            is_ours = node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(f"{package}.")
+            if not is_ours:
+                original(node)
+
+        return check_node_safe
+
+    patches.install("cacheable", {"autograd_cache.check_node_safe": replacement})
+
+
+@functools.cache
+def install_graph_hook(prepare: Callable[[fx.GraphModule], None]) -> None:
+    """Call ``prepare(gm)`` for each graph that reaches Inductor, before it is looked up in a cache, from now on."""
+
+    def replacement(original):
+        @functools.wraps(original)
+        def compile_fx_main(model, *args, **kwargs):
+            if isinstance(model, fx.GraphModule):
+                prepare(model)
+            return original(model, *args, **kwargs)
+
+        return compile_fx_main
+
+    patches.install("graphs", {"compile_fx._compile_fx_main": replacement})
+
+
+def before_partition(visit: Callable[[fx.Graph], None]) -> None:
+    """Show ``visit`` each graph of forward and backward, whatever its backend, before what backward finds is chosen."""
+
+    def replacement(original):
+        @functools.wraps(original)
+        def classify(joint_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            visit(joint_module.graph)
+            return original(joint_module, *args, **kwargs)
+
+        return classify
+
+    patches.install("repeats", {"partitioners.classify_nodes": replacement})
+
+
+def may_be_repeated(node: fx.Node) -> bool:
+    """Whether the partitioner may compute a node of forward again in backward, although it is dear."""
+    settings = torch._functorch.config
+    return node.meta.get("recompute") is not None or settings.activation_memory_budget < 1 or settings.aggressive_recomputation
+
+
+def keep_for_backward(node: fx.Node) -> None:
+    """Let the partitioner save what backward needs of a node, and never compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def repeat_in_backward(node: fx.Node) -> None:
+    """Let the partitioner compute a node of forward again for backward, and keep nothing of it; a user's own policy stays."""
+    if node.meta.get("recompute") is None:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION
+
+_LAST_REGION = 1 << 30
+"""The partitioner keeps what a region of checkpointing hands to a later one: no region is later than this."""
+
+
+def saved_tensors_hooks_are_disabled() -> bool:
+    """Whether ``torch.autograd.graph.disable_saved_tensors_hooks`` is in force."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None

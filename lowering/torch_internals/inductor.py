@@ -1,0 +1,238 @@
+"""Inductor: lowerings, rewrites and the order of what it generates.
+
+It takes seconds to import, so functions here import it when they are called: a process that only switches rewriting on has not
+paid for it yet.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+
+from moeblaze_ops.lowering import patches
+
+
+def inductor_is_loaded() -> bool:
+    """Whether Inductor's lowerings are imported, as they are from the first graph that it compiles."""
+    return "torch._inductor.lowering" in sys.modules
+
+
+def register_lowering(op: torch._ops.OpOverload, lower: Callable) -> None:
+    """Let ``lower`` turn calls of ``op`` into Inductor IR, with its arguments as they are."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def register_rewrite(op: torch._ops.OpOverload, rewrite: Callable[[fx.Node], bool], *, joint: bool = False) -> None:
+    """Offer each call of ``op`` on two values to ``rewrite``; when, see ``_offer``."""
+    from torch._inductor.pattern_matcher import Arg, CallFunction
+
+    _offer(CallFunction(op, Arg(), Arg()), rewrite, joint)
+
+
+def register_visit(op: torch._ops.OpOverload, visit: Callable[[fx.Node], None], *, joint: bool = True) -> None:
+    """Show each call of ``op``, of whatever arguments, to ``visit``; when, see ``_offer``."""
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs
+
+    _offer(CallFunctionVarArgs(op), visit, joint)
+
+
+def _offer(calls: Any, take: Callable[[fx.Node], Any], joint: bool) -> None:
+    """Give calls to ``take`` once autograd is done, before Inductor joins sums and products.
+
+    With ``joint`` they are those of one graph of forward and backward, before Inductor partitions it.
+    """
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._inductor.pattern_matcher import register_graph_pattern
+
+    passes = joint_graph.patterns if joint else post_grad.pass_patterns[1]
+    register_graph_pattern(calls, pass_dict=passes)(lambda match, *_, **__: take(match.output_node()))
+
+
+def launch_nothing_for_no_rows() -> None:
+    """Let kernels over two axes be launched for a number of rows that only a run knows and that is 0.
+
+    Inductor of torch 2.11 divides by it; a rank that sends no token to any expert would raise.
+    """
+
+    def replacement(original):
+        @functools.wraps(original)
+        def generate(self, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if "== 0" not in self.y_grid:
+                is_python = self.mode == "python"
+                self.y_grid = (
+                    f"(0 if y_grid_div_ == 0 else {self.y_grid})" if is_python else f"(y_grid_div_ == 0 ? 0 : {self.y_grid})"
+                )
+
+        return generate
+
+    patches.install("launches", {"Grid2DWithYZOverflow.generate": replacement})
+
+
+def keep_order_of_talk(ops: tuple[torch._ops.OpOverload, ...]) -> None:
+    """Let collectives, and ``ops`` in which ranks wait for each other, run in the order of the graph.
+
+    Inductor chooses an order by the memory that it takes with the sizes of this rank, and ranks have different sizes.
+    """
+    from torch._inductor import ir
+
+    def is_talk(operation: Any) -> bool:
+        op = getattr(operation, "op_overload", None)
+        if isinstance(op, torch._ops.OpOverload) and op.namespace == "_c10d_functional":  # mode="lite" makes no kernel of it
+            return op is not torch.ops._c10d_functional.wait_tensor.default
+        return op in ops or (isinstance(operation, ir._CollectiveKernel) and not isinstance(operation, ir._WaitKernel))
+
+    def replacement(original):
+        @functools.wraps(original)
+        def update(self: Any) -> None:
+            _keep_order(self, filter(is_talk, self.operations))
+            original(self)
+
+        return update
+
+    patches.install("order", {"GraphLowering._update_scheduler": replacement})
+
+
+def _keep_order(graph: Any, operations: Iterable) -> None:
+    previous: list[str] = []
+    for operation in operations:
+        graph.additional_buffer_deps[operation.get_operation_name()].update(previous)
+        previous = [buffer.get_name() for buffer in operation.get_outputs()] or previous
+
+
+def fallback(op: torch._ops.OpOverload) -> Callable:
+    """The lowering that calls ``op`` from the generated code, or its ``implementation`` where it has one."""
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    handler = fallback_handler(op, add_to_fallback_set=False)
+
+    def call(*args, **kwargs):
+        num_before = len(V.graph.operations)
+        results = handler(*args, **kwargs)
+        _call_implementations(V.graph.operations[num_before:])
+        return results
+
+    return call
+
+
+def for_its_effect(op: torch._ops.OpOverload) -> Callable:
+    """``fallback`` of an op that is called although nobody reads what it gives."""
+    from torch._inductor.virtualized import V
+
+    def call(*args) -> None:
+        fallback(op)(*args)
+        V.graph.operations[-1].has_side_effects = lambda: True
+
+    return call
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether the graph that Inductor compiles runs in CUDA graphs."""
+    return inductor_config.triton.cudagraphs
+
+
+def _call_implementations(operations: list) -> None:
+    """Have what is called in place of ops called by the generated code, as ``op.implementation``: a Python function.
+
+    Where the code is C++, or a graph, the ops are called.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper or V.graph.fx_wrapper:
+        return
+    for operation in operations:
+        if isinstance(operation, ir.FallbackKernel) and hasattr(operation.op_overload, "implementation"):
+            operation.set_python_kernel_name(None)
+            operation.set_python_kernel_name(f"{operation.python_kernel_name}.implementation")
+
+
+def may_return_nothing() -> bool:
+    """True if code that is about to be generated may return None in place of a tensor, and write to memory that it is not given.
+
+    Code in C++ has handles of tensors. A CUDA graph would write to the memory of its capture for ever.
+    """
+    from torch._inductor.virtualized import V
+
+    code_in_cpp = inductor_config.cpp_wrapper or getattr(inductor_config, "fx_wrapper", False)
+    return not code_in_cpp and not V.aot_compilation and not inductor_config.triton.cudagraphs
+
+
+def results_may_be_none(op: torch._ops.OpOverload) -> Callable:
+    """The lowering that calls ``op.implementation``, which may return None in place of each tensor, from the generated code."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    call_op = fallback(op)
+
+    def call(*args, **kwargs):
+        num_before = len(V.graph.operations)
+        results = call_op(*args, **kwargs)
+        for operation in V.graph.operations[num_before:]:
+            if isinstance(operation, ir.MultiOutput):
+                operation.skip_size_stride_alignment_checks = True
+        return results
+
+    return call
+
+
+def is_packaging() -> bool:
+    """Whether the graph that is being lowered is for AOTInductor."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.aot_mode
+
+
+def current_node() -> fx.Node:
+    """The node of the graph that is being lowered."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.current_node
+
+
+def is_given_away(node: fx.Node, value: Any) -> bool:
+    """Whether the lowering of the only user of ``node``, ``value`` in Inductor's IR, may write into its memory.
+
+    So it is for what forward saved for this backward graph and for nobody else. A graph with such inputs raises when it is
+    asked to keep them (``retain_graph=True``): backward runs once.
+    """
+    from torch._inductor import ir
+
+    return len(node.users) == 1 and isinstance(getattr(getattr(value, "data", None), "data", None), ir.DonatedBuffer)
+
+
+def trace(function: Callable, fakes: list) -> fx.GraphModule:
+    """``function`` as a graph of ATen ops and kernel launches, traced on these fake tensors and symbolic sizes."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Without the table Inductor finds ops that have "both a fallback and a decomp".
+    with V.fake_mode:
+        return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
+
+
+def inline(graph: fx.GraphModule, inputs: list, name: str, in_order: bool = False) -> Any:
+    """The outputs of ``graph`` on Inductor values, lowered node by node into the graph being compiled.
+
+    ``in_order``: calls and kernels that are not Inductor's own run in the order of ``graph``; it moves them elsewhere, to save
+    memory.
+    """
+    from torch._inductor import ir
+    from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+    from torch._inductor.virtualized import V
+
+    boxes = [ir.TensorBox.create(value) if isinstance(value, ir.StorageBox) else value for value in inputs]
+    num_before = len(V.graph.operations)
+    outputs = inline_subgraph_to_ir_nodes(graph, boxes, name)
+    _call_implementations(V.graph.operations[num_before:])
+    if in_order:
+        _keep_order(V.graph, (each for each in V.graph.operations[num_before:] if isinstance(each, ir.ExternKernel)))
+    return outputs
