@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import threading
 import time
 import weakref
 import zlib
@@ -125,17 +126,24 @@ class _Messages:
 
     def _silent_ranks(self) -> str:
         """Those that say nothing where all others tell each other that messages fail, which is within a moment."""
+        silent = list(self.members)
+        asking = threading.Thread(target=self._ask, args=(silent,), daemon=True)
+        asking.start()
+        asking.join(2 * _MOMENT_S)
+        known = silent and not asking.is_alive()
+        return f"rank {', '.join(map(str, silent))}" if known else "some rank"
+
+    def _ask(self, silent: list[int]) -> None:
+        """Take from the ranks those that answer. torch's store waits for ever where the network of its process is gone."""
         key, end = "moeblaze/failed/{}", time.monotonic() + _MOMENT_S
-        silent = self.members
         try:
             store = dist.distributed_c10d._get_process_group_store(self._group())
             store.set(key.format(self.members[self.rank]), "")
             while silent and time.monotonic() < end:
-                silent = [rank for rank in silent if not store.check([key.format(rank)])]
+                silent[:] = [rank for rank in silent if not store.check([key.format(rank)])]
                 time.sleep(_MOMENT_S / 20)
         except RuntimeError:  # the process that keeps the store has ended
-            silent = self.members[:1]
-        return f"rank {', '.join(map(str, silent))}" if silent else "some rank"
+            silent[:] = self.members[:1]
 
 
 class _Board:
