@@ -103,7 +103,7 @@ def train_low_rank(dtype, sizes, activation, bias, weight_on_input, rank):
 
 
 def launches_of(layer, capability, step=train):
-    """Those of a step, without weight gradients that are added but where large tiles and small ones are compiled for each target."""
+    """Those of a step; weight gradients that are added among them for large tiles and for small ones, for each target."""
     with recorded_launches(capability) as launches:
         step(*LAYERS[layer])
     adds = layer in ("many_rows", "few_rows") and capability in CAPABILITIES

@@ -16,7 +16,7 @@ from tests.tools.offline import compile_launch, recorded_launches
 
 # Each target with one dtype, and the others with much shared memory and with little.
 LAYERS = [*((torch.bfloat16, 512, capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)))]
-LAYERS += [(dtype, D, capability) for dtype, D in ((torch.float16, 4096), (torch.float32, 120)) for capability in ((8, 0), (12, 0))]
+LAYERS += [(*layer, capability) for layer in ((torch.float16, 4096), (torch.float32, 120)) for capability in ((8, 0), (12, 0))]
 
 
 @pytest.mark.parametrize(("dtype", "D", "capability"), LAYERS, ids=str)
