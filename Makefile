@@ -1,6 +1,8 @@
 # make check       while one works: lint, types and the fast tests
 # make test        every test that needs no GPU, in parts that run alone as well:
-#                  test-fast test-ops test-rewrite test-capture test-slow test-export test-hf test-offline test-door test-interpreter
+#                  test-fast test-ops test-rewrite test-capture test-ranks test-slow test-export test-hf test-offline test-door
+#                  test-interpreter
+# make ci          that with lint and types
 # make test-door-all   every spelling of a layer in every way to compile and train a model
 # make versions    what is replaced of torch, captured branches and some rewrites, with each torch of VERSIONS in a venv of its own,
 #                  or with those that are in VENVS
@@ -41,8 +43,9 @@ DOCS_RUN := $(VENV)-docs/bin/python
 DOCS_INSTALLED := $(VENV)-docs/.installed
 endif
 
-# The longest part first.
-PARTS := test-rewrite test-slow test-capture test-offline test-door test-hf test-interpreter test-ops test-fast test-export
+# The longest part first, and three at a time for two cores: parts wait for other processes, for compilers and for the disk.
+PARTS := test-rewrite test-ranks test-slow test-capture test-offline test-door test-interpreter test-hf test-ops test-fast test-export
+AT_A_TIME := 3
 # What one part prints is not mixed with what another one does.
 PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 
@@ -50,7 +53,7 @@ PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 OF_EACH_VERSION := tests/project/test_import.py tests/project/test_patches.py tests/project/test_design.py tests/capture/test_attempts.py \
 	tests/capture/test_branches.py tests/rewrite/results/test_rewritten_graph.py $(wildcard tests/door)
 
-.PHONY: check demo demo-distributed test $(PARTS) test-door-all versions test-gpu sanitize lint types docs release kernels-hub clean
+.PHONY: check demo demo-distributed test ci $(PARTS) test-door-all versions test-gpu sanitize lint types docs release kernels-hub clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -61,7 +64,7 @@ demo-distributed: $(INSTALLED)
 
 $(PARTS) types lint: $(INSTALLED)
 
-# Two parts run at a time, on a thread each: a second one would wait for the other part's. Inductor compiles in the part's process.
+# Each part runs on one thread: a second one would wait for the other parts'. Inductor compiles in the part's process.
 $(PARTS) test-door-all: export OMP_NUM_THREADS ?= 1
 $(PARTS) test-door-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 
@@ -69,7 +72,10 @@ check: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) 2 types test-fast lint
 
 test: $(INSTALLED)
-	@$(MAKE) $(PARALLEL) 2 $(PARTS)
+	@$(MAKE) $(PARALLEL) $(AT_A_TIME) $(PARTS)
+
+ci: $(INSTALLED)
+	@$(MAKE) $(PARALLEL) $(AT_A_TIME) $(PARTS) types lint
 
 $(filter-out test-hf,$(PARTS)):
 	$(RUN) -m pytest --tier $(@:test-%=%) -m "not gpu" $(ARGS)

@@ -16,8 +16,9 @@ TESTS = Path(__file__).parent
 # The tier of a test is that of the longest path which it lies below. `make check` runs what is fast, or below no path.
 TIERS = {
     "batch": "slow",
+    "batch/test_ranks.py": "ranks",
     "capture": "capture",
-    "distributed": "slow",
+    "distributed": "ranks",
     "door": "door",
     "gpu": "gpu",
     "hf": "hf",
@@ -28,6 +29,7 @@ TIERS = {
     "ops/test_moe.py": "fast",
     "ops/test_packing.py": "fast",
     "ops/test_route.py": "fast",
+    "ops/sharded": "ranks",
     "ops/test_separate_experts.py": "fast",
     "project/test_commands.py": "slow",
     "project/test_demo.py": "slow",
@@ -36,11 +38,12 @@ TIERS = {
     "project/test_packaging.py": "slow",
     "project/test_patches.py": "slow",
     "project/test_readme.py": "slow",
-    "project/test_ranks.py": "slow",
+    "project/test_ranks.py": "ranks",
     "rewrite": "rewrite",
     "rewrite/layers/test_keywords.py": "fast",
     "rewrite/results/test_rewritten_graph.py": "fast",
     "system": "slow",
+    "system/test_distributed.py": "ranks",
     "system/test_export.py": "export",
 }
 

@@ -298,8 +298,8 @@ def test_h_in_eight_bits_fits(compiled, activation, widths):
     h8, a = empty(N, parts, row_width(num_f), dtype=torch.int8), empty(N, num_f)
     table = (SLOTS_N, OFFSETS_E1, BLOCKS_B2, K, activation)
     hopper_expert_up(empty(T, num_d), up_weights("packed", parts, num_f, num_d), [], *table, h8, a)
-    for width in (num_d, 2048):
+    for width in (num_d, 2048) if widths == "even" else (num_d,):  # the tile of dA depends on D
         partials, dh = empty(num_partials(num_f, width), N, dtype=torch.float32), empty(N, parts, num_f)
         hopper_down_backward(empty(T, width), h8, [empty(E, num_f, width)], None, *table, dh, partials, a)
-    assert len(compiled) == 3
+    assert len(compiled) == (3 if widths == "even" else 2)
     assert_fits(compiled)

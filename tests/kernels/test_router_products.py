@@ -14,11 +14,12 @@ from moeblaze_ops.kernels.routing.router_products import launch_router_logits, l
 from moeblaze_ops.ops.router_products import router_logits, router_weight_grad
 from tests.tools.offline import compile_launch, recorded_launches
 
-CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+# Each target with one dtype, and the others with much shared memory and with little.
+LAYERS = [*((torch.bfloat16, 512, capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)))]
+LAYERS += [(*layer, capability) for layer in ((torch.float16, 4096), (torch.float32, 120)) for capability in ((8, 0), (12, 0))]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
-@pytest.mark.parametrize(("dtype", "D"), [(torch.bfloat16, 512), (torch.float16, 4096), (torch.float32, 120)], ids=str)
+@pytest.mark.parametrize(("dtype", "D", "capability"), LAYERS, ids=str)
 def test_kernels_compile_without_spills(dtype, D, capability):
     with recorded_launches(capability) as recorded:
         x, few, w, many = (torch.empty(rows, D, dtype=dtype, device="cuda") for rows in (32768, 64, 4, 256))

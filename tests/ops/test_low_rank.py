@@ -268,11 +268,11 @@ OPS = (
 )
 
 
-@pytest.mark.parametrize(("name", "requires_grad"), [*((name, False) for name in OPS), *((name, True) for name in FORWARD)])
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("case", ["ragged_tail", "unused_slots", "zero_tokens"])
-def test_low_rank_opcheck(name, case, requires_grad):
+def test_low_rank_opcheck(name, case):
     torch.manual_seed(13)
-    layer = make_layer(case, bias=True, requires_grad=requires_grad, sizes=(3, 2, 8, 4))
+    layer = make_layer(case, bias=True, requires_grad=name in FORWARD, sizes=(3, 2, 8, 4))
     arguments = op_arguments(name, layer)
     if name not in FORWARD:
         arguments = detach(arguments)

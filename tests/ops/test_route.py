@@ -1,3 +1,5 @@
+from itertools import cycle, product
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,9 +20,12 @@ def backward_arguments(router, logits_TE):
     return dweights_TK, logits_TE, weights_TK, experts_TK, router.scoring, router.renormalize, router.scale
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("case", LOGITS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+# Each router with each kind of logits, and each of either with all dtypes: 7 kinds and 3 dtypes have no common divisor.
+DTYPES = cycle((torch.bfloat16, torch.float32, torch.float64))
+CASES = [(name, case, dtype) for (name, case), dtype in zip(product(ROUTERS, LOGITS), DTYPES, strict=False)]
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), CASES, ids=str)
 def test_route_matches_reference(name, case, dtype):
     torch.manual_seed(0)
     router = ROUTERS[name]
@@ -63,16 +68,6 @@ def test_route_matches_deepseek_v3():
     expected = expected / (expected.sum(-1, keepdim=True) + 1e-20) * 2.5
     assert torch.equal(experts_TK.long(), expected_experts)
     torch.testing.assert_close(weights_TK, expected)
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("case", LOGITS)
-def test_route_gives_each_token_distinct_experts_in_range(name, case):
-    torch.manual_seed(3)
-    router = ROUTERS[name]
-    _, experts_TK = op(*router.arguments(make_logits(case, router.num_experts), router.bias()))
-    assert torch.all((experts_TK >= 0) & (experts_TK < router.num_experts))
-    assert all(len(set(row)) == router.top_k for row in experts_TK.tolist())
 
 
 def test_route_prefers_the_lower_id_and_nan():
@@ -122,16 +117,13 @@ def test_route_backward_is_no_worse_than_eager_in_the_same_dtype(name, dtype):
     assert error <= 1.5 * eager_error + torch.finfo(dtype).eps / 4 * truth.norm() + torch.finfo(dtype).tiny
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("case", ["distinct", "zero_tokens"])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_route_opcheck(name, case, requires_grad):
+@pytest.mark.parametrize(("name", "case"), zip(ROUTERS, cycle(["distinct", "zero_tokens"]), strict=False))
+def test_route_opcheck(name, case):
     torch.manual_seed(6)
     router = ROUTERS[name]
-    logits_TE = make_logits(case, router.num_experts).requires_grad_(requires_grad)
+    logits_TE = make_logits(case, router.num_experts).requires_grad_()
     opcheck(op.default, router.arguments(logits_TE, router.bias()))
-    if not requires_grad:
-        opcheck(route_backward, tuple(_detached(backward_arguments(router, logits_TE))))
+    opcheck(route_backward, tuple(_detached(backward_arguments(router, logits_TE))))
 
 
 def _detached(arguments):

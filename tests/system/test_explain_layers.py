@@ -1,4 +1,4 @@
-"""``explain`` and ``report`` on real layers: names, bytes, counts, threads, and the text of README's example."""
+"""``explain`` and ``report`` on real layers: names, bytes, counts and threads."""
 
 import gc
 import logging
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +22,6 @@ from moeblaze_ops import config
 from moeblaze_ops.compile import records, verdict
 from moeblaze_ops.explanation import folded
 from moeblaze_ops.plain_words import first_line, in_plain_words
-from tests.tools.documents import blocks
 from tests.tools.rewrite_harness import rewriting_backend, rewritten_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,25 +95,6 @@ def scratch():
     yield
     moeblaze_ops.disable()
     torch._dynamo.reset()
-
-
-def test_readme_example(tmp_path):
-    """The very text, which the README shows."""
-    layer = next(block for block in blocks(ROOT / "README.md") if block.language == "python").content
-    (tmp_path / "moe.py").write_text(layer)
-    program = "import moeblaze_ops\nfrom moe import model, x\nprint(moeblaze_ops.explain(model, x))"
-    text = run(program, tmp_path).replace(f"{tmp_path}/", "")
-    assert f"```text\n{text}```" in (ROOT / "README.md").read_text()
-    assert_expected_inline(
-        text,
-        """\
-moeblaze: 1 of 1 MoE layers rewritten
-  MoE (moe.py:19): loop over experts -> expert_up(silu) -> expert_down
-    kept for backward: 85.9 KiB before, 25.2 KiB after
-    gradients of zeros instead of None for experts without tokens: up.*.weight, down.*.weight
-  note: moe.py:18 "if len(token) > 0": compiled without the branch; proven to make no difference
-""",
-    )
 
 
 def test_prompt_shows_the_text_once(tmp_path):

@@ -1,3 +1,5 @@
+from itertools import cycle, product
+
 import pytest
 import torch
 
@@ -32,8 +34,13 @@ def assert_backward_matches_cpu(router, logits_TE):
     torch.testing.assert_close(dlogits_TE, route_backward(*backward), equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("case", LOGITS)
+# All logits meet each way to score, a bias and groups; the other routers meet ties, and each one more.
+ALL_LOGITS = ("softmax", "softmax_topk_biased", "sigmoid_groups")
+CASES = [*product(ALL_LOGITS, LOGITS), *((name, "ties") for name in ROUTERS if name not in ALL_LOGITS)]
+CASES += [(name, case) for name, case in zip(ROUTERS, cycle(LOGITS), strict=False) if (name, case) not in CASES]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
 def test_route_matches_reference(name, case):
     torch.manual_seed(0)
     router = ROUTERS[name]
@@ -70,8 +77,10 @@ def test_route_reads_strided_logits(name):
         assert_backward_matches_cpu(router, strided)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("case", ["distinct", "ties", "one_token", "zero_tokens"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [*((name, "distinct") for name in ROUTERS), *zip(ROUTERS, cycle(["ties", "one_token", "zero_tokens"]), strict=False)],
+)
 def test_route_backward_matches_the_cpu_implementation(name, case):
     torch.manual_seed(4)
     router = ROUTERS[name]

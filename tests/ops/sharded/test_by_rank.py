@@ -46,8 +46,9 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("favourite", [None, 0, E - 1], ids=["many_experts", "first_expert", "last_expert"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "favourite"), [*((case, None) for case in CASES), ("uneven", 0), ("uneven", E - 1), ("a_rank_without_tokens", E - 1)]
+)
 def test_experts_by_rank(case, favourite, way):
     from moeblaze_ops.ops.dispatch import dispatch
     from moeblaze_ops.ops.expert_down import expert_down, expert_down_backward

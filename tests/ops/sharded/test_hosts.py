@@ -101,7 +101,7 @@ def step(exchange: str, is_exact: bool) -> dict[str, torch.Tensor]:
 
 
 def run_rank(folder: str, told_hosts: bool, rank: int) -> None:
-    """Steps of all ways; then the last rank is killed, of two hosts with the wire between them, and others write what they see."""
+    """Steps of all ways; then the last rank is killed, of two hosts with their wire, and the others write what they see."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     if told_hosts:
         hosts._this_host = lambda: rank // 2
@@ -135,7 +135,7 @@ def program(folder: str, *told_hosts: bool) -> list[str]:
 
 @pytest.mark.skipif(not two_hosts_are_possible(), reason="needs namespaces of users and networks")
 def test_two_hosts_of_a_network(tmp_path):
-    """Each way has the bits of one host, and of one that takes its ranks for two; without rank 3, or its host, all others raise."""
+    """Each way has the bits of one host, and of one that takes its ranks for two; without rank 3, or its host, others raise."""
     for name in ("two", "one"):
         (tmp_path / name).mkdir()
     run_on_two_hosts(program(f"{tmp_path}/two", False), str(tmp_path), 200)
