@@ -2,7 +2,6 @@
 # make test        every test that needs no GPU, in parts that run alone as well:
 #                  test-fast test-ops test-rewrite test-capture test-ranks test-slow test-export test-hf test-offline test-door
 #                  test-interpreter
-# make ci          that with lint and types
 # make test-door-all   every spelling of a layer in every way to compile and train a model
 # make versions    what is replaced of torch, captured branches and some rewrites, with each torch of VERSIONS in a venv of its own,
 #                  or with those that are in VENVS
@@ -53,7 +52,7 @@ PARALLEL := --no-print-directory --keep-going --output-sync=target --jobs
 OF_EACH_VERSION := tests/project/test_import.py tests/project/test_patches.py tests/project/test_design.py tests/capture/test_attempts.py \
 	tests/capture/test_branches.py tests/rewrite/results/test_rewritten_graph.py $(wildcard tests/door)
 
-.PHONY: check demo demo-distributed test ci $(PARTS) test-door-all versions test-gpu sanitize lint types docs release kernels-hub clean
+.PHONY: check demo demo-distributed test $(PARTS) test-door-all versions test-gpu sanitize lint types docs release kernels-hub clean
 .DEFAULT_GOAL := check
 
 demo: $(INSTALLED)
@@ -73,9 +72,6 @@ check: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(MAKE) $(PARALLEL) $(AT_A_TIME) $(PARTS)
-
-ci: $(INSTALLED)
-	@$(MAKE) $(PARALLEL) $(AT_A_TIME) $(PARTS) types lint
 
 $(filter-out test-hf,$(PARTS)):
 	$(RUN) -m pytest --tier $(@:test-%=%) -m "not gpu" $(ARGS)
