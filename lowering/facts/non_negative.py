@@ -52,6 +52,9 @@ def _least_call(name: str, operands: tuple[Expr, ...], params: tuple, floors: Fl
 
         where((ids >= 2) & (ids < 5), ids - 2, 3)       0: where the mask holds, ids are no less than 2
     """
+    if name == "where":
+        mask, *chosen = operands
+        return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
     least = [_least(operand, floors) for operand in operands]
     if name == "clamp":
         lower, upper = params
@@ -61,9 +64,6 @@ def _least_call(name: str, operands: tuple[Expr, ...], params: tuple, floors: Fl
         return max(least)
     if name == "minimum":
         return min(least)
-    if name == "where":
-        mask, *chosen = operands
-        return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
     return 0 if name == "abs" else -math.inf
 
 

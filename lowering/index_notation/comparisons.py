@@ -8,12 +8,12 @@ from moeblaze_ops.lowering.index_notation.normal_form import Algebra
 
 _EXACT = (0, 0.5, 1)
 """Numbers that every dtype holds as they are, beside zeros and ones."""
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
 
 def threshold(algebra: Algebra, name: str, args: list[Expr]) -> Expr | None:
     """The comparison of a mask, or of how many elements of one are true, with a number, as a mask; None if it is none."""
-    if name not in COMPARISONS or args[1].kind != "const" or args[1].args[0] not in _EXACT:
+    if name not in _COMPARISONS or args[1].kind != "const" or args[1].args[0] not in _EXACT:
         return None
     e, number = args[0], args[1].args[0]
     compare = getattr(operator, name)

@@ -110,13 +110,13 @@ def prove_layer(
     Raises:
         Declined: it is not proven to be one.
     """
-    in_range = [of_experts_alone(evaluator.algebra, term, candidate.feature) for term in candidate.terms]
     try:
         return _layer_as_read(view, evaluator, formulas, candidate, refusal)
     except Declined:
-        if all(term is before for term, before in zip(in_range, candidate.terms, strict=True)):
+        terms = [of_experts_alone(evaluator.algebra, term, candidate.feature) for term in candidate.terms]
+        if terms == list(candidate.terms):
             raise
-    return _layer_as_read(view, evaluator, formulas, replace(candidate, terms=in_range), refusal)
+    return _layer_as_read(view, evaluator, formulas, replace(candidate, terms=terms), refusal)
 
 
 def _layer_as_read(

@@ -14,7 +14,6 @@ from moeblaze_ops.kernels.formulas.expression import PARAMETER_SYMBOLS
 from moeblaze_ops.kernels.formulas.named import num_parameters
 from moeblaze_ops.lowering.forms.symbolic_floats import is_changing
 from moeblaze_ops.lowering.graph.sizes import Size
-from moeblaze_ops.lowering.index_notation.comparisons import COMPARISONS
 from moeblaze_ops.lowering.index_notation.expr import DROPOUT, IDEMPOTENT, Expr, factors_of, subexpressions
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
@@ -144,8 +143,13 @@ def _chooses(weight: Expr, binders: set[Expr]) -> bool:
     return False
 
 
+_ORDERS = ("lt", "le", "gt", "ge")
+
+
 def of_experts_alone(algebra: Algebra, term: Expr, feature: Expr) -> Expr:
-    """A term without comparisons that hold for every id of an expert: other ids choose no weights, and get nothing.
+    """A term without comparisons that say the same of every id of an expert: other ids choose no weights, and get nothing.
+
+    An id below 0 chooses an expert, too, from the last one on.
 
         out.masked_fill(ids >= E, 0)                of W[ids] @ x, or a grouped product, where W has E experts: as it is
         out.masked_fill(ids >= E - 1, 0)            the mask stays: expert E - 1 is masked
@@ -157,10 +161,10 @@ def of_experts_alone(algebra: Algebra, term: Expr, feature: Expr) -> Expr:
         return term
     ((ids, count),) = found
     masks = {}
-    for mask in subexpressions(term, lambda e: e.kind == "call" and e.args[0] in COMPARISONS and e.args[1][0] is ids):
+    for mask in subexpressions(term, lambda e: e.kind == "call" and e.args[0] in _ORDERS and e.args[1][0] is ids):
         number, compare = mask.args[1][1], getattr(operator, mask.args[0])
         if number.kind == "const" and isinstance(count, int):
-            first, last = compare(0, number.args[0]), compare(count - 1, number.args[0])
+            first, last = compare(-count, number.args[0]), compare(count - 1, number.args[0])
             masks |= {mask: algebra.const(int(first))} if first == last else {}
     return algebra.substitute(term, masks) if masks else term
 

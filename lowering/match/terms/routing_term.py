@@ -177,6 +177,7 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
 
 
 def _inside(comparison: Expr) -> Iterator[Expr]:
+    """Comparisons that its sides are made of."""
     return (e for side in comparison.args for e in subexpressions(side, lambda e: e.kind == "eq"))
 
 

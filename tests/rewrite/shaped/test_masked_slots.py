@@ -51,6 +51,9 @@ class Sorted(Layer):
     def forward(self, x):
         weights, ids = self.router(x).softmax(-1).topk(K, -1)
         ids, weights = self.mask(ids, weights)
+        return self.combine(x, weights, ids)
+
+    def combine(self, x, weights, ids):
         ids, order = torch.sort(ids.reshape(-1))
         ends = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
         ids = ids.unsqueeze(-1)
@@ -175,6 +178,19 @@ def test_a_loop_without_the_number_of_no_expert(fp64, mask):
 def test_more_slots_than_experts_of_this_rank(fp64, monkeypatch, layer):
     monkeypatch.setattr(sys.modules[__name__], "E", K - 1)
     assert len(check_against_eager(layer(owner_differs), torch.randn(T, D)).rewritten) == 1
+
+
+class Given(Sorted):
+    """Its caller has chosen, and masked the weights."""
+
+    def forward(self, x, weights, ids):
+        return self.combine(x, weights, ids)
+
+
+def test_ids_that_a_caller_gives(fp64):
+    weights, ids = torch.randn(T, WORLD).softmax(-1).topk(K, -1)
+    ids, weights = owner_differs(ids, weights)
+    assert len(check_against_eager(Given(owner_differs), torch.randn(T, D), weights, ids).rewritten) == 1 and (ids == E).any()
 
 
 class Fewer(Sorted):
