@@ -4,10 +4,15 @@ Ids of which nothing is known, such as those that a graph is given, are made num
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr
+from moeblaze_ops.lowering.index_notation.expr import IDEMPOTENT, Expr, factors_of
 from moeblaze_ops.lowering.index_notation.indicators import is_indicator
+from moeblaze_ops.lowering.index_notation.intervals import interval_of
+
+Floors = Mapping[Expr, float]
 
 _PLACES = ("var", "div", "mod", "nonzero", "inverse", "group")
 _VIEWS = ("reshape", "permute", "slice", "select", "expand", "tile", "spread", "index", "cast")
@@ -18,8 +23,10 @@ def never_negative(ids: Expr) -> bool:
     return _least(ids) >= 0
 
 
-def _least(e: Expr) -> float:
-    """A lower bound."""
+def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
+    """A lower bound, where some expressions are no less than their floors."""
+    if e in floors:
+        return max(floors[e], _least(e))
     if e.kind == "const":
         return e.args[0]
     if e.kind in _PLACES or _is_flag(e):
@@ -27,30 +34,52 @@ def _least(e: Expr) -> float:
     if e.kind == "leaf":
         return 0 if _is_trusted(e.args[0]) else -math.inf
     if e.kind == "cast":
-        return _least(e.args[1])
+        return _least(e.args[1], floors)
     if e.kind in ("sum", "prefix"):
-        return 0 if _least(e.args[1]) >= 0 else -math.inf
+        return 0 if _least(e.args[1], floors) >= 0 else -math.inf
     if e.kind == "add":
-        return sum(map(_least, e.args))
+        return sum(_least(term, floors) for term in e.args)
     if e.kind == "mul":
         return _least_product(e.args)
     if e.kind == "linear":
         known = all(isinstance(c, int) and c >= 0 for c, _ in e.args[1]) and isinstance(e.args[0], int)
-        return e.args[0] + sum(c * _least(atom) for c, atom in e.args[1]) if known else -math.inf
-    return _least_call(*e.args) if e.kind == "call" else -math.inf
+        return e.args[0] + sum(c * _least(atom, floors) for c, atom in e.args[1]) if known else -math.inf
+    return _least_call(*e.args, floors) if e.kind == "call" else -math.inf
 
 
-def _least_call(name: str, operands: tuple[Expr, ...], params: tuple) -> float:
-    """A lower bound of a function of whole numbers."""
+def _least_call(name: str, operands: tuple[Expr, ...], params: tuple, floors: Floors) -> float:
+    """A lower bound of a function of whole numbers.
+
+        where((ids >= 2) & (ids < 5), ids - 2, 3)       0: where the mask holds, ids are no less than 2
+    """
+    if name == "where":
+        mask, *chosen = operands
+        return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))
+    least = [_least(operand, floors) for operand in operands]
     if name == "clamp":
         lower, upper = params
-        least = _least(operands[0]) if lower is None else max(lower, _least(operands[0]))
-        return least if upper is None else min(least, upper)
+        bound = least[0] if lower is None else max(lower, least[0])
+        return bound if upper is None else min(bound, upper)
     if name == "maximum":
-        return max(map(_least, operands))
-    if name in ("minimum", "where"):
-        return min(map(_least, operands[-2:]))
+        return max(least)
+    if name == "minimum":
+        return min(least)
     return 0 if name == "abs" else -math.inf
+
+
+def _floors(mask: Expr, holds: bool) -> Floors:
+    """What integers are no less than where a mask holds, or where it does not."""
+    factors = [factor for part in (mask.args if mask.kind == "add" else (mask,)) for factor in factors_of(part)]
+    if mask.kind == "add" and is_indicator(mask):  # 1 - other
+        return _floors_of([factor for factor in factors if factor.kind != "const"], not holds)
+    return _floors_of(factors, holds)
+
+
+def _floors_of(factors: list[Expr], hold: bool) -> Floors:
+    told = [interval for factor in factors if (interval := interval_of(factor)) is not None]
+    if hold:
+        return {atom: first for atom, first, end in told if end == math.inf}
+    return {atom: end for atom, first, end in told if first == -math.inf and len(factors) == 1}
 
 
 def _is_flag(e: Expr) -> bool:

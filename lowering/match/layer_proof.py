@@ -45,7 +45,7 @@ from moeblaze_ops.lowering.match.terms.expert_coverage import (
     extent,
     weight_index,
 )
-from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, read_expert, written
+from moeblaze_ops.lowering.match.terms.expert_term import ExpertTerm, made_by, of_experts_alone, read_expert, written
 from moeblaze_ops.lowering.match.terms.padding import without_padding
 from moeblaze_ops.lowering.match.terms.routing_term import (
     Routing,
@@ -110,6 +110,18 @@ def prove_layer(
     Raises:
         Declined: it is not proven to be one.
     """
+    try:
+        return _layer_as_read(view, evaluator, formulas, candidate, refusal)
+    except Declined:
+        terms = [of_experts_alone(evaluator.algebra, term, candidate.feature) for term in candidate.terms]
+        if terms == list(candidate.terms):
+            raise
+    return _layer_as_read(view, evaluator, formulas, replace(candidate, terms=terms), refusal)
+
+
+def _layer_as_read(
+    view: GraphView, evaluator: Evaluator, formulas: Formulas, candidate: Candidate, refusal: Refusal
+) -> MoEMatch:
     experts = [read_expert(evaluator.algebra, formulas, term, candidate.feature) for term in candidate.terms]
 
     def stated(split: bool) -> MoEMatch:
@@ -364,7 +376,6 @@ class _Proof:
         prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
         prove(routed.is_dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
         prove(_all_below(self._bounds(routed), E) or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
-        prove(routed.top_k <= E, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts")
 
     def _bounds(self, routed: _Routed) -> list[Size | None]:
         """What the ids of each routing are below, as far as is known."""

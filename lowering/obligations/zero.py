@@ -200,7 +200,23 @@ class Zeros:
             return same_size(pattern.args[1], e.args[1]) and self._unify(pattern.args[0], e.args[0], bound, binding)
         if pattern.kind == "cast":
             return pattern.args[0] == e.args[0] and self._unify(pattern.args[1], e.args[1], bound, binding)
+        if pattern.kind in ("add", "mul") and len(pattern.args) == len(e.args):
+            return self._unify_in_any_order(pattern.args, e.args, bound, binding)
         return False
+
+    def _unify_in_any_order(
+        self, patterns: tuple[Expr, ...], terms: tuple[Expr, ...], bound: frozenset[Expr], binding: dict[Expr, Expr]
+    ) -> bool:
+        """Terms or factors, each of which is one of the pattern's.
+
+            where((ids >= 2) * (ids < 5), ids - 2, E) == e          holds for no token of expert e, whatever t and k are
+        """
+        for number, term in enumerate(terms):
+            trial, others = dict(binding), terms[:number] + terms[number + 1 :]
+            if self._unify(patterns[0], term, bound, trial) and self._unify_in_any_order(patterns[1:], others, bound, trial):
+                binding.update(trial)
+                return True
+        return not patterns
 
     def _unify_indices(self, pattern: Expr, e: Expr, bound: frozenset[Expr], binding: dict[Expr, Expr]) -> bool:
         """Indices of one tensor: a variable as long as the axis stands for whatever is read there."""

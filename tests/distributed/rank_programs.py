@@ -9,13 +9,15 @@ ranks wait for each other until the time of their group is over, or compute othe
     python tests/distributed/rank_programs.py --seeds 0:500 --ranks 2 --not-compared        # and in the time that they take
     python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # cold, and with what that left
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 4 --hosts 2        # of two ranks each
+    python tests/distributed/rank_programs.py --seeds 0:9 --ranks 4 --rows 2 --compiler inductor   # experts over two, twice
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --called         # every other layer calls moe_over_ranks
     python tests/distributed/rank_programs.py --show 7
 
 Each program that fails has a line with its seed and tracebacks on stderr; the last line counts how they do. Through Inductor each
 runs twice, with caches on disk that ranks share: the last rank compiles later than the others with cold ones, the first with warm
-ones, in other processes. There each operator is called as it is: to build them in C++ takes most of the time, and ``--build``
-does so.
+ones, in other processes. A mesh with rows has the experts on its other axis in a third pass: names of groups are those of others,
+and each process makes them anew between programs. Operators are called as they are there: to build them in C++ takes most of the
+time, and ``--build`` does so.
 """
 
 import argparse
@@ -44,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -93,6 +95,7 @@ class Way(NamedTuple):
 
     ``late`` begins each of them later; ``caches`` is a folder that they share. A rank waits ``patience_s`` for the others, and a
     program that takes twice as long ends its process. ``called``: every other layer calls the function that other libraries do.
+    ``rows``: so many groups of ranks store all experts each. ``turned``: their ranks do not stand behind one another.
     """
 
     compiler: str | None = None
@@ -103,6 +106,8 @@ class Way(NamedTuple):
     caches: str | None = None
     hosts: int = 1
     called: bool = False
+    rows: int = 1
+    turned: bool = False
 
 
 _DEFAULT = Way()
@@ -290,13 +295,16 @@ def _gradients(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _differences(program: Program, one: nn.Module, network: nn.Module, run: Callable, number: int, step: Step) -> str:
-    """Take a step here and, for all ranks, in this process alone; what differs."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(number)
+def _differences(
+    program: Program, one: nn.Module, network: nn.Module, run: Callable, number: int, step: Step, mesh: DeviceMesh
+) -> str:
+    """Take a step here and, for all ranks of the mesh, in this process alone; what differs."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    row = dist.get_process_group_ranks(mesh.get_group())[0]
+    generator = torch.Generator().manual_seed(number + 100 * row)
     inputs = [
         [tuple(torch.randn(count, zoo.D, generator=generator) for count in counts) for counts in of_ranks]
-        for of_ranks in step.tokens
+        for of_ranks in (each[row % ranks :] + each[: row % ranks] for each in step.tokens)
     ]
     network.zero_grad()
     got = _run(run, [of_ranks[rank] for of_ranks in inputs], step.with_gradients)
@@ -339,29 +347,37 @@ def _compiled(program: Program, network: nn.Module) -> Iterator[Callable]:
         yield torch.compile(network, backend=backend, dynamic=program.dynamic)
 
 
-def _sharded(one: nn.Module, program: Program) -> nn.Module:
+def _axis(way: Way) -> DeviceMesh:
+    """The ranks that share the experts of a row."""
+    names, shape = ["rows", "ep"], [way.rows, dist.get_world_size() // way.rows]
+    if way.turned:
+        names.reverse(), shape.reverse()
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))["ep"]
+
+
+def _sharded(one: nn.Module, program: Program, mesh: DeviceMesh) -> nn.Module:
     from moeblaze_ops.distributed import shard_experts
-    from tests.tools.sharded_layers import axis
 
     network = copy.deepcopy(one)
     called = {number: layer for number, layer in enumerate(network.layers) if isinstance(layer, Called)}
     for number in called:
         network.layers[number] = nn.Identity()
-    shard_experts(network, axis())
+    shard_experts(network, mesh)
     for number, layer in called.items():
-        layer.spread(axis(), program.top_k)
+        layer.spread(mesh, program.top_k)
         network.layers[number] = layer
     return network
 
 
-def check(seed: int, compiler: str | None = None, called: bool = False) -> Outcome:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    program = draw(seed, ranks, compiler, called)
+def check(seed: int, way: Way = _DEFAULT) -> Outcome:
+    mesh = _axis(way)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    program = draw(seed, ranks, way.compiler, way.called)
     one, moved = _network(program, seed, rank), 0
     before = config.snapshot()
     for key, value in program.settings.items():
         setattr(config, key, value)
-    network = _sharded(one, program)
+    network = _sharded(one, program, mesh)
     torch._dynamo.reset()
     counters.clear()
     try:
@@ -369,7 +385,7 @@ def check(seed: int, compiler: str | None = None, called: bool = False) -> Outco
             for number, step in enumerate(program.steps):
                 if step.compiles_anew == rank:
                     torch._dynamo.reset()
-                if wrong := _differences(program, one, network, run, number, step):
+                if wrong := _differences(program, one, network, run, number, step, mesh):
                     return Outcome(f"step {number}: {wrong}")
         kept = [record.report for record in records if isinstance(record, switch.GraphRecord) and record.dropped is None]
         moved = sum("experts_over_ranks" in str(c.became) for report in kept for c in report.candidates)
@@ -382,7 +398,7 @@ def check(seed: int, compiler: str | None = None, called: bool = False) -> Outco
 def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) -> None:
     if way.caches is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = way.caches
-    if way.compared:
+    if way.compared and torch.__version__ >= (2, 13):  # of gloo, 2.11 compares no collective that a graph holds
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -391,17 +407,25 @@ def _work(rank: int, ranks: int, seeds: Sequence[int], way: Way, folder: str) ->
     config.quiet = True
     torch._inductor.config.fallback_by_default = not way.build
     timeout = timedelta(seconds=way.patience_s)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks, timeout=timeout)
+
+    def begin(world: int) -> None:
+        store = dist.FileStore(f"{folder}/store{world}", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+    begin(0)
     if way.hosts > 1:
         from moeblaze_ops.ops.sharded import hosts
 
         hosts._this_host = lambda: rank // (ranks // way.hosts)
-    for seed in seeds:
+    for world, seed in enumerate(seeds):
+        if way.turned and world:
+            dist.destroy_process_group()
+            begin(world)
         if rank == way.late:
             time.sleep(LATE_S)
         faulthandler.dump_traceback_later(2 * way.patience_s, exit=True)
         try:
-            outcome = check(seed, way.compiler, way.called)
+            outcome = check(seed, way)
         except Exception:
             outcome = Outcome(f"raised\n{traceback.format_exc()}")
         torch.save(tuple(outcome), f"{folder}/{seed}.{rank}")
@@ -434,13 +458,15 @@ def run_programs(seeds: Sequence[int], ranks: int, way: Way = _DEFAULT) -> dict[
     return results
 
 
-def _run_passes(seeds: Sequence[int], ranks: int, way: Way) -> dict[str, dict[int, list[Outcome]]]:
+def run_passes(seeds: Sequence[int], ranks: int, way: Way) -> dict[str, dict[int, list[Outcome]]]:
     """Run programs through Inductor with empty caches and with those that this leaves, through others once."""
     if way.compiler != "inductor":
         return {"": run_programs(seeds, ranks, way)}
     with tempfile.TemporaryDirectory() as caches:
-        passes = {"cold": ranks - 1, "warm": 0}
-        return {name: run_programs(seeds, ranks, way._replace(caches=caches, late=late)) for name, late in passes.items()}
+        passes = {"cold": way._replace(late=ranks - 1), "warm": way._replace(late=0)}
+        if way.rows > 1:
+            passes["turned"] = way._replace(turned=True)
+        return {name: run_programs(seeds, ranks, of_pass._replace(caches=caches)) for name, of_pass in passes.items()}
 
 
 def main() -> None:
@@ -453,20 +479,21 @@ def main() -> None:
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--not-compared", action="store_true")
     parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--called", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
     if arguments.show is not None:
-        program = draw(arguments.show, arguments.ranks, arguments.compiler, arguments.called)
+        program = draw(arguments.show, arguments.ranks // arguments.rows, arguments.compiler, arguments.called)
         print(program, program.source, sep="\n\n")
         return
     seeds = range(*map(int, arguments.seeds.split(":")))
     way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
-    way = way._replace(hosts=arguments.hosts, called=arguments.called)
+    way = way._replace(hosts=arguments.hosts, called=arguments.called, rows=arguments.rows)
     totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:
         parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]
-        for future in as_completed(pool.submit(_run_passes, part, arguments.ranks, way) for part in parts):
+        for future in as_completed(pool.submit(run_passes, part, arguments.ranks, way) for part in parts):
             for name, (seed, outcomes) in ((name, item) for name, each in future.result().items() for item in each.items()):
                 totals += Counter(programs=1, moved=outcomes[0].moved, hits=sum(o.hits for o in outcomes))
                 if any(outcome.became != "right" for outcome in outcomes):

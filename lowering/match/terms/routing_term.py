@@ -1,7 +1,7 @@
 """From the factors beside an expert to its routing: which ids choose it, and with which weights."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,6 +163,8 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
     slot, body = algebra.open(core) if core.kind in ("sum", "any") else (None, core)
     parts = body.args if body.kind == "mul" and slot is not None else (body,)
     comparisons = [p for p in parts if p.kind == "eq" and _expert_of(p, expert) is not None]
+    # One that decides what the ids of another are is a mask: torch.where(owner == 1, ids % E, E) == e
+    comparisons = [p for p in comparisons if not any(p in _inside(other) for other in comparisons)]
     if not comparisons and is_indicator(factor):
         return None  # it says of another thing than ids whether a token is kept
     prove(len(comparisons) == 1, Reason.ROUTING, _NOT_ONE_COMPARISON)
@@ -172,6 +174,11 @@ def _selection(algebra: Algebra, factor: Expr, expert: Expr | None) -> _Selectio
         weights = (algebra.cast(dtype, algebra.mul(*weights)),)
     found, ids = _ids(comparisons[0], expert)
     return _Selection(factor, found, ids, slot, weights, core.kind == "any")
+
+
+def _inside(comparison: Expr) -> Iterator[Expr]:
+    """Comparisons that its sides are made of."""
+    return (e for side in comparison.args for e in subexpressions(side, lambda e: e.kind == "eq"))
 
 
 def _keeps(factor: Expr, ids: Expr) -> bool:

@@ -107,7 +107,11 @@ def _row_numbers(leaving_R2: Tensor, shard: Tensor, group: str, layer: str) -> l
     arriving_R2 = torch.empty_like(leaving_R2)
     dist.all_to_all_single(arriving_R2, leaving_R2, group=process_group(group))
     leaving, arriving, slots = torch.stack([leaving_R2[:, 0], *arriving_R2.unbind(1)]).tolist()
-    return [leaving_R2.new_empty(number, 0) for number in (*leaving, *arriving, sum(slots))]
+    return [_as_long_as(number, leaving_R2) for number in (*leaving, *arriving, sum(slots))]
+
+
+def _as_long_as(number: Size, like: Tensor) -> Tensor:
+    return like.new_empty(1).expand(number)
 
 
 def _sum_rows_cpu(rows_SD: Tensor, positions_TR: Tensor) -> Tensor:
@@ -137,9 +141,11 @@ row_numbers = register_plain_op(
     "row_numbers",
     "(Tensor leaving_R2, Tensor shard, str group, str layer) -> Tensor[]",
     _row_numbers,
-    lambda leaving_R2, *_: [leaving_R2.new_empty(number_of_data(), 0) for _ in range(2 * leaving_R2.shape[0] + 1)],
+    lambda leaving_R2, *_: [_as_long_as(number_of_data(), leaving_R2) for _ in range(2 * leaving_R2.shape[0] + 1)],
 )
-"""Tensors [n, 0], no data: n is how many rows leave for each rank, how many arrive from each, and how many slots arrive in all.
+"""Tensors [n]: n is how many rows leave for each rank, how many arrive from each, and how many slots arrive in all.
+
+They hold one element: of tensors without any, Inductor of torch 2.14 and 2.15 does not learn sizes.
 
 Args:
     leaving_R2: rows that leave for each rank, and slots in them that are of its experts. Every rank of the group calls it; the

@@ -1,12 +1,16 @@
 """Weights that are zero where a mask says so: no expert takes these slots, such as those of experts of other ranks."""
 
 import random
+import sys
 
 import pytest
 import torch
 from torch import fx, nn
 
-from tests.tools.rewrite_harness import check_against_eager
+from moeblaze_ops import compile as switch
+from tests.corpus.zoo.catalogue import grouped_mm_fallback
+from tests.tools.rewrite_harness import check_against_eager, rewriting_backend, rewritten_in
+from tests.tools.sharded_layers import assert_close, train
 
 T, D, HIDDEN, E, K, WORLD = 11, 6, 5, 3, 3, 9
 
@@ -38,6 +42,50 @@ class Layer(nn.Module):
         return int(((weights != 0) & ((ids < E) | (not self.clamps))).sum())
 
 
+class Sorted(Layer):
+    """Rows sorted by expert, in grouped products that leave those behind the last group as they were."""
+
+    def masked(self, rows, ids):
+        return rows.masked_fill(ids >= E, 0.0)
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        ids, weights = self.mask(ids, weights)
+        return self.combine(x, weights, ids)
+
+    def combine(self, x, weights, ids):
+        ids, order = torch.sort(ids.reshape(-1))
+        ends = torch.histc(ids.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+        ids = ids.unsqueeze(-1)
+        rows = self.masked(x[order // K], ids)
+        rows = self.masked(grouped_mm_fallback(rows, self.up.transpose(1, 2), ends), ids)
+        gate, up = rows.chunk(2, -1)
+        rows = self.masked(grouped_mm_fallback(nn.functional.silu(gate) * up, self.down.transpose(1, 2), ends), ids)
+        rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
+        return rows[order.argsort()].view(*x.shape[:1], K, D).sum(1)
+
+
+class Looped(Layer):
+    """A loop over the experts that have tokens, which skips the number behind the last one."""
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        ids, weights = self.mask(ids, weights)
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = nn.functional.one_hot(ids, E + 1).permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            e = e[0]
+            if e == E:
+                continue
+            slot, token = torch.where(mask[e])
+            gate, up = nn.functional.linear(x[token], self.up[e]).chunk(2, -1)
+            y = nn.functional.linear(nn.functional.silu(gate) * up, self.down[e])
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
 def owner_differs(ids, weights):
     foreign = (ids // E) != 1
     return torch.where(foreign, E, ids % E), weights.masked_fill(foreign, 0.0)
@@ -61,11 +109,11 @@ class _Slots(fx.Interpreter):
 
     def call_function(self, target, args, kwargs):
         if target is torch.ops.moeblaze.dispatch.default:
-            self.used += int((args[0] >= 0).sum())
+            self.used += int(((args[0] >= 0) & (args[0] < E)).sum())
         return super().call_function(target, args, kwargs)
 
 
-@pytest.mark.parametrize(("mask", "clamps"), zip(MASKS, (True, False, True), strict=True))
+@pytest.mark.parametrize(("mask", "clamps"), [*zip(MASKS, (True, False, True), strict=True)])
 def test_slots_of_other_ranks(fp64, mask, clamps):
     """They are computed by nobody, and gradients are those of eager mode."""
 
@@ -109,6 +157,61 @@ def drawn(seed):
         return (ids % E if of_ids == "modulo" else ids.clamp(0, E - 1)), weights
 
     return mask
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_grouped_rows_of_no_expert(fp64, mask):
+    backend = check_against_eager(Sorted(mask), torch.randn(T, D))
+    assert len(backend.rewritten) == 1 and not backend.reasons
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_loop_without_the_number_of_no_expert(fp64, mask):
+    torch._dynamo.reset()
+    layer, x = Looped(mask), torch.randn(T, D)
+    with switch.recording() as records, rewriting_backend() as backend:
+        assert_close(train(layer, torch.compile(layer, backend=backend), x), train(layer, layer, x))
+    assert len(rewritten_in(records)) == 1
+
+
+@pytest.mark.parametrize("layer", [Layer, Sorted])
+def test_more_slots_than_experts_of_this_rank(fp64, monkeypatch, layer):
+    monkeypatch.setattr(sys.modules[__name__], "E", K - 1)
+    assert len(check_against_eager(layer(owner_differs), torch.randn(T, D)).rewritten) == 1
+
+
+class Given(Sorted):
+    """Its caller has chosen, and masked the weights."""
+
+    def forward(self, x, weights, ids):
+        return self.combine(x, weights, ids)
+
+
+def test_ids_that_a_caller_gives(fp64):
+    weights, ids = torch.randn(T, WORLD).softmax(-1).topk(K, -1)
+    ids, weights = owner_differs(ids, weights)
+    assert len(check_against_eager(Given(owner_differs), torch.randn(T, D), weights, ids).rewritten) == 1 and (ids == E).any()
+
+
+class Fewer(Sorted):
+    """The tokens of the last expert are masked as well."""
+
+    def masked(self, rows, ids):
+        return rows.masked_fill(ids >= E - 1, 0.0)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_of_an_expert_stays(fp64, mask):
+    check_against_eager(Fewer(mask), torch.randn(T, D))
+
+
+def range_from_too_low(ids, weights):
+    here = (ids >= 1) & (ids < 5)
+    return torch.where(here, ids - 2, E), weights * here
+
+
+def test_ids_that_may_be_negative_stand_before_the_first_expert(fp64):
+    assert not check_against_eager(Sorted(range_from_too_low), torch.randn(T, D)).rewritten
 
 
 @pytest.mark.parametrize("seed", range(12))
