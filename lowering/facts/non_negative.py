@@ -4,7 +4,7 @@ Ids of which nothing is known, such as those that a graph is given, are made num
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from moeblaze_ops.lowering.graph.functional_view import Value
@@ -69,13 +69,13 @@ def _least_call(name: str, operands: tuple[Expr, ...], params: tuple, floors: Fl
 
 def _floors(mask: Expr, holds: bool) -> Floors:
     """What integers are no less than where a mask holds, or where it does not."""
-    factors = [factor for part in (mask.args if mask.kind == "add" else (mask,)) for factor in factors_of(part)]
-    if mask.kind == "add" and is_indicator(mask):  # 1 - other
-        return _floors_of([factor for factor in factors if factor.kind != "const"], not holds)
-    return _floors_of(factors, holds)
+    if mask.kind != "add":
+        return _floors_of(factors_of(mask), holds)
+    other = [factor for term in mask.args for factor in factors_of(term) if factor.kind != "const"]
+    return _floors_of(other, not holds) if is_indicator(mask) else {}  # 1 - other
 
 
-def _floors_of(factors: list[Expr], hold: bool) -> Floors:
+def _floors_of(factors: Sequence[Expr], hold: bool) -> Floors:
     told = [interval for factor in factors if (interval := interval_of(factor)) is not None]
     if hold:
         return {atom: first for atom, first, end in told if end == math.inf}

@@ -458,7 +458,7 @@ def run_programs(seeds: Sequence[int], ranks: int, way: Way = _DEFAULT) -> dict[
     return results
 
 
-def run_passes(seeds: Sequence[int], ranks: int, way: Way) -> dict[str, dict[int, list[Outcome]]]:
+def _run_passes(seeds: Sequence[int], ranks: int, way: Way) -> dict[str, dict[int, list[Outcome]]]:
     """Run programs through Inductor with empty caches and with those that this leaves, through others once."""
     if way.compiler != "inductor":
         return {"": run_programs(seeds, ranks, way)}
@@ -493,7 +493,7 @@ def main() -> None:
     totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:
         parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]
-        for future in as_completed(pool.submit(run_passes, part, arguments.ranks, way) for part in parts):
+        for future in as_completed(pool.submit(_run_passes, part, arguments.ranks, way) for part in parts):
             for name, (seed, outcomes) in ((name, item) for name, each in future.result().items() for item in each.items()):
                 totals += Counter(programs=1, moved=outcomes[0].moved, hits=sum(o.hits for o in outcomes))
                 if any(outcome.became != "right" for outcome in outcomes):

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.rank_programs import Outcome, Way, draw, run_passes, run_programs
+from tests.distributed.rank_programs import Outcome, Way, draw, run_programs
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -51,12 +51,3 @@ def test_ranks_of_other_sizes_exchange_alike(seed):
 def test_other_ways(ranks, seeds, way):
     for outcomes in run_programs(seeds, ranks, way).values():
         assert [outcome.became for outcome in outcomes] == ["right"] * ranks
-
-
-def test_rows_of_ranks_share_caches_on_disk():
-    """Cold, warm, and with the experts on the other axis: each rank has the code of its own group, whatever that is called."""
-    passes = run_passes([4, 2], 4, Way("inductor", rows=2))
-    became = {name: [outcome.became for each in of_pass.values() for outcome in each] for name, of_pass in passes.items()}
-    assert became == {name: ["right"] * 8 for name in ("cold", "warm", "turned")}
-    assert all(outcome.hits > 0 for outcomes in passes["warm"].values() for outcome in outcomes)
-    assert all(outcome.moved > 0 for of_pass in passes.values() for outcome in of_pass[2])
