@@ -142,8 +142,9 @@ def is_of_module(placeholder: fx.Node) -> bool:
 
 
 def _in_place_of(original: Callable, backend: Callable) -> Callable:
-    """``backend`` as something that Dynamo takes for ``original``: with its attributes, which name the backend inside."""
+    """``backend`` as something that Dynamo takes for ``original``: with its name, and attributes that name the backend inside."""
     if backend is not original:
+        backend.__name__ = getattr(original, "__name__", "?")
         vars(backend).update(getattr(original, "__dict__", {}))
         backend._torchdynamo_orig_backend = original
     return backend

@@ -1,7 +1,7 @@
 """A function called with its graphs captured and rewritten, but not compiled: what ``explain`` looks at."""
 
+import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from moeblaze_ops.compile.switch import rewriting
 from moeblaze_ops.lowering.torch_internals import frames, inductor
 
 
-def eager_random_numbers() -> AbstractContextManager:
+def eager_random_numbers() -> contextlib.AbstractContextManager:
     """A context in which numbers are drawn as eager mode draws them: layers that draw some inside stay as they are."""
     return inductor.inductor_config.patch(fallback_random=True)
 
@@ -35,20 +35,25 @@ def dry_run(
     from moeblaze_ops.lowering.obligations.branches import always_taken
 
     captured: list[fx.GraphModule] = []
+    observers = [observe]
 
     def rewrite_copied(gm: fx.GraphModule) -> Any:
         captured[:] = [always_taken(gm)]
         return rewrite(gm)
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        return observe(captured[0], gm, rewrite(gm))
+        return observers[0](captured[0], gm, rewrite(gm))
 
     with (
+        contextlib.ExitStack() as at_end,
         rewriting(backend, rewrite_copied),
         frames.dynamo_config.patch(optimize_ddp=False),  # which would cut what was captured
         kept_apart() as records,
         frames.forgetting_frames(backend),
         frames.counting_breaks() as breaks,
     ):
+        # What holds the model: Dynamo keeps the backend of a compile that raised.
+        at_end.callback(observers.clear)
+        at_end.callback(captured.clear)
         output = torch.compile(function, backend=backend)(*args, **kwargs)
     return output, records, breaks

@@ -534,6 +534,18 @@ def test_nothing_of_the_model_is_kept(ask, make):
     assert kept() is None
 
 
+def test_nothing_of_the_model_is_kept_after_an_error(monkeypatch):
+    """Torch keeps the backend of a compile that raised; what it logs of that keeps the error."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    model = Dense()
+    kept = weakref.ref(model)
+    with pytest.raises(RuntimeError):
+        moeblaze_ops.explain(model, torch.randn(6, 17))
+    del model
+    gc.collect()
+    assert kept() is None
+
+
 def hooked(model):
     model.register_forward_pre_hook(lambda module, inputs: None)
     return model
