@@ -295,7 +295,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _storage(tensor: Tensor) -> tuple[torch.device | int, ...]:
-    return (tensor.device, *(part.untyped_storage().data_ptr() for part in _parts(tensor)))
+    return (tensor.device, *(part.untyped_storage()._cdata for part in _parts(tensor)))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
