@@ -157,7 +157,7 @@ def candidate_of(
     """What became of the layer of this name, of a dry run with the bytes of ``run``."""
     run = run or _Run({}, {}, {})
     source = short_place(entry.source)
-    where = f"{name} ({source})" if name else source
+    where = f"{name} ({source})" if name and source else name or source
     spelling = entry.spelling or "unrecognised"
     if entry.reason is not None:
         detail = _with_names(entry.detail, run.names)
