@@ -68,8 +68,8 @@ def _outermost_call() -> FrameType | None:
 def places(node: fx.Node) -> list[tuple[str, int, str]]:
     """File, line and function of every call on the stack under which a node was traced, outermost first.
 
-    Torch and Python's library are left out: ``set_default_device`` calls everything in a file of torch's, and from torch 2.15 on the
-    additions of ``sum`` are traced in ``operator.py``.
+    Torch and Python's library are left out: under ``set_default_device`` a file of torch's makes each call, and from torch 2.15
+    on the additions of ``sum`` are traced in ``operator.py``.
     """
     found = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
     return [(file, int(line), function) for file, line, function in found if not _is_of_library(file)]

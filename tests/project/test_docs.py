@@ -92,6 +92,13 @@ def test_links_lead_to_files_of_the_site(monkeypatch):
             assert not anchor or "://" in link or anchor in anchors(files[target].read_text()), (name, link)
 
 
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.suffix == ".md"], ids=lambda page: page.stem)
+def test_lists_begin_behind_an_empty_line(page):
+    """GitHub makes a list of the others, too; the site goes on with the paragraph, or the code, before."""
+    text = re.sub(r"^```.*?^```$", "code", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^(?![-|\s]|\d+\. ).+\n- .*", text, flags=re.MULTILINE)
+
+
 def without_code(page):
     return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
 
