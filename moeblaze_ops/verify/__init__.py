@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moeblaze_ops.arguments.validation_values import refuse
 from moeblaze_ops.comparison import Comparison, compare, results_of, rounding_of, widened, wider
 from moeblaze_ops.explain import checked_model, explained
 from moeblaze_ops.explanation import Explanation
@@ -84,7 +83,7 @@ def verify(
     parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in (*parameters.values(), *tree_leaves((inputs, keywords)))):
-        refuse("verify", "model", "have numbers, and its inputs too (explain does without)", "tensors on the meta device")
+        raise ValueError("verify: model must have numbers, as its inputs (explain does without), got tensors on the meta device")
     with unchanged(model):
         written = results_of(model(*inputs, **keywords), inputs, keywords, wanted)
     with unchanged(model):

@@ -533,7 +533,7 @@ CALLS = {
     "verify on the meta device": (
         lambda: moeblaze_ops.verify(moeblaze_ops.MoE(D, F, E, K), torch.empty(T, D, device="meta")),
         ValueError,
-        "verify: model must have numbers, and its inputs too (explain does without), got tensors on the meta device",
+        "verify: model must have numbers, as its inputs (explain does without), got tensors on the meta device",
     ),
     # memory_estimate
     "memory_estimate of a GPU that is not there": (
