@@ -17,6 +17,7 @@ FROM_ROOT = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "notes.md": "benchmarks/NOTES.md",
+    "tests.md": "tests/README.md",
     "results/layer_h200.png": "benchmarks/results/layer_h200.png",
     "results/memory_scaling_h200.png": "benchmarks/results/memory_scaling_h200.png",
     "license.md": "LICENSE",

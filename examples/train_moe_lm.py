@@ -4,7 +4,8 @@
 
 The text is Python's own standard library. A GPU is used when there is one, at a size worth it and in bfloat16; a CPU
 trains a small model in float32. A table is printed at the end; the plot and the numbers go to `outputs/`. Each way of
-training stops after its share of `--minutes`, no way begins after all of them, and Ctrl-C keeps the ways that are finished.
+training stops after its share of `--minutes`, five steps at least; no way begins after all of them, and Ctrl-C keeps the ways
+that are finished.
 """
 
 import argparse
@@ -216,7 +217,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     title = describe(preset, device)
     print(title)
-    limit = f"{arguments.minutes:g} minutes, or a compilation that has begun by then"
+    limit = f"{arguments.minutes:g} minutes, or {WARMUP_STEPS + 2} steps of a way that has begun, of which the first compiles"
     print(f"{len(arguments.ways)} x {steps} steps; stops after {limit}")
     if "every" in arguments.ways:
         print(f'"{WAYS["every"]}" runs all experts on all tokens; the others run each expert on the tokens that chose it.')

@@ -157,7 +157,7 @@ def candidate_of(
     """What became of the layer of this name, of a dry run with the bytes of ``run``."""
     run = run or _Run({}, {}, {})
     source = short_place(entry.source)
-    where = f"{name} ({source})" if name else source
+    where = f"{name} ({source})" if name and source else name or source
     spelling = entry.spelling or "unrecognised"
     if entry.reason is not None:
         detail = _with_names(entry.detail, run.names)
@@ -295,7 +295,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _storage(tensor: Tensor) -> tuple[torch.device | int, ...]:
-    return (tensor.device, *(part.untyped_storage().data_ptr() for part in _parts(tensor)))
+    return (tensor.device, *(part.untyped_storage()._cdata for part in _parts(tensor)))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

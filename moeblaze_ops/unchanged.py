@@ -19,7 +19,7 @@ def as_it_is(values: Sequence[Any]) -> Iterator[None]:
 
     A forward that writes to its parameters, or to what has a gradient, is not supported by autograd either.
     """
-    tensors = [v for v in values if isinstance(v, Tensor) and not (v.requires_grad or isinstance(v, nn.Parameter))]
+    tensors = [v for v in values if isinstance(v, Tensor) and not (v.requires_grad or v.is_meta or isinstance(v, nn.Parameter))]
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):

@@ -68,10 +68,11 @@ def _outermost_call() -> FrameType | None:
 def places(node: fx.Node) -> list[tuple[str, int, str]]:
     """File, line and function of every call on the stack under which a node was traced, outermost first.
 
-    Python's own library is left out: from torch 2.15 on the additions of ``sum`` are traced in ``operator.py``.
+    Torch and Python's library are left out: under ``set_default_device`` a file of torch's makes each call, and from torch 2.15
+    on the additions of ``sum`` are traced in ``operator.py``.
     """
     found = re.findall(r'File "(.+)", line (\d+), in (.+)', node.meta.get("stack_trace") or "")
-    return [(file, int(line), function) for file, line, function in found if os.path.dirname(file) != _STANDARD_LIBRARY]
+    return [(file, int(line), function) for file, line, function in found if not _is_of_library(file)]
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,14 @@ def _is_of_torch(file: str) -> bool:
     return file.startswith(os.path.dirname(torch.__file__) + os.sep)
 
 
+def _is_of_library(file: str) -> bool:
+    return _is_of_torch(file) or os.path.dirname(file) == _STANDARD_LIBRARY
+
+
 def _call_path(calls: Iterable[tuple[str, int, str]], modules: Iterable[str | int]) -> CallPath:
     kept: list[tuple[str, int, str]] = []
     for file, line, name in calls:
-        if _is_of_torch(file) or os.path.dirname(file) == _STANDARD_LIBRARY:
+        if _is_of_library(file):
             continue
         if (resumes := _RESUMES.match(name)) is not None:
             name = resumes[1]

@@ -82,6 +82,8 @@ def verify(
     model = checked_model("verify", model)
     parameters = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in (*parameters.values(), *tree_leaves((inputs, keywords)))):
+        raise ValueError("verify: model must have numbers, as its inputs (explain does without), got tensors on the meta device")
     with unchanged(model):
         written = results_of(model(*inputs, **keywords), inputs, keywords, wanted)
     with unchanged(model):

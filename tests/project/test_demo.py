@@ -41,6 +41,14 @@ def run_demo(monkeypatch, capsys, tmp_path):
     return run
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: what a script starts in the background ignores it, pytest too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def check_four_ways(run_demo, folder, device, largest_difference):
     output, results = run_demo("--device", device)
     assert list(results) == ["eager", "compile", "moeblaze", "every"]
@@ -150,18 +158,19 @@ def test_demo_keeps_what_was_finished_when_interrupted(tmp_path):
     assert [result["way"] for result in json.loads((tmp_path / "train_moe_lm.json").read_text())["results"]] == ["eager"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_demo_writes_all_when_interrupted_at_its_table(run_demo, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     report = importlib.import_module("train_report")
     for name in ("format_table", "save_numbers", "save_plot"):
         write = getattr(report, name)
         monkeypatch.setattr(report, name, lambda *args, write=write: (signal.raise_signal(signal.SIGINT), write(*args))[1])
-    on_interrupt = signal.getsignal(signal.SIGINT)
     output, results = run_demo("--device", "cpu", "--ways", "eager", "--steps", "2")
     assert "last loss" in output and "plot: " in output and list(results) == ["eager"]
-    assert signal.getsignal(signal.SIGINT) is on_interrupt
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_demo_keeps_what_was_finished_when_interrupted_after_a_way(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     monkeypatch.setattr("gc.collect", lambda: signal.raise_signal(signal.SIGINT))

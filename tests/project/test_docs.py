@@ -2,8 +2,13 @@
 
 import hashlib
 import importlib.util
+import os
 import pkgutil
 import re
+import runpy
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +73,40 @@ def test_every_page_is_in_the_site():
     listed = re.findall(r"^ +- (?:\w+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert pages | {"index.md", "design.md", "contributing.md", "changelog.md"} == set(listed)
+
+
+def test_links_lead_to_files_of_the_site(monkeypatch):
+    """Built as the hook of mkdocs has it, which itself the tests do without."""
+    for name in ("mkdocs", "mkdocs.plugins", "mkdocs.structure", "mkdocs.structure.files"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    hooks = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
+    files = {path.relative_to(ROOT / "docs").as_posix(): path for path in (ROOT / "docs").rglob("*.*")}
+    files |= {name: ROOT / source for name, source in hooks["FROM_ROOT"].items()}
+    for name in filter(lambda name: name.endswith(".md"), files):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
+        shown = without_code(hooks["on_page_markdown"](files[name].read_text(), page=page))
+        for link in re.findall(r"\]\(([^)\s]+)\)", shown):
+            file, _, anchor = link.partition("#")
+            target = os.path.normpath(os.path.join(os.path.dirname(name), file)) if file else name
+            assert "://" in link or target in files, (name, link)
+            assert not anchor or "://" in link or anchor in anchors(files[target].read_text()), (name, link)
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.suffix == ".md"], ids=lambda page: page.stem)
+def test_lists_begin_behind_an_empty_line(page):
+    """GitHub makes a list of the others, too; the site goes on with the paragraph, or the code, before."""
+    text = re.sub(r"^```.*?^```$", "code", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^(?![-|\s]|\d+\. ).+\n- .*", text, flags=re.MULTILINE)
+
+
+def without_code(page):
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page):
+    """Those of its headings: the site makes one hyphen of several, and GitHub does not, so there should be one alone."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).lower()) for heading in headings}
 
 
 def test_diagrams_are_drawn():

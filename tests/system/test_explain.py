@@ -71,6 +71,13 @@ def test_without_gradients_nothing_is_measured():
     assert {(c.kept_before, c.kept_after) for c in explanation.candidates} == {(None, None)}
 
 
+def test_meta_device():
+    """Where a tensor has no numbers, a model that does not fit into memory says what it would keep."""
+    explanation = moeblaze_ops.explain(Model().to("meta"), torch.empty(4, 8, device="meta"))
+    assert [candidate.became for candidate in explanation.candidates] == ["tanh_mm", "tanh_mm"]
+    assert explanation.candidates == moeblaze_ops.explain(Model(), torch.empty(4, 8)).candidates
+
+
 def test_text():
     candidates = (
         Candidate("layers.0 (model.py:3)", "loop", "op", None, 3 << 20, 1 << 10),

@@ -163,6 +163,13 @@ def test_layer_that_is_called_twice_counts_twice():
     assert text.startswith("moeblaze: 2 of 2 MoE layers rewritten\n  2 times ") and text.count("test_explain_layers.py:") == 1
 
 
+def test_line_is_the_users_under_a_default_device():
+    """There torch calls each of its functions in a file of its own."""
+    with torch.device("cpu"):
+        (candidate,) = moeblaze_ops.explain(Dense(), torch.randn(24, 16)).candidates
+    assert re.match(r"Dense \(.*test_explain_layers.py:\d+\)", candidate.where)
+
+
 def test_names_in_a_function_are_its_own():
     blocks = Blocks(count=1)
 

@@ -530,6 +530,11 @@ CALLS = {
         )
         for op in ("explain", "verify")
     },
+    "verify on the meta device": (
+        lambda: moeblaze_ops.verify(moeblaze_ops.MoE(D, F, E, K), torch.empty(T, D, device="meta")),
+        ValueError,
+        "verify: model must have numbers, as its inputs (explain does without), got tensors on the meta device",
+    ),
     # memory_estimate
     "memory_estimate of a GPU that is not there": (
         lambda: estimate(device="cuda:77"),
