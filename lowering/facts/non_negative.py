@@ -44,14 +44,15 @@ def _least(e: Expr, floors: Floors = MappingProxyType({})) -> float:
     if e.kind == "linear":
         known = all(isinstance(c, int) and c >= 0 for c, _ in e.args[1]) and isinstance(e.args[0], int)
         return e.args[0] + sum(c * _least(atom, floors) for c, atom in e.args[1]) if known else -math.inf
-    return _least_call(*e.args, floors) if e.kind == "call" else -math.inf
+    return _least_call(e, floors) if e.kind == "call" else -math.inf
 
 
-def _least_call(name: str, operands: tuple[Expr, ...], params: tuple, floors: Floors) -> float:
+def _least_call(call: Expr, floors: Floors) -> float:
     """A lower bound of a function of whole numbers.
 
         where((ids >= 2) & (ids < 5), ids - 2, 3)       0: where the mask holds, ids are no less than 2
     """
+    name, operands, params = call.args
     if name == "where":
         mask, *chosen = operands
         return min(_least(e, {**floors, **_floors(mask, holds)}) for e, holds in zip(chosen, (True, False), strict=True))

@@ -160,7 +160,7 @@ def of_experts_alone(algebra: Algebra, term: Expr, feature: Expr) -> Expr:
     if len(found) != 1:
         return term
     ((ids, count),) = found
-    masks = {}
+    masks: dict[Expr, Expr] = {}
     for mask in subexpressions(term, lambda e: e.kind == "call" and e.args[0] in _ORDERS and e.args[1][0] is ids):
         number, compare = mask.args[1][1], getattr(operator, mask.args[0])
         if number.kind == "const" and isinstance(count, int):
