@@ -32,7 +32,7 @@ from moeblaze_ops.lowering.match.residual import adds, bases
 from moeblaze_ops.lowering.match.same_layer import Chosen, chosen_by, is_part, is_sum_of, values_of
 from moeblaze_ops.lowering.match.terms.activation import Formulas
 from moeblaze_ops.lowering.match.terms.expert_term import (
-    describe,
+    describe_last,
     is_chosen_bias,
     is_expert_term,
     is_scored_term,
@@ -98,28 +98,37 @@ class Matcher:
             elif result is not None:
                 declined.append(result)
                 parts.update(self._parts(result, parts))
+        further: dict[fx.Node, Decline] = {}  # why a sum is no layer that is added to something else
         for decline in declined:
             if decline.reason is Reason.OTHER_TERMS and decline.root not in taken and not self._is_around(decline, found):
                 result = self._attempt(decline.root, onto_base=True)
                 if isinstance(result, MoEMatch) and taken.isdisjoint(result.region.nodes) and not self._is_again(result, found):
                     found.append(result)
                     taken.update(result.region.nodes)
+                elif isinstance(result, Decline) and result.progress > decline.progress:
+                    further[decline.root] = result
         results: list[MoEMatch | Decline] = [*found, *(decline for decline in declined if decline.root not in taken)]
-        declined = [r for r in results if isinstance(r, Decline) and not self._is_around(r, results)]
+        declined = [r for r in results if isinstance(r, Decline) and not self._is_around(r, results, scores=False)]
         declined = furthest([r for r in declined if not any(self._is_beginning(r, whole) for whole in declined)])
-        declined = [r for r in declined if not any(self._is_step(r, whole) for whole in declined)]
+        declined = [further.get(r.root, r) for r in declined if not any(self._is_step(r, whole) for whole in declined)]
         return sorted([*found, *declined], key=lambda r: self.view.position[r.root])
 
-    def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline]) -> bool:
-        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``."""
+    def _is_around(self, outer: Decline, results: Sequence[MoEMatch | Decline], *, scores: bool = True) -> bool:
+        """Whether all experts behind a candidate are those of other results that it depends on, as in ``x + layer(x)``.
+
+        Behind others, one without projections needs two terms of its own to be like a layer. ``scores``: as ``is_sum_of`` has it.
+        """
         inner = [result for result in (*results, *self._elsewhere) if self._is_behind(result, outer)]
         inner = [result for result in inner if isinstance(result, MoEMatch) or result.has_experts or not outer.has_experts]
         if outer.rows:
             nodes = set(dependencies(self.view, *(result.root for result in inner)))
             return all(row.node in nodes for row in outer.rows)
+        if inner and not outer.has_experts:
+            known = values_of(chosen for result in inner for chosen in result.chosen)
+            return sum(n for chosen, n in outer.chosen.items() if not (chosen.ids and chosen.numbers <= known)) < 2
         if outer.reason is not Reason.OTHER_TERMS:  # with the same experts it may be the same layer, a step further
             inner = [result for result in inner if isinstance(result, MoEMatch) or result.chosen != outer.chosen]
-        return is_sum_of(outer.chosen, [result.chosen for result in inner])
+        return is_sum_of(outer.chosen, [result.chosen for result in inner], scores=scores)
 
     def _is_again(self, outer: MoEMatch, found: Sequence[MoEMatch]) -> bool:
         """Whether a layer is one of those found, whose result it depends on: ``y`` and ``y + unknown(y)``, where y = layer(x)."""
@@ -210,7 +219,7 @@ class Matcher:
             if len(masked) < 2:
                 return None
             counts = self._chosen(masked, feature)
-            detail = describe(masked[0], feature)
+            detail = describe_last(masked[0], feature)
             return Decline(root, root, Reason.NOT_TWO_PROJECTIONS, detail, ids, counts, has_experts=False)
         others = list((Counter(terms) - Counter(experts)).elements())
         try:

@@ -24,6 +24,11 @@ class Chosen(NamedTuple):
     ids: frozenset[Value]
     how: frozenset[Hashable]
 
+    @property
+    def numbers(self) -> frozenset[Value]:
+        """Those of ``ids`` that hold numbers or truth values, and no scores."""
+        return frozenset(value for value in self.ids if not value.dtype.is_floating_point)
+
 
 def chosen_by(term: Expr, feature: Expr) -> Chosen:
     """What chooses the expert of a term: comparisons, or ids that its weights are indexed by, or else its score."""
@@ -53,9 +58,14 @@ def is_part(sum_: Counter, whole: Counter) -> bool:
     return own.keys() != sum_.keys() or len({own[chosen] / count for chosen, count in sum_.items()}) > 1
 
 
-def is_sum_of(whole: Counter, layers: Sequence[Counter]) -> bool:
-    """Whether all experts of ``whole`` may be those of the layers."""
+def is_sum_of(whole: Counter, layers: Sequence[Counter], *, scores: bool = True) -> bool:
+    """Whether all experts of ``whole`` may be those of the layers; without ``scores`` those are left out that scores choose.
+
+        sum over s of gate(h)[s] * h[s], where h = layer(x) + mix @ x           the layer, and a gate's terms: hyper-connections
+    """
     known = values_of(chosen for layer in layers for chosen in layer)
+    if not scores and all(chosen.numbers <= known for chosen in whole):
+        whole = Counter({chosen: count for chosen, count in whole.items() if chosen.numbers == chosen.ids}) or whole
     enough = 0 < whole.total() <= sum(layer.total() for layer in layers)
     return enough and all(chosen.ids and chosen.ids <= known for chosen in whole)
 

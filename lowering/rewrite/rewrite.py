@@ -127,6 +127,7 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         return
     report.direct += map(_module_path, filter(_is_direct_layer, gm.graph.nodes))
     join_gathers(gm.graph)
+    _erase_unread(gm.graph)
     results: list[MoEMatch | Decline] = []
     edits = Edits(gm.graph)
     try:
@@ -155,6 +156,18 @@ def _rewrite_one(gm: fx.GraphModule, report: RewriteReport) -> None:
         left = f"left alone, {candidate.reason}: {candidate.detail}"
         outcome = left if candidate.reason else f"rewritten to {candidate.became}"
         log.info("%s (%s): %s", candidate.module_path, candidate.source, outcome)
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    """Erase operators whose tensors nobody reads, which are no users of what a layer computes: compilers drop them anyway.
+
+    y = expert(x); y != 0; out += share * y                 torch.rand_like(y) stays: it draws numbers
+    """
+    for node in reversed(graph.nodes):
+        if node.users or not target_name(node) or has_effect(node) or node.meta.get("unbacked_bindings"):
+            continue
+        if all(isinstance(value, torch.Tensor) for value in tree_leaves(fake_of(node))):
+            graph.erase_node(node)
 
 
 def _is_direct_layer(node: fx.Node) -> bool:

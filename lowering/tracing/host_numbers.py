@@ -96,7 +96,10 @@ def handled(tx: Any, function: Any, args: list[VariableTracker], kwargs: dict[st
         index = args[1].value
         return args[0].items[index] if type(index) is int and -len(args[0].items) <= index < len(args[0].items) else None
     if function is operator.getitem and isinstance(args[0], TensorVariable) and (bounds := _bounds_of_data(tx, args[1])):
-        return _slice(tx, args[0], bounds)
+        rows, others = _slice(tx, args[0], bounds), _other_axes(args[1])
+        if all(map(_is_whole, others)):
+            return rows
+        return _traced(tx, operator.getitem, [rows, TupleVariable([_whole(tx), *others])])  # rows[start:end, None]
     if function in _JOINS and (size := _known_rows(tx, args)) is not None:
         return _traced(tx, rows_joined, [args[0], size])
     if function is len and isinstance(args[0], HostArray):
@@ -122,7 +125,7 @@ def handled_method(tx: Any, x: TensorVariable, name: str, args: list, kwargs: di
         return Counts(ids, counts.call_method(tx, "tolist", [], {}).items)
     if name == "new_tensor" and len(args) == 1 and not kwargs:
         return _selected_rows(tx, fake_value(x), args[0])
-    if name == "__setitem__" and (bounds := _bounds_of_data(tx, args[0])):
+    if name == "__setitem__" and all(map(_is_whole, _other_axes(args[0]))) and (bounds := _bounds_of_data(tx, args[0])):
         write = "copy_" if isinstance(args[1], TensorVariable) else "fill_"
         return _slice(tx, x, bounds).call_method(tx, write, [args[1]], {})
     return handled(tx, torch.bincount, [x, *args], kwargs) if name == "bincount" else None
@@ -194,7 +197,7 @@ def _slice(tx: Any, x: VariableTracker, bounds: list[VariableTracker]) -> Variab
     """
     start, stop = bounds
     if _size_of(start) == 0 and _is_all(tx, stop, fake_value(x).shape[0]):
-        return _traced(tx, operator.getitem, [x, SliceVariable([ConstantVariable.create(None)], tx)])
+        return _traced(tx, operator.getitem, [x, _whole(tx)])
     known = vars(tx.output).setdefault("_moeblaze_slices", {})
     key = (tx.output.current_tracer, *map(_size_of, bounds), size_of(fake_value(x).shape[0]))
     if key in known:
@@ -234,15 +237,19 @@ def _counted_before(tx: Any, counts: TensorVariable) -> tuple[VariableTracker, i
 
 def _bounds_of_data(tx: Any, key: VariableTracker) -> list[VariableTracker] | None:
     """The bounds of a subscript that is a slice of the first axis, where the data tell one of them."""
-    items = key.items if isinstance(key, TupleVariable) else [key]
-    first, *others = items or [None]
-    if not isinstance(first, SliceVariable) or not all(_is_whole(other) for other in others):
+    first = next(iter(key.items), None) if isinstance(key, TupleVariable) else key
+    if not isinstance(first, SliceVariable):
         return None
     start, stop, step = (_number(tx, bound) for bound in first.items)
     numbers = [bound for bound in (start, stop) if isinstance(bound, SymNodeVariable)]
     of_data = any(free_unbacked_symbols(fake_value(number)) for number in numbers)
     start = ConstantVariable.create(0) if _is_none(start) else start
     return [start, stop] if of_data and _is_none(step) and not _is_none(stop) else None
+
+
+def _other_axes(key: VariableTracker) -> list[VariableTracker]:
+    """What a subscript says of axes behind the first."""
+    return key.items[1:] if isinstance(key, TupleVariable) else []
 
 
 def _number(tx: Any, bound: VariableTracker) -> VariableTracker:
@@ -264,6 +271,10 @@ def _size_of(bound: VariableTracker) -> Any:
 
 def _is_none(value: VariableTracker) -> bool:
     return isinstance(value, ConstantVariable) and value.value is None
+
+
+def _whole(tx: Any) -> SliceVariable:
+    return SliceVariable([ConstantVariable.create(None)], tx)
 
 
 def _is_whole(part: VariableTracker) -> bool:

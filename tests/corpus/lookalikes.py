@@ -135,7 +135,7 @@ def gate_reads_another_input(self, x, weights, ids):
     return _masked(self, x, weights, ids, expert)
 
 
-@_lookalike("OTHER_TERMS")
+@_lookalike("DIFFERENT_INPUTS")
 def experts_in_sequence(self, x, weights, ids):
     for e, expert in enumerate(self.experts):
         x = x + expert(x) * _share(weights, ids, e)
@@ -265,7 +265,7 @@ def embedding_of_experts(self, x, weights, ids):
 # Who else sees or writes what.
 
 
-@_lookalike("OTHER_TERMS")
+@_lookalike("DIFFERENT_INPUTS")
 def experts_read_the_buffer(self, x, weights, ids):
     out = x.clone()
     for e, expert in enumerate(self.experts):

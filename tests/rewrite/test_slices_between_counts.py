@@ -69,7 +69,15 @@ def routing_map(self, x, ids, token, scale):
     return torch.zeros_like(x).index_add(0, token, torch.cat([f(p) for f, p in zip(self.experts, parts, strict=True)]) * scale)
 
 
-LAYERS = (bounds_of_a_list, bounds_on_the_device, running_start, routing_map)
+def axis_behind_the_slice(self, x, ids, token, scale):
+    bounds, scale = [0] + _counts(ids).cumsum(0).tolist(), scale.squeeze(1)
+    rows, out = x[token], torch.zeros_like(x)
+    for e, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        out.index_add_(0, token[start:end], self.experts[e](rows[start:end, ...]) * scale[start:end, None])
+    return out
+
+
+LAYERS = (bounds_of_a_list, bounds_on_the_device, running_start, routing_map, axis_behind_the_slice)
 
 
 def _twin(change):
@@ -112,6 +120,18 @@ def _check(combine):
 @pytest.mark.parametrize("combine", LAYERS, ids=lambda f: f.__name__)
 def test_rows_of_groups(combine):
     assert len(_check(combine).rewritten) == 1
+
+
+def test_features_behind_the_slice():
+    """Whatever a subscript says of the features, it says of the rows of the slice."""
+
+    def combine(self, x, ids, token, scale):
+        rows, out = x[token], torch.zeros_like(x)
+        for e, (start, end) in enumerate(_bounds(_counts(ids))):
+            out.index_add_(0, token[start:end], self.experts[e](rows[start:end, list(range(D))[::-1]]) * scale[start:end])
+        return out
+
+    _check(combine)
 
 
 def test_experts_left_out():

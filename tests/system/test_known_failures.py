@@ -550,14 +550,18 @@ def check_idle_rank() -> None:
 
 
 def check_optimizer_made_before() -> None:
-    """It holds what the model does not use any more: no expert would be trained."""
-    model = nn.ModuleList([Stacked(), Masked()])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    moeblaze_ops.shard_experts(model, sharded_layers.axis())
+    """It holds what the model does not use any more: no expert would be trained, also where it has gradients of before."""
     x = torch.randn(T, D)
-    sum(layer(x).sum() for layer in model).backward()
-    with pytest.raises(RuntimeError, match=r"made after it, got one that holds what it replaced: 0\.w_up, 0\.w_down, 1\.up\.0"):
-        optimizer.step()
+    for has_gradients in (False, True):
+        model = nn.ModuleList([Stacked(), Masked()])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if has_gradients:
+            sum(layer(x).sum() for layer in model).backward()
+            optimizer.zero_grad(set_to_none=False)
+        moeblaze_ops.shard_experts(model, sharded_layers.axis())
+        sum(layer(x).sum() for layer in model).backward()
+        with pytest.raises(RuntimeError, match=r"got one that holds what it replaced: 0\.w_up, 0\.w_down, 1\.up\.0"):
+            optimizer.step()
     experts = [p for p in model.parameters() if hasattr(p, "to_local")]
     before = [p.full_tensor().clone() for p in experts]
     torch.optim.SGD(experts, lr=0.1).step()

@@ -225,6 +225,18 @@ def describe(e: Expr, feature: Expr) -> str:
     return f"{made_by(e, feature)} where a projection is expected"
 
 
+def describe_last(e: Expr, feature: Expr) -> str:
+    """What stands before the last projection of a term, of which nothing else is known; in its place if there is none.
+
+        F.rms_norm(F.silu(x @ up), (F,)) @ down             'rms_norm'
+    """
+    lasts = subexpressions(e, lambda s: s.kind == "sum" and s.args[0].args[2] == "d" and feature in s.free, over=feature)
+    for width, body in (last.args for last in lasts):
+        for inner in (f for f in factors_of(body) if width in f.free and feature not in f.free):
+            return f"{made_by(inner, width)} where a pointwise function of a projection is expected"
+    return describe(e, feature)
+
+
 def made_by(e: Expr, feature: Expr) -> str:
     """The operator that ``feature`` leads to."""
     while e.kind in ("cast", "mul", "add", "sum"):

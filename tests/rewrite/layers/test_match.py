@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import moeblaze_ops
@@ -134,6 +135,31 @@ def test_decline_says_where():
     (found,) = rewrite_of(lookalikes.build("hidden_read"), torch.randn(10, zoo.D)).candidates
     assert found.reason == "EXTRA_USER" and "lookalikes.py:" in found.source and found.meaning
     assert found.became is None
+
+
+UNREAD = {
+    "comparison": lambda h, y, out: y != 0,
+    "of the activations": lambda h, y, out: h.isnan().any(),
+    "of a partial sum": lambda h, y, out: (out.clone() * 2).view(-1),
+    "random numbers": lambda h, y, out: torch.rand_like(y),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_results_that_nobody_reads_are_no_users(name):
+    """But one that draws numbers is: the next ones of the generator would be others."""
+
+    def combine(self, x, weights, ids):
+        out = torch.zeros_like(x)
+        for e, mlp in enumerate(self.experts):
+            h = F.silu(mlp.w1(x)) * mlp.w3(x)
+            y = mlp.w2(h)
+            UNREAD[name](h, y, out)
+            out += y * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    backend = rewrite_of(zoo.ModuleListMoE(combine), torch.randn(10, zoo.D))
+    assert backend.reasons == (["EXTRA_USER"] if name == "random numbers" else [])
 
 
 def test_symbolic_token_count_is_reported_as_text():

@@ -79,6 +79,23 @@ def in_two_axes(x, layers, w):
     return tokens + out.view(3, 3, -1)
 
 
+def hyper_connections(x, layers, w):
+    """Two streams that each layer reads a mixture of and is added to, with gates that ask them what they hold."""
+    streams = torch.stack([x, x @ w], 1)
+    for layer in layers:
+        gates = (streams.flatten(1) @ w.repeat(2, 1)).sigmoid()
+        y = layer((gates[:, :2, None] * streams).sum(1))
+        streams = gates[:, 2:4, None] * y.unsqueeze(1) + torch.matmul(gates[:, 4:8].view(-1, 2, 2), streams)
+    return ((streams.flatten(1) @ w.repeat(2, 1)).sigmoid()[:, :2, None] * streams).sum(1)
+
+
+def scores_with_a_mask(x, layers, w):
+    """Who may attend is told by comparisons, and queries come from a layer."""
+    y = layers[0](x)
+    place = (w[0, 0] > 0).expand(len(x)).cumsum(0)
+    return y @ w @ y.t() + (place[:, None] == place).to(x.dtype) * w[0, 0]
+
+
 NETWORKS = {
     "sum of two spellings": (lambda x, layers, w: layers[0](x) + layers[1](x), sorted_rows, masked),
     "sum of three and a residual": (lambda x, layers, w: x + sum(f(x) for f in layers), dense, gathered, masked),
@@ -94,6 +111,8 @@ NETWORKS = {
     ),
     "of another slot": (of_another_slot, gathered),
     "in two axes": (in_two_axes, dense),
+    "hyper-connections": (hyper_connections, masked, masked),
+    "scores with a mask": (scores_with_a_mask, masked),
 }
 LAYERS = {"one layer on two inputs": 2, "attention": 2}
 
