@@ -21,12 +21,12 @@ from moeblaze_ops.lowering.graph.fake_values import fake_of
 from moeblaze_ops.lowering.graph.functional_view import GraphView, graph_modules, target_name
 from moeblaze_ops.lowering.graph.model_state import mark_state_in_bodies
 from moeblaze_ops.lowering.graph.sizes import same_size, settling, size_of
-from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight, specialize
 from moeblaze_ops.lowering.graph.undoable_edits import Edits
 from moeblaze_ops.lowering.match.internal_errors import tolerate
 from moeblaze_ops.lowering.match.match_result import Decline, MoEMatch
 from moeblaze_ops.lowering.match.matcher import Matcher, view_of
 from moeblaze_ops.lowering.match.operands.find_operands import Operand
+from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicWeight, specialize
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 from moeblaze_ops.lowering.obligations.assertions import proven_assertions
 from moeblaze_ops.lowering.obligations.checked_ids import assert_in_range, checked_ids

@@ -11,10 +11,10 @@ from torch import fx
 from moeblaze_ops.arguments.separate_experts import are_in_a_row
 from moeblaze_ops.lowering.graph.fake_values import fake_of, has_storage
 from moeblaze_ops.lowering.graph.functional_view import Value
-from moeblaze_ops.lowering.graph.specialized_sizes import SymbolicWeight, may_be_specialized
 from moeblaze_ops.lowering.graph.stored_numbers import rounds_between
 from moeblaze_ops.lowering.index_notation.expr import Expr
 from moeblaze_ops.lowering.index_notation.normal_form import Algebra
+from moeblaze_ops.lowering.match.operands.specialized_sizes import SymbolicWeight, may_be_specialized
 from moeblaze_ops.lowering.match.reasons import Declined, Reason, prove
 
 
