@@ -376,9 +376,10 @@ class _Proof:
         prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
         prove(routed.is_dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
         prove(_all_below(self._bounds(routed), E) or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
-        named = E + sum(len(own.numbers) for own in plain) + 1  # the number behind the last expert may stand for none
-        there_are_more = any(isinstance(bound, int) and bound > named for bound in self._bounds(routed))
-        prove(routed.top_k <= E or not there_are_more, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts of more")
+        known = E + sum(len(own.numbers) for own in plain)  # the number behind them may stand for none
+        others = any(isinstance(bound, int) and bound > known + 1 for bound in self._bounds(routed))
+        is_all = not others and (known > 1 or not routed.is_dense)
+        prove(routed.top_k <= E or is_all, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts of more")
 
     def _bounds(self, routed: _Routed) -> list[Size | None]:
         """What the ids of each routing are below, as far as is known."""
