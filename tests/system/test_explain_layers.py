@@ -231,6 +231,21 @@ def test_declined_layer_says_what_to_change():
     assert "'alpha_dropout' where a pointwise function" in str(candidate)
 
 
+class Scaled(Dense):
+    """The up projection turned round, times a vector: no second projection."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2, dim=-1)
+        shares = [(weights * (chosen == e)).sum(dim=-1, keepdim=True) for e in range(len(self.up))]
+        experts = [F.silu(up(x)) @ up[0].weight * down.weight[:, 0] for up, down in zip(self.up, self.down, strict=True)]
+        return sum(share * expert for share, expert in zip(shares, experts, strict=True))
+
+
+def test_reasons_have_the_names_that_parameters_have():
+    (candidate,) = moeblaze_ops.explain(Scaled(), torch.randn(6, 16)).candidates
+    assert candidate.became is None and "('up.0.0.weight' where" in str(candidate)
+
+
 class Branching(Guarded):
     """Skips more than experts without tokens."""
 
