@@ -372,12 +372,12 @@ class _Proof:
 
     def _prove_slots(self, routed: _Routed, plain: tuple[ZeroComputation, ...], E: int) -> None:
         """Each slot has one expert, which exists, and one weight."""
-        gathered, routings = routed.is_gathered, routed.routings
+        gathered, routings, bounds = routed.is_gathered, routed.routings, self._bounds(routed)
         prove(not (plain and gathered), Reason.SLOT_WEIGHTS, "no weights of slots for experts without projections")
         prove(routed.is_dense or all(never_negative(r.ids) for r in routings), Reason.SLOT_WEIGHTS, "ids that may be negative")
-        prove(_all_below(self._bounds(routed), E) or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
+        prove(_all_below(bounds, E) or not gathered, Reason.SLOT_WEIGHTS, "ids that may be no expert's")
         known = E + sum(len(own.numbers) for own in plain)  # the number behind them may stand for none
-        others = any(isinstance(bound, int) and bound > known + 1 for bound in self._bounds(routed))
+        others = any(isinstance(bound, int) and bound > known + 1 for bound in bounds)
         is_all = not others and (known > 1 or not routed.is_dense)
         prove(routed.top_k <= E or is_all, Reason.EXPERT_COVERAGE, f"{routed.top_k} slots for {E} experts of more")
 
