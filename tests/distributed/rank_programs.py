@@ -10,14 +10,16 @@ ranks wait for each other until the time of their group is over, or compute othe
     python tests/distributed/rank_programs.py --seeds 0:20 --ranks 2 --compiler inductor    # cold, and with what that left
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 4 --hosts 2        # of two ranks each
     python tests/distributed/rank_programs.py --seeds 0:9 --ranks 4 --rows 2 --compiler inductor   # experts over two, twice
+    python tests/distributed/rank_programs.py --seeds 0:9 --ranks 2 --alike --compiler inductor    # as many tokens on all ranks
     python tests/distributed/rank_programs.py --seeds 0:100 --ranks 2 --called         # every other layer calls moe_over_ranks
     python tests/distributed/rank_programs.py --show 7
 
-Each program that fails has a line with its seed and tracebacks on stderr; the last line counts how they do. Through Inductor each
-runs twice, with caches on disk that ranks share: the last rank compiles later than the others with cold ones, the first with warm
-ones, in other processes. A mesh with rows has the experts on its other axis in a third pass: names of groups are those of others,
-and each process makes them anew between programs. Operators are called as they are there: to build them in C++ takes most of the
-time, and ``--build`` does so.
+Each program that fails has a line with its seed and tracebacks on stderr; the last line counts how they do. Through Inductor
+each runs twice, with caches on disk that ranks share: the last rank compiles later than the others with cold ones, the first
+with warm ones, in other processes. Code of ranks that have as many tokens is the same, so that one takes what another has left.
+A mesh with rows has the experts on its other axis in a third pass: names of groups are those of others, and each process makes
+them anew between programs. Operators are called as they are there: to build them in C++ takes most of the time, and ``--build``
+does so.
 """
 
 import argparse
@@ -35,7 +37,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -95,7 +97,8 @@ class Way(NamedTuple):
 
     ``late`` begins each of them later; ``caches`` is a folder that they share. A rank waits ``patience_s`` for the others, and a
     program that takes twice as long ends its process. ``called``: every other layer calls the function that other libraries do.
-    ``rows``: so many groups of ranks store all experts each. ``turned``: their ranks do not stand behind one another.
+    ``rows``: so many groups of ranks store all experts each. ``turned``: their ranks do not stand behind one another. ``alike``:
+    all ranks have as many tokens as the first.
     """
 
     compiler: str | None = None
@@ -108,6 +111,7 @@ class Way(NamedTuple):
     called: bool = False
     rows: int = 1
     turned: bool = False
+    alike: bool = False
 
 
 _DEFAULT = Way()
@@ -179,6 +183,13 @@ def draw(seed: int, ranks: int, compiler: str | None = None, called: bool = Fals
     dynamic = r.choice([None, True])
     layers[::2] = ["called"] * len(layers[::2]) if called else layers[::2]
     return Program(layers, experts, top_k, lines, frozen, compiler or drawn, dynamic, settings, steps)
+
+
+def _with_tokens_alike(program: Program) -> Program:
+    steps = [
+        replace(step, tokens=[[counts[0]] * len(counts) for counts in step.tokens], compiles_anew=None) for step in program.steps
+    ]
+    return replace(program, steps=steps)
 
 
 class Cumulative(nn.Module):
@@ -373,6 +384,7 @@ def check(seed: int, way: Way = _DEFAULT) -> Outcome:
     mesh = _axis(way)
     rank, ranks = mesh.get_local_rank(), mesh.size()
     program = draw(seed, ranks, way.compiler, way.called)
+    program = _with_tokens_alike(program) if way.alike else program
     one, moved = _network(program, seed, rank), 0
     before = config.snapshot()
     for key, value in program.settings.items():
@@ -481,6 +493,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--called", action="store_true")
+    parser.add_argument("--alike", action="store_true")
     parser.add_argument("--show", type=int)
     arguments = parser.parse_args()
     if arguments.show is not None:
@@ -489,7 +502,7 @@ def main() -> None:
         return
     seeds = range(*map(int, arguments.seeds.split(":")))
     way = Way(arguments.compiler, not arguments.not_compared, arguments.build, arguments.patience)
-    way = way._replace(hosts=arguments.hosts, called=arguments.called, rows=arguments.rows)
+    way = way._replace(hosts=arguments.hosts, called=arguments.called, rows=arguments.rows, alike=arguments.alike)
     totals, kinds, bad, started = Counter(), Counter(), 0, time.monotonic()
     with ThreadPoolExecutor(arguments.groups) as pool:
         parts = [seeds[first : first + _TOGETHER] for first in range(0, len(seeds), _TOGETHER)]
