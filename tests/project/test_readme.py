@@ -99,8 +99,7 @@ def test_where_we_lose_is_the_committed_data():
     sides = measured("model_2gpus_h200", "side")
     beside = [sides[side,]["peak_mib"] - sides[side,]["weights_mib"] for side in ("all_reduce+compile", "shard_experts")]
     demo = {way: {"ms": 1e3 * row["step_seconds"]} for way, row in measured("demo_cpu", "way").items()}
-    pages = [measured(f"cpu_{name}_pages", "shape") for name in ("small", "huge")]
-    pages = [f" at {rows['2048, 128, 768, 8, 2',]['ratio']:.2f} " for rows in pages]
+    pages = [measured(f"cpu_{name}_pages", "shape")["2048, 128, 768, 8, 2",]["ratio"] for name in ("small", "huge")]
     portable, compiled = measured("layer_h100_portable", "shape", "contender"), measured("compile_cpu", "style", "contender")
     claims = [
         "{} ms against {}".format(*duel(peers, ("mid", "SonicMoE"), ("mid", "moeblaze"), "forward_ms", 2)),
@@ -113,7 +112,7 @@ def test_where_we_lose_is_the_committed_data():
         "{} ms against {}".format(*duel(demo, ("compile",), ("moeblaze",), "ms", 0)),
         f"{measured('cpu', 'spelling', 'shape')['dense', '64, 64, 128, 4, 2']['ratio']:.2f} of its speed",
         "{} ms against {}".format(*duel(sides, ("all_reduce+compile",), ("shard_experts",), "step_ms", 1)),
-        *pages,
+        *(f" at {ratio:.2f} " for ratio in pages),
         f"{beside[0] / beside[1]:.1f} times the memory beside the weights",
     ]
     text = (ROOT / "docs" / "which_one_when.md").read_text()
