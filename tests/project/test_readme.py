@@ -34,6 +34,17 @@ def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= 120
 
 
+def test_first_questions_are_one_click_away():
+    """That the links lead somewhere is tested below, and for the site with the other pages."""
+    links = dict(re.findall(r"^\| \[([^]]+\?)\]\(([^)]+)\) \|", README.read_text(), flags=re.MULTILINE))
+    assert links == {
+        "Is my GPU supported?": "docs/hardware.md",
+        "Is my model?": "docs/models.md",
+        "How do I see that it works?": "docs/getting_started.md#how-to-see-that-it-works",
+        "Why is it not faster?": "docs/troubleshooting.md#it-is-not-faster",
+    }
+
+
 def test_readme_runs_and_prints_what_it_shows(tmp_path):
     printed = run_page(README, tmp_path)
     shown = shown_outputs(README)
