@@ -12,6 +12,7 @@ norm, beside the plain step. Fails if a layer was not rewritten, or if its error
 
 import argparse
 import copy
+import os
 import statistics
 import sys
 import time
@@ -52,6 +53,7 @@ SHAPES = {
     "nano": Shape(1024, 128, 512, 8, 2),
     "wide": Shape(1024, 256, 1024, 8, 2),
     "fine": Shape(2048, 128, 256, 32, 4),
+    "demo": Shape(2048, 128, 768, 8, 2),
 }
 
 
@@ -234,6 +236,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="CPU time for the turns of each spelling and shape")
     parser.add_argument("--json", help="write measurements, device and versions to this file")
     arguments = parser.parse_args()
+    arguments.huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
     torch.set_num_threads(arguments.threads)
 
     rows: list[Measurement] = []

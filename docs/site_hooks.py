@@ -57,6 +57,11 @@ def on_files(files, config):
     return files
 
 
+def _code(block):
+    """What has no language is drawn of characters: its lines stay whole, which those of outputs do not."""
+    return block.replace("```\n", "``` {.text .drawing}\n", 1) if block.startswith("```\n") else block
+
+
 def on_page_markdown(markdown, page, **_):
     """Turns links that are right in the repository into links that are right in the site; the notes stay out of the search."""
     name = page.file.src_uri
@@ -75,5 +80,5 @@ def on_page_markdown(markdown, page, **_):
 
     up = "../" * name.count("/")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    markdown = "".join(part if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
+    markdown = "".join(_code(part) if part.startswith("```") else _LINK.sub(moved, part) for part in parts)
     return _DIAGRAM.sub(lambda match: f"![diagram]({up}diagrams/{name_of_diagram(match[1])})", markdown)

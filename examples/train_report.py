@@ -1,5 +1,6 @@
 """What train_moe_lm.py shows at its end: one table, the numbers as JSON, and a plot."""
 
+import datetime
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -58,7 +59,8 @@ def format_table(results: list[Result]) -> str:
 def save_numbers(results: list[Result], title: str, folder: Path) -> Path:
     """Writes everything that was measured as JSON, and returns its path."""
     path = folder / "train_moe_lm.json"
-    path.write_text(json.dumps({"title": title, "results": [asdict(result) for result in results]}, indent=1) + "\n")
+    numbers = {"title": title, "date": datetime.date.today().isoformat(), "results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
     return path
 
 

@@ -3,6 +3,7 @@
 python -m moeblaze_ops.bench 32768 2048 768 128 8                       # T D F E K, SwiGLU
 python -m moeblaze_ops.bench 32768 2048 768 128 8 --model my.py:Layer   # Layer(2048, 768, 128, 8), called with x [T, D]
 python -m moeblaze_ops.bench 4096 512 --model my.py:make                # make(), called with x [4096, 512]
+python -m moeblaze_ops.bench 4096 512 --model my.py:make --batch 8      # make(), called with x [8, 512, 512]
 
 --picture layer.svg draws the time and the memory beside the table.
 """
@@ -128,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("sizes", nargs="+", type=int, metavar="SIZE", help="T D F E K; T D for a model that takes no sizes")
     parser.add_argument("--model", default=f"{__file__}:Layer", help="FILE:NAME of what makes the layer")
+    parser.add_argument("--batch", type=int, metavar="B", help="call the layer with x [B, T / B, D]; default: x [T, D]")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32")
     parser.add_argument("--seconds", type=float, default=2.0, help="of measured steps, each way")
@@ -135,14 +137,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if len(given.sizes) not in (2, 5) or min(given.sizes) < 1:
         parser.error(f"argument SIZE: must be T D F E K or T D, each at least 1, got {' '.join(map(str, given.sizes))}")
+    if given.batch is not None and (given.batch < 1 or given.sizes[0] % given.batch):
+        parser.error(f"argument --batch: must divide T = {given.sizes[0]}, got {given.batch}")
     (T, D), sizes = given.sizes[:2], given.sizes[1:] if len(given.sizes) == 5 else []
     file, _, name = given.model.rpartition(":")
+    if not Path(file).is_file() or name not in runpy.run_path(file):
+        parser.error(f"argument --model: must be FILE:NAME of a file and a name in it, got {given.model}")
     torch.manual_seed(0)
     # Each way has code of its own: where plain torch.compile gives a function up, it does so for all that share its code.
     plain, ours = (runpy.run_path(file)[name](*sizes) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
     dtype = getattr(torch, given.dtype or ("float32" if given.device == "cpu" else "bfloat16"))
-    x = torch.randn(T, D, device=given.device, dtype=dtype, requires_grad=True)
+    shape = (T, D) if given.batch is None else (given.batch, T // given.batch, D)
+    x = torch.randn(shape, device=given.device, dtype=dtype, requires_grad=True)
     ways = [Way(plain.to(x), torch.compile(plain), x), Way(ours.to(x), torch.compile(ours, backend=moeblaze_backend), x)]
     verification = verify(ours, x)
     for turn in range(1000):

@@ -109,9 +109,9 @@ class Explanation:
 def _pattern_of(candidate: Candidate) -> str:
     """The text of a candidate without the numbers in names: layers of one pattern are shown as one."""
     name, place = _name_and_place(candidate.where)
-    zeros = tuple(dict.fromkeys(map(_pattern, candidate.zeros)))
-    text = str(replace(candidate, where=_pattern(name) + place, zeros=zeros))
-    return re.sub(r"[A-Za-z_]\w*(\.\w+)+", lambda dotted: _pattern(dotted[0]), text)
+    zeros = tuple(dict.fromkeys(map(name_pattern, candidate.zeros)))
+    text = str(replace(candidate, where=name_pattern(name) + place, zeros=zeros))
+    return re.sub(r"[A-Za-z_]\w*(\.\w+)+", lambda dotted: name_pattern(dotted[0]), text)
 
 
 def _joined(group: list[Candidate]) -> Candidate:
@@ -125,7 +125,8 @@ def _name_and_place(where: str) -> tuple[str, str]:
     return name, bracket + place
 
 
-def _pattern(name: str) -> str:
+def name_pattern(name: str) -> str:
+    """``name`` with a star for each number in it."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -133,7 +134,7 @@ def folded(names: Iterable[str]) -> list[str]:
     """Names that differ in numbers alone as one: ``layers.*.mlp``, ``up.*.weight``."""
     alike: dict[str, list[list[str]]] = {}
     for name in names:
-        alike.setdefault(_pattern(name), []).append(name.split("."))
+        alike.setdefault(name_pattern(name), []).append(name.split("."))
     return [".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*group, strict=True)) for group in alike.values()]
 
 

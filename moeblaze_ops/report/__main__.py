@@ -25,6 +25,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if not command or command[0].startswith("-"):
         sys.exit(USAGE)
+    if not as_module and not os.path.exists(command[0]):
+        sys.exit(f"{USAGE}\nSCRIPT must be a file that is there, got {command[0]}")
     from moeblaze_ops.compile import enable
 
     enable()

@@ -1,7 +1,7 @@
 """``verify``: a model as written beside the same model rewritten, forward and backward, both against a more precise run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from moeblaze_ops.comparison import Comparison, compare, results_of, rounding_of, widened, wider
 from moeblaze_ops.explain import checked_model, explained
-from moeblaze_ops.explanation import Explanation
+from moeblaze_ops.explanation import Explanation, folded, name_pattern
 from moeblaze_ops.unchanged import unchanged
 from moeblaze_ops.verify.batch_moves import BatchMoves, batch_moves
 
@@ -47,9 +47,29 @@ class Verification:
             return f"{self.explanation}\nnothing was compared: no output is a floating-point tensor"
         without = f"relative distances, no precise run: {self.no_reference}"
         against = f"relative errors against {self.reference}" if self.reference else without
-        return "\n".join([str(self.explanation), f"{verdict}; {against}:", *(f"  {line}" for line in self.comparisons)])
+        return "\n".join([str(self.explanation), f"{verdict}; {against}:", *(f"  {line}" for line in _folded(self.comparisons))])
 
     __repr__ = __str__
+
+
+def _folded(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Those whose names differ in numbers alone as one, with their largest errors and all bytes; what differs by itself."""
+    alike: dict[object, list[Comparison]] = {}
+    for comparison in comparisons:
+        key = (name_pattern(comparison.name), comparison.note) if comparison.agrees else comparison
+        alike.setdefault(key, []).append(comparison)
+    return [_largest(group) if len(group) > 1 else group[0] for group in alike.values()]
+
+
+def _largest(group: list[Comparison]) -> Comparison:
+    (name,) = folded(comparison.name for comparison in group)
+    written = [comparison.as_written for comparison in group if comparison.as_written is not None]
+    return replace(
+        max(group, key=lambda comparison: comparison.rewritten),
+        name=f"{name} (largest of {len(group)})",
+        num_bytes=sum(comparison.num_bytes for comparison in group),
+        as_written=max(written, default=None),
+    )
 
 
 def verify(

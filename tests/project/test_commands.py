@@ -74,6 +74,24 @@ def test_bench_of_its_own_layer(tmp_path, capsys):
     xml.dom.minidom.parse(str(drawn))
 
 
+def test_bench_of_a_model_that_takes_sequences(tmp_path, capsys):
+    shaped = "\n\nclass OfSequences(Layer):\n    def forward(self, x):\n        b, l, d = x.shape\n"
+    (tmp_path / "model.py").write_text(MODEL + shaped + "        return super().forward(x.reshape(-1, d)).view(b, l, d)\n")
+    model = f"{tmp_path / 'model.py'}:OfSequences"
+    bench.main(["32", "16", "--batch", "4", "--model", model, "--device", "cpu", "--seconds", "0.01"])
+    assert "1 of 1 MoE layers rewritten" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["32", "16", "--batch", "5", "--model", model])
+    assert "--batch: must divide T = 32, got 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["nowhere.py:Layer", f"{__file__}:Nothing"])
+def test_bench_refuses_a_model_that_is_not_there(model, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["32", "16", "--model", model])
+    assert f"--model: must be FILE:NAME of a file and a name in it, got {model}" in capsys.readouterr().err
+
+
 def test_bench_says_why_a_checkpointed_layer_keeps_nothing(tmp_path, capsys):
     run = "checkpoint(super().forward, x, use_reentrant=False)"
     checkpointed = f"\n\nclass Checkpointed(Layer):\n    def forward(self, x):\n        return {run}\n"
@@ -118,8 +136,9 @@ def test_report_runs_a_module_and_other_ranks_are_silent(tmp_path):
 
 
 def test_report_says_how_it_is_called(tmp_path):
-    done = run(folder=tmp_path)
-    assert done.returncode == 1 and re.match("usage: ", done.stderr)
+    for arguments, said in ([], ""), (["nowhere.py"], "SCRIPT must be a file that is there, got nowhere.py"):
+        done = run(*arguments, folder=tmp_path)
+        assert done.returncode == 1 and re.match("usage: ", done.stderr) and done.stderr.endswith(f"{said}\n")
 
 
 def test_report_stays_a_function(tmp_path):

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ if not README.is_file():
 
 
 def commands(page: Path):
-    """Every shell command of a page, without its comment, as a list of words."""
-    content = "".join(block.content for block in blocks(page) if block.language == "bash")
+    """Every shell command of a page, without its comment and the variables before it, as a list of words."""
+    content = "".join(
+        re.sub(r"^([A-Z_]+=\S+ )+", "", block.content, flags=re.M) for block in blocks(page) if block.language == "bash"
+    )
     return [words for line in content.splitlines() if (words := shlex.split(line, comments=True))]
 
 
@@ -29,6 +32,17 @@ def tables():
 
 def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= 120
+
+
+def test_first_questions_are_one_click_away():
+    """That the links lead somewhere is tested below, and for the site with the other pages."""
+    links = dict(re.findall(r"^\| \[([^]]+\?)\]\(([^)]+)\) \|", README.read_text(), flags=re.MULTILINE))
+    assert links == {
+        "Is my GPU supported?": "docs/hardware.md",
+        "Is my model?": "docs/models.md",
+        "How do I see that it works?": "docs/getting_started.md#how-to-see-that-it-works",
+        "Why is it not faster?": "docs/troubleshooting.md#it-is-not-faster",
+    }
 
 
 def test_readme_runs_and_prints_what_it_shows(tmp_path):
@@ -78,3 +92,39 @@ def test_first_claim_is_the_committed_data():
     assert f"{fine['grouped_mm+compile']['step_ms'] / ours['step_ms']:.2f}x" in claim
     assert f"{sonic['step_ms'] / ours['step_ms']:.2f}x" in claim
     assert f"{ours['peak_mib'] / sonic['peak_mib']:.0%}" in claim
+
+
+def test_where_we_lose_is_the_committed_data():
+    def measured(file, *keys):
+        rows = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+        return {tuple(row[key] for key in keys): row for row in rows["results" if file == "demo_cpu" else "measurements"]}
+
+    def duel(rows, theirs, ours, value, digits):
+        """As the page has it: their number, and ours behind it."""
+        return tuple(f"{rows[key][value]:.{digits}f}" for key in (theirs, ours))
+
+    peers = measured("beside_peers_h100", "shape", "contender")
+    coarse = [peers["coarse", way]["step_ms"] for way in ("moeblaze", "SonicMoE", "grouped_mm+compile")]
+    eager = measured("conf1_8k_h100", "contender")
+    hit = [row["ratio"] for row in measured("cpu", "spelling", "shape").values() if row["spelling"] == "hit"]
+    sides = measured("model_2gpus_h200", "side")
+    beside = [sides[side,]["peak_mib"] - sides[side,]["weights_mib"] for side in ("all_reduce+compile", "shard_experts")]
+    demo = {way: {"ms": 1e3 * row["step_seconds"]} for way, row in measured("demo_cpu", "way").items()}
+    pages = [measured(f"cpu_{name}_pages", "shape")["2048, 128, 768, 8, 2",]["ratio"] for name in ("small", "huge")]
+    portable, compiled = measured("layer_h100_portable", "shape", "contender"), measured("compile_cpu", "style", "contender")
+    claims = [
+        "{} ms against {}".format(*duel(peers, ("mid", "SonicMoE"), ("mid", "moeblaze"), "forward_ms", 2)),
+        f"{coarse[1] / coarse[0]:.3f}x as fast as SonicMoE, {coarse[2] / coarse[0]:.2f}x as `grouped_mm` + compile",
+        "{} ms against {}".format(*duel(portable, ("coarse", "grouped_mm+compile"), ("coarse", "moeblaze"), "step_ms", 1)),
+        "{} ms against {}".format(*duel(eager, ("grouped_mm+compile",), ("moeblaze-eager",), "step_ms", 2)),
+        f"moeblaze takes {eager['moeblaze',]['step_ms']:.2f}",
+        "{} s against {}".format(*duel(compiled, ("loop", "plain"), ("loop", "rewritten"), "seconds", 0)),
+        f"{statistics.geometric_mean(hit):.2f} of its speed on average, {min(hit):.2f} at least",
+        "{} ms against {}".format(*duel(demo, ("compile",), ("moeblaze",), "ms", 0)),
+        f"{measured('cpu', 'spelling', 'shape')['dense', '64, 64, 128, 4, 2']['ratio']:.2f} of its speed",
+        "{} ms against {}".format(*duel(sides, ("all_reduce+compile",), ("shard_experts",), "step_ms", 1)),
+        *(f" at {ratio:.2f} " for ratio in pages),
+        f"{beside[0] / beside[1]:.1f} times the memory beside the weights",
+    ]
+    text = (ROOT / "docs" / "which_one_when.md").read_text()
+    assert not [claim for claim in claims if claim not in text]

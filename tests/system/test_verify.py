@@ -1,6 +1,7 @@
 """``verify``: errors of a model as written and rewritten, and what it leaves as it found it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import moeblaze_ops
 from moeblaze_ops import comparison, config
 from moeblaze_ops.lowering.rewrite import rewrite
 from moeblaze_ops.lowering.torch_internals import frames
+from moeblaze_ops.verify import Verification
 from tests.system.test_explain_layers import Blocks, Dense, Guarded
 
 
@@ -69,6 +71,20 @@ def test_gradients_that_are_none_as_written():
     verification = moeblaze_ops.verify(Guarded(E=8), torch.randn(1, 16))
     idle = [comparison for comparison in verification.comparisons if comparison.note == "None as written"]
     assert len(idle) == 2 * 6 and all(comparison.rewritten == 0 for comparison in idle)
+
+
+def test_results_of_alike_names_are_one_line():
+    of = {f"gradient of experts.{e}.{name}": 1e-7 * (e + 1) for e in range(4) for name in ("up.weight", "down.weight")}
+    comparisons = tuple(comparison.Comparison(name, 512, error, 2 * error, 1e-6) for name, error in of.items())
+    wrong = replace(comparisons[2], rewritten=1e-3)
+    explanation = moeblaze_ops.explain(Dense(), torch.randn(24, 16))
+    text = str(Verification(explanation, (*comparisons[:2], wrong, *comparisons[3:]), torch.float64)).splitlines()
+    assert text[-4:] == [
+        "1 of 8 results differ; relative errors against torch.float64:",
+        "  gradient of experts.*.up.weight (largest of 3): as written 4.0e-07, rewritten 8.0e-07, 1.5 KiB",
+        "  gradient of experts.*.down.weight (largest of 4): as written 4.0e-07, rewritten 8.0e-07, 2.0 KiB",
+        "  gradient of experts.1.up.weight: as written 2.0e-07, rewritten 1.0e-03, 0.5 KiB  <-- more than 1.0e-06",
+    ]
 
 
 def test_state_is_left_as_found():
@@ -162,4 +178,3 @@ def test_first_run_that_differs(first, monkeypatch):
     inputs = torch.load(folder / "inputs.pt")
     assert any(torch.equal(value, x) for value in inputs if isinstance(value, torch.Tensor))
     shutil.rmtree(folder)
-
