@@ -135,8 +135,7 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
         """Indices into ``inner`` of the row-major position that ``indices`` have in ``outer``."""
         if (only := next(filter(_is_only_feature, indices), None)) is not None:
             found = self.reshape_indices(outer, inner, tuple(self.algebra.zero if i is only else i for i in indices))
-            ones = [a for a, (size, i) in enumerate(zip(inner, found, strict=True)) if size == 1 and i is self.algebra.zero]
-            return tuple(only if a in ones[-1:] else i for a, i in enumerate(found))
+            return self.with_only_feature(inner, found, indices)
         result: list[Expr] = []
         for outer_axes, inner_axes in common_groups(outer, inner):
             if len(outer_axes) == 1 and len(inner_axes) == 1:
@@ -158,6 +157,13 @@ class Evaluator(IndexingRules, GroupRules, RunRules):
                 rest = rest if last else self.algebra.div(rest, inner[a])
             result += reversed(group)
         return tuple(result)
+
+    def with_only_feature(self, sizes: tuple[Size, ...], indices: Indices, given: Indices) -> Indices:
+        """Indices with the only feature, if it is one of ``given``, at the last axis of one element, of which it is any index."""
+        only = next(filter(_is_only_feature, given), None)
+        ones = [a for a, (size, i) in enumerate(zip(sizes, indices, strict=True)) if size == 1 and i is self.algebra.zero]
+        found = only is None or only in indices
+        return indices if found else tuple(only if a in ones[-1:] else i for a, i in enumerate(indices))
 
     def _element_permute(self, value: Value, indices: Indices, depth: int) -> Expr:
         x, dims = value.args

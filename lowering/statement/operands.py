@@ -81,7 +81,8 @@ class Elements:
             taken = (*part.sizes[:-1], part.length)
             *outer, last = self.evaluator.reshape_indices(sizes, taken, indices)
             sizes, indices = part.sizes, (*outer, self.algebra.linear(part.start, [(1, last)]))
-        return self._at(value, sizes, indices, 1)
+        stored_at = self.evaluator.reshape_indices(sizes, value.shape, indices)
+        return self.evaluator.element(value, self.evaluator.with_only_feature(value.shape, stored_at, logical), 1)
 
     def _value(self, node: fx.Node) -> Value:
         return self._view.value_at(node, self._position)
