@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moeblaze_ops.lowering.evaluate.evaluator import Evaluator
+from moeblaze_ops.lowering.statement.rules import LayerForm
 from tests.tools.rewrite_harness import check_against_eager
 
 D, H, E = 6, 10, 4
@@ -139,3 +141,14 @@ def test_equal_scores_and_experts_without_tokens():
         layer.router.weight.data[0] = layer.router.weight.data[1]  # two experts are as good
         assert len(check_against_eager(layer, x).rewritten) == 1
 
+
+
+def test_sums_over_slots_are_one_where_ids_differ_alone():
+    """Of equal ids, a product of sums has terms of two slots."""
+    evaluator = Evaluator()
+    algebra = evaluator.algebra
+    slot, number = algebra.var(3, 2, "r"), algebra.var(1, E, "r")
+    hit = algebra.eq(algebra.call("ids", (slot,)), number)
+    weight, kept = (algebra.call(name, (slot,)) for name in ("weight", "kept"))
+    apart = algebra.mul(*(algebra.sum(slot, algebra.mul(hit, own)) for own in (weight, kept)))
+    assert LayerForm(evaluator).of(apart) is not algebra.sum(slot, algebra.mul(hit, weight, kept))
